@@ -1,0 +1,114 @@
+"""Speed of one engine process without router and gRPC: decode step time per batch size, prefill time per prompt length.
+
+    python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,1024] [any flag of a node]
+
+A step here is the whole engine's: command over the socket, schedule, plan, forward pass, sampling, token back at the
+front. Prompts are random token ids, so nothing is found in the prefix cache. A decode step is (time of N+K tokens -
+time of K tokens) / N, best of ``--repeat``; prefill is the time to a prompt's first token, best of three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from array import array
+
+from engine.link import EngineLink, Event
+from engine.messages import Mode, Output, Refused, Submit
+from pdserve.config import resolve
+from pdserve.device import detect_device
+from pdserve.errors import PdserveError
+from pdserve.flags import add_node_flags, options_from
+from pdserve.records import SamplingParams
+
+SHORT = 8  # tokens of the shorter of the two runs that a decode step is the difference of
+
+
+class Bench:
+    """Sends requests to an engine and waits until all are done."""
+
+    def __init__(self, link: EngineLink, vocab_size: int) -> None:
+        self._link = link
+        self._vocab_size = vocab_size
+        self._random = random.Random(0)
+
+    async def run(self, batch: int, prompt: int, output: int) -> float:
+        """Seconds until ``batch`` requests with ``prompt`` random tokens have ``output`` tokens each."""
+        sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
+        done = asyncio.Event()
+        remaining = batch
+
+        def on_event(event: Event) -> None:
+            nonlocal remaining
+            if isinstance(event, Refused):
+                raise RuntimeError(event.message)
+            if isinstance(event, Output) and event.finish is not None:
+                remaining -= 1
+                if not remaining:
+                    done.set()
+
+        start = time.perf_counter()
+        for tokens in prompts:
+            self._link.send(Submit(self._link.open(on_event), tokens.tobytes(), sampling, Mode.LOCAL))
+        await done.wait()
+        return time.perf_counter() - start
+
+    async def decode_step(self, batch: int, steps: int, repeat: int) -> float:
+        short = min([await self.run(batch, 64, SHORT) for _ in range(repeat)])
+        long = min([await self.run(batch, 64, SHORT + steps) for _ in range(repeat)])
+        return (long - short) / steps
+
+    async def prefill(self, prompt: int) -> float:
+        return min([await self.run(1, prompt, 1) for _ in range(3)])
+
+
+async def run(args: argparse.Namespace) -> None:
+    config = resolve(options_from(args), detect_device(args.device))
+    link = EngineLink(config, agent="")
+    start = time.perf_counter()
+    await link.start()
+    try:
+        print(
+            json.dumps({"start_s": round(time.perf_counter() - start, 2), "runner": config.decision.runner}), flush=True
+        )
+        bench = Bench(link, config.model.vocab_size)
+        await bench.run(1, 32, 8)
+        for batch in args.batches:
+            step = await bench.decode_step(batch, args.steps, args.repeat)
+            row = {"decode_batch": batch, "ms_per_step": round(step * 1e3, 3), "tok_per_s": round(batch / step)}
+            print(json.dumps(row), flush=True)
+        for prompt in args.prompts:
+            seconds = await bench.prefill(prompt)
+            row = {"prefill_tokens": prompt, "ms": round(seconds * 1e3, 2), "tok_per_s": round(prompt / seconds)}
+            print(json.dumps(row), flush=True)
+    finally:
+        await link.shutdown()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_node_flags(parser)
+    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--prompts", type=_numbers, default=[256, 1024])
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=2)
+    args = parser.parse_args()
+    try:
+        asyncio.run(run(args))
+    except PdserveError as exc:
+        print(f"engine.py: {exc}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

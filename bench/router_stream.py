@@ -1,0 +1,154 @@
+"""What one streamed token costs the router: CPU time of its process per token, gRPC to socket.
+
+    python bench/router_stream.py --streams 1 32 256
+
+A decode node that only replays tokens (a process of its own, one message per step for all streams, as real nodes
+send them) feeds a real router; clients read the streams to the end. CPU time is user + system of the router process,
+taken between the first and the last token of all streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import psutil
+
+from pdserve import rpc
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+
+MODEL = "replay"
+
+
+class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
+    """Sends a token per step to every stream, ``interval`` seconds apart, once all streams are there."""
+
+    def __init__(self, num_streams: int, interval: float) -> None:
+        self._num_streams = num_streams
+        self._interval = interval
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
+        return pb.NodeDescription(
+            node_id="replay",
+            epoch="1",
+            role="decode",
+            state="ready",
+            model=MODEL,
+            max_model_len=8192,
+            vocab_size=4096,
+        )
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
+        return pb.NodeStatus()
+
+    async def Serve(self, requests: AsyncIterator[pb.ServeRequest], context: Any) -> AsyncIterator[pb.OutputBatch]:
+        while True:
+            running: list[pb.Generate] = []
+            async for request in requests:
+                if request.WhichOneof("kind") == "generate":
+                    running.append(request.generate)
+                if len(running) == self._num_streams:
+                    break
+            for step in range(num_tokens := running[0].sampling.max_tokens):
+                finish = "length" if step == num_tokens - 1 else ""
+                token_id = 300 + step % 3000
+                yield pb.OutputBatch(
+                    outputs=[
+                        pb.Output(request=r.request, token_id=token_id, has_token=True, finish_reason=finish)
+                        for r in running
+                    ]
+                )
+                await asyncio.sleep(self._interval)
+
+
+def run_node(num_streams: int, interval: float, pipe: Any) -> None:
+    async def serve() -> None:
+        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        node = ReplayNode(num_streams, interval)
+        pb_grpc.add_DecodeNodeServicer_to_server(node, server)
+        pb_grpc.add_NodeServicer_to_server(node, server)
+        port = rpc.bind(server, "127.0.0.1", 0)
+        await server.start()
+        pipe.send(port)
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def read_stream(port: int, num_tokens: int, chat: bool) -> int:
+    """Bytes of one whole stream."""
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]} if chat else {"prompt": "hello"}
+    body = json.dumps({**prompt, "max_tokens": num_tokens, "stream": True}).encode()
+    path = b"/v1/chat/completions" if chat else b"/v1/completions"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % (path, len(body)))
+    writer.write(body)
+    size = 0
+    while data := await reader.read(1 << 16):
+        size += len(data)
+    writer.close()
+    return size
+
+
+def measure(num_streams: int, num_tokens: int, interval: float, chat: bool) -> dict[str, float]:
+    """Run one setting in processes of its own."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    node = context.Process(target=run_node, args=(num_streams, interval, theirs), daemon=True)
+    node.start()
+    status, child_status = os.pipe()
+    argv = [sys.executable, "-m", "router", str(EMBEDDED_MODEL), "--served-model-name", MODEL, "--port", "0"]
+    argv += ["--decode", f"127.0.0.1:{ours.recv()}", "--status-fd", str(child_status)]
+    router = subprocess.Popen(argv, pass_fds=[child_status], stderr=subprocess.DEVNULL)
+    os.close(child_status)
+    try:
+        port = 0
+        with os.fdopen(status) as lines:
+            for line in lines:
+                state = json.loads(line)
+                port = int(state["address"].rpartition(":")[2]) if state["state"] == "listening" else port
+                if state["state"] == "ready":
+                    break
+        process = psutil.Process(router.pid)
+
+        async def clients() -> None:
+            await asyncio.gather(*(read_stream(port, num_tokens, chat) for _ in range(num_streams)))
+
+        before, started = process.cpu_times(), time.perf_counter()
+        asyncio.run(clients())
+        after, seconds = process.cpu_times(), time.perf_counter() - started
+    finally:
+        router.terminate()
+        router.wait()
+        node.terminate()
+        node.join()
+    cpu = after.user + after.system - before.user - before.system
+    total = num_streams * num_tokens
+    return {"streams": num_streams, "us_per_token": 1e6 * cpu / total, "tokens_per_s": total / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--tokens", type=int, default=1000, help="per stream")
+    parser.add_argument("--interval", type=float, default=0.005, help="seconds between steps")
+    parser.add_argument("--completions", action="store_true", help="instead of chat")
+    args = parser.parse_args()
+    for num_streams in args.streams:
+        result = measure(num_streams, args.tokens, args.interval, not args.completions)
+        print(json.dumps({name: round(value, 1) for name, value in result.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

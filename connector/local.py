@@ -1,0 +1,135 @@
+"""Reads between KV caches of one process, by memmove. Same Protocol, same checks, no network."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from connector.outbox import Outbox
+from connector.plan import check_region, copies, plan_read, source
+from pdserve.errors import PeerError
+from pdserve.kv import KVLayout
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+
+_registry: dict[str, LocalConnector] = {}
+_registry_lock = threading.Lock()
+
+
+class LocalConnector:
+    """Copies blocks between connectors of this process, found by agent name.
+
+    ``delay`` is the time in seconds that each read stays under way before its bytes move, all at once.
+    """
+
+    def __init__(self, agent: str, delay: float = 0.0) -> None:
+        self._agent = agent
+        self._delay = delay
+        self._outbox = Outbox()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
+        self._memory = threading.Lock()  # held while anybody copies out of our region
+        self._rank: RankKV | None = None
+        self._peers: dict[str, RankKV] = {}  # by epoch
+        self._pending: deque[tuple[float, KVRead]] = deque()  # with the time it is due
+
+    def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
+        check_region(region, layout)
+        if region.device != "cpu":
+            raise PeerError(f"the local connector copies host memory, not {region.device}; use the nixl connector")
+        self._outbox.on_progress = on_progress
+        self._rank = RankKV(self._agent, b"local", region, layout)
+        with _registry_lock:
+            _registry[self._agent] = self
+        self._thread.start()
+        return self._rank
+
+    def connect(self, peer: Peer) -> None:
+        self._orders.put(partial(self._connect, peer))
+
+    def disconnect(self, epoch: str) -> None:
+        self._orders.put(partial(self._disconnect, epoch))
+
+    def read(self, read: KVRead) -> None:
+        self._orders.put(partial(self._read, read))
+
+    def poll(self) -> KVConnectorOutput:
+        return self._outbox.drain()
+
+    def close(self) -> None:
+        with _registry_lock:
+            if _registry.get(self._agent) is self:
+                del _registry[self._agent]
+        with self._memory:
+            self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ------------------------------------------------------------ on the connector's thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                order = self._orders.get(timeout=self._until_due())
+            except queue.Empty:
+                self._copy(self._pending.popleft()[1])
+                continue
+            if order is None:
+                return
+            order()
+
+    def _until_due(self) -> float | None:
+        return max(0.0, self._pending[0][0] - time.monotonic()) if self._pending else None
+
+    def _connect(self, peer: Peer) -> None:
+        assert self._rank is not None
+        try:
+            rank = source(self._rank.layout, peer)
+            _owner(rank.agent)
+        except PeerError as error:
+            self._outbox.failed(peer.epoch, str(error))
+            return
+        self._peers[peer.epoch] = rank
+        self._outbox.connected(peer.epoch)
+
+    def _disconnect(self, epoch: str) -> None:
+        self._peers.pop(epoch, None)
+        for entry in [entry for entry in self._pending if entry[1].epoch == epoch]:
+            self._pending.remove(entry)
+            self._outbox.refused(entry[1], f"the connection to epoch {epoch} was given up")
+
+    def _read(self, read: KVRead) -> None:
+        if read.epoch not in self._peers:
+            self._outbox.refused(read, f"no connection to epoch {read.epoch}; connect to it first")
+        else:
+            self._pending.append((time.monotonic() + self._delay, read))
+
+    def _copy(self, read: KVRead) -> None:
+        assert self._rank is not None
+        start = time.monotonic()
+        ours, theirs = self._rank, self._peers[read.epoch]
+        num_bytes = num_runs = 0
+        try:
+            pieces = plan_read(read, ours.layout, theirs.layout, max_bytes=ours.layout.total_bytes)
+            owner = _owner(theirs.agent)
+            with owner._memory:
+                _owner(theirs.agent)  # once more: it may have closed while we waited
+                for copy in (c for piece in pieces for c in copies(piece, ours.layout.block_bytes)):
+                    target = ours.region.address + copy.local_offset
+                    ctypes.memmove(target, theirs.region.address + copy.remote_offset, copy.num_bytes)
+                    num_bytes, num_runs = num_bytes + copy.num_bytes, num_runs + 1
+        except PeerError as error:
+            self._outbox.refused(read, str(error))
+            return
+        self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start + self._delay))
+
+
+def _owner(agent: str) -> LocalConnector:
+    with _registry_lock:
+        if agent not in _registry:
+            raise PeerError(f"no connector {agent!r} in this process; it was closed or never registered")
+        return _registry[agent]

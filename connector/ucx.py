@@ -1,0 +1,141 @@
+"""UCX, the library under NIXL: its settings, its log, and the sockets it opened."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+# A peer that is cut off without a reset would otherwise be noticed after 134 s (connecting) or never (reading).
+FAULT_DETECTION = {
+    "UCX_TCP_USER_TIMEOUT": "5s",
+    "UCX_TCP_SYN_CNT": "2",
+    "UCX_TCP_KEEPIDLE": "2s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "3",
+}
+DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # UCX takes SIGHUP otherwise
+
+_LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
+_TRANSPORTS = re.compile(r"(?P<scope>intra-node|inter-node) cfg#\d+ (?P<lanes>.*)")
+_LEVELS = {"FATAL": logging.CRITICAL, "ERROR": logging.WARNING, "WARN": logging.WARNING}  # errors are translated above
+
+
+class UcxLog:
+    """What UCX writes to its log, passed on to ``logging``; from it we learn the transports in use.
+
+    UCX opens its log once per process. An anonymous file in memory leaves nothing behind, whatever ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.transports: tuple[str, ...] = ()  # as UCX names them, one entry per kind of connection, newest last
+        self._file = os.memfd_create("ucx-log", os.MFD_CLOEXEC)
+        self._read = 0  # bytes passed on already
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._file}"
+
+    def pass_on(self) -> None:
+        """Log what UCX has written since the last call."""
+        with self._lock:
+            ctypes.CDLL(None).fflush(None)  # UCX writes through a buffered stream
+            data = os.pread(self._file, os.fstat(self._file).st_size - self._read, self._read)
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read += len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        match = _LOG_LINE.match(line)
+        if match is None:
+            logger.debug("%s", line)
+            return
+        logger.log(_LEVELS.get(match["level"], logging.DEBUG), "%s", match["text"])
+        found = _TRANSPORTS.search(match["text"])
+        if found:
+            entry = f"{found['scope']}: {' '.join(found['lanes'].split())}"
+            if entry not in self.transports:
+                self.transports += (entry,)
+                logger.info("UCX transports, %s", entry)
+
+
+_log: UcxLog | None = None
+_log_lock = threading.Lock()
+
+
+def log() -> UcxLog:
+    """The log of this process."""
+    global _log
+    with _log_lock:
+        if _log is None:
+            _log = UcxLog()
+        return _log
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """Sets what UCX reads from the environment while it starts, except where the user has set it.
+
+    The environment is restored afterwards, so that processes started later do not take our settings for the user's.
+    """
+    defaults = FAULT_DETECTION | DEBUG_SIGNAL_OFF
+    if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
+        defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
+    added = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def shut_sockets(metadata: bytes) -> int:
+    """Shut down the TCP connections of this process to the peer with this NIXL metadata; returns how many.
+
+    The one way to end a transfer with a peer that hangs: UCX then sees the end of the stream, declares the endpoint
+    dead and fails what is under way, and no byte can arrive any more. Removing the agent or releasing the handle does
+    not do that: the bytes still land once the peer wakes up. Other transports do not need it, their reads do not
+    involve the peer's CPU. The price: a peer that wakes up with unanswered reads of a connection that is gone is ended
+    by UCX ("Fatal: unexpected error"), and has to be started again.
+
+    UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
+    """
+    return sum(_shut(int(entry), metadata) for entry in os.listdir("/proc/self/fd"))
+
+
+def _shut(descriptor: int, metadata: bytes) -> bool:
+    """Shut ``descriptor`` down if it is a connection to that peer. UCX keeps it open; we use a duplicate."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        connection = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed meanwhile
+        return False
+    with connection:
+        if not _leads_to(connection, metadata):
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+def _leads_to(connection: socket.socket, metadata: bytes) -> bool:
+    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        host, port = connection.getpeername()[:2]
+    except OSError:  # listening, or gone already
+        return False
+    address = socket.inet_pton(connection.family, host.partition("%")[0])
+    is_known = address in metadata or host in ("127.0.0.1", "::1")
+    return is_known and port.to_bytes(2, "big") in metadata

@@ -1,0 +1,240 @@
+"""The NIXL connector: public methods only enqueue, one thread owns the agent and does everything else.
+
+    step loop ──orders──► owner thread ──► Link per peer ──► NIXL
+        ▲                  ▲      │
+        └── poll ◄─ Outbox ◄──────┘        Scout: tries new peers, reports to the owner thread
+
+While reads are in flight the owner thread polls them, sleeping a little longer each time nothing moved; otherwise it
+sleeps until an order comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from connector import ucx
+from connector.link import GREETING_BYTES, Home, Link
+from connector.nixl import Agent
+from connector.outbox import Outbox
+from connector.plan import check_region, source
+from connector.scout import Scout
+from pdserve.errors import PeerError
+from pdserve.kv import KVLayout
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
+
+logger = logging.getLogger(__name__)
+
+STALL_SECONDS = 5.0
+FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 400e-6  # seconds between polls of reads in flight
+SLEEP_WHILE_DRAINING = 0.02  # seconds, when all that is left are reads from lost peers
+CLOSE_SECONDS = 1.0
+
+
+class NixlConnector:
+    """Reads blocks of other nodes into ours.
+
+    ``agent`` names this life of this rank: peers tell lives apart by it. ``stall_seconds`` is how long a peer may let
+    every piece in flight wait before it counts as hung.
+    """
+
+    def __init__(self, agent: str, stall_seconds: float = STALL_SECONDS) -> None:
+        self._name = agent
+        self._stall_seconds = stall_seconds
+        self._outbox = Outbox()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        # The rest belongs to the owner thread.
+        self._agent: Agent
+        self._home: Home
+        self._rank: RankKV
+        self._scratch = np.zeros(GREETING_BYTES, np.uint8)
+        self._scout: Scout | None = None
+        self._links: dict[str, Link] = {}  # by epoch; also lost ones that are not drained yet
+        self._visiting: set[str] = set()  # epochs
+        self._stopping = False
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """UCX transports that connections of this process use, in UCX's words; empty where UCX's log is the user's."""
+        ucx.log().pass_on()
+        return ucx.log().transports
+
+    def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
+        """Start the agent; takes about half a second. Raises ConfigError or CapacityError."""
+        assert self._thread is None, "register is called once"
+        check_region(region, layout)
+        self._outbox.on_progress = on_progress
+        started: Future[RankKV] = Future()
+        self._thread = threading.Thread(target=self._run, args=(region, layout, started), name="kv-nixl", daemon=True)
+        self._thread.start()
+        return started.result()
+
+    def connect(self, peer: Peer) -> None:
+        self._orders.put(partial(self._connect, peer))
+
+    def disconnect(self, epoch: str) -> None:
+        self._orders.put(partial(self._disconnect, epoch))
+
+    def read(self, read: KVRead) -> None:
+        self._orders.put(partial(self._read, read, time.monotonic()))
+
+    def poll(self) -> KVConnectorOutput:
+        if self._failure is not None:
+            raise PeerError(f"the KV connector has stopped: {self._failure!r}; restart the node") from self._failure
+        return self._outbox.drain()
+
+    def close(self) -> None:
+        """Stop within about two seconds; what is in flight is given that long to end."""
+        if self._thread is not None and self._thread.is_alive():
+            self._orders.put(self._stop)
+            self._thread.join()
+
+    # ------------------------------------------------------------ on the owner thread
+
+    def _run(self, region: KVRegion, layout: KVLayout, started: Future[RankKV]) -> None:
+        try:
+            self._start(region, layout)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(self._rank)
+        try:
+            self._work()
+            self._finish()
+        except Exception as error:  # ours to fix; a connector that hangs would hide it
+            logger.exception("the KV connector has stopped")
+            self._failure = error
+            self._outbox.on_progress()
+
+    def _start(self, region: KVRegion, layout: KVLayout) -> None:
+        self._agent = Agent(self._name)
+        self._agent.register(region)
+        scratch = KVRegion(self._scratch.ctypes.data, self._scratch.nbytes, "cpu", 0)
+        self._agent.register(scratch)
+        self._home = Home(
+            self._agent,
+            layout,
+            self._agent.prepare(None, region, layout.block_bytes, layout.num_blocks),
+            self._agent.prepare(None, scratch, GREETING_BYTES, 1),
+            self._outbox,
+            self._stall_seconds,
+        )
+        self._rank = RankKV(self._name, self._agent.metadata(), region, layout)
+
+    def _work(self) -> None:
+        sleep = 0.0
+        while not self._stopping:
+            busy = [link for link in self._links.values() if link.busy]
+            self._take_orders(sleep if busy else None)
+            moved = [link.advance() for link in self._links.values()]  # all of them, so no any(…) around it
+            if True in moved:
+                sleep = 0.0
+            else:
+                longest = SLEEP_WHILE_DRAINING if all(link.lost for link in busy) else LONGEST_SLEEP
+                sleep = min(max(2 * sleep, FIRST_SLEEP), longest)
+            self._forget_drained()
+
+    def _take_orders(self, timeout: float | None) -> None:
+        """Carry out all orders there are; wait for the first, without limit where ``timeout`` is None."""
+        try:
+            self._orders.get(timeout=timeout)()
+            while True:
+                self._orders.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _connect(self, peer: Peer) -> None:
+        link = self._links.get(peer.epoch)
+        if link is not None and not link.lost:
+            if link.ready:  # else it is answered as soon as it is
+                self._outbox.connected(peer.epoch)
+            return
+        try:
+            rank = source(self._rank.layout, peer)
+        except PeerError as error:
+            self._outbox.failed(peer.epoch, str(error))
+            return
+        self._scout = self._scout or Scout(self._name, lambda *found: self._orders.put(partial(self._visited, *found)))
+        self._visiting.add(peer.epoch)
+        self._scout.visit(peer, rank)
+
+    def _visited(self, peer: Peer, rank: RankKV, error: str) -> None:
+        if peer.epoch not in self._visiting:  # disconnected meanwhile, or reported for an earlier order
+            return
+        self._visiting.discard(peer.epoch)
+        try:
+            if error:
+                raise PeerError(error)
+            self._link(peer, rank)
+        except PeerError as failure:
+            self._outbox.failed(peer.epoch, str(failure))
+            return
+        finally:
+            ucx.log().pass_on()
+
+    def _link(self, peer: Peer, rank: RankKV) -> None:
+        self._forget_drained(at_once=True)
+        if peer.epoch in self._links:
+            raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
+        self._agent.add(rank.metadata)
+        try:
+            self._links[peer.epoch] = Link(self._home, peer, rank)
+        except PeerError:
+            self._agent.remove(rank.agent)
+            raise
+
+    def _disconnect(self, epoch: str) -> None:
+        self._visiting.discard(epoch)
+        if epoch in self._links:
+            self._links[epoch].give_up("the connection was given up")
+
+    def _read(self, read: KVRead, ordered_at: float) -> None:
+        link = self._links.get(read.epoch)
+        if link is None:
+            self._outbox.refused(read, f"no connection to epoch {read.epoch}; connect to it first")
+        else:
+            link.submit(read, ordered_at)
+
+    def _forget_drained(self, at_once: bool = False) -> None:
+        """Remove lost peers. NIXL holds the GIL for that and may wait for UCX, so not while others are busy."""
+        for epoch, link in list(self._links.items()):
+            quiet = not any(other.busy for other in self._links.values())
+            if link.drained and (quiet or at_once or time.monotonic() - link.lost_at > CLOSE_SECONDS):
+                del self._links[epoch]
+                link.close()
+                ucx.log().pass_on()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _finish(self) -> None:
+        for link in self._links.values():
+            link.give_up("the connector was closed")
+        self._drain(CLOSE_SECONDS / 2)
+        for link in self._links.values():
+            link.abandon()
+        self._drain(CLOSE_SECONDS / 2)
+        for link in self._links.values():
+            link.close()
+        if self._scout is not None:
+            self._scout.close(CLOSE_SECONDS)
+        self._agent.release(self._home.blocks)
+        self._agent.release(self._home.scratch)
+        self._agent.close()
+        ucx.log().pass_on()
+
+    def _drain(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(link.busy for link in self._links.values()) and time.monotonic() < deadline:
+            for link in self._links.values():
+                link.advance()
+            time.sleep(LONGEST_SLEEP)

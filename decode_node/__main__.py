@@ -1,0 +1,20 @@
+"""``python -m decode_node MODEL``: a node that reads KV caches from prefill nodes and produces the tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from decode_node.role import add_flags, make_role
+from engine.node import role_parser, run_role
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:
+    """Run until stopped; returns the exit status."""
+    parser = role_parser(prog, "Produce tokens: read the KV caches that prefill nodes computed, and decode on them.")
+    add_flags(parser)
+    return run_role(parser, argv, make_role)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Connections of the engine's connector, by epoch: orders go one way, answers come back as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.link import EngineLink
+from engine.messages import Connect, Disconnect
+from pdserve.errors import PeerError
+from pdserve.records import Peer
+
+_CONNECT_SECONDS = 20.0  # UCX itself gives up on an unreachable peer after about 5 s
+
+
+class EnginePeers:
+    """``on_lost(epoch, reason)`` is told of connections that break after they were made."""
+
+    def __init__(self, link: EngineLink, on_lost: Callable[[str, str], None]) -> None:
+        self._link = link
+        self._on_lost = on_lost
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # by epoch
+        link.on_connected = self._connected
+        link.on_failed_peer = self._failed
+
+    async def connect(self, peer: Peer) -> None:
+        """Have the connector connect. Raises PeerError when it cannot."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[peer.epoch] = future
+        self._link.send(Connect(peer))
+        try:
+            await asyncio.wait_for(future, _CONNECT_SECONDS)
+        except TimeoutError as exc:
+            raise PeerError(f"the connector did not connect within {_CONNECT_SECONDS:.0f} s") from exc
+        finally:
+            self._waiting.pop(peer.epoch, None)
+
+    def disconnect(self, epoch: str) -> None:
+        """Forget that life of a peer: its reads in flight end with an error."""
+        self._link.send(Disconnect(epoch))
+
+    def _connected(self, epoch: str) -> None:
+        if (future := self._waiting.get(epoch)) is not None and not future.done():
+            future.set_result(None)
+
+    def _failed(self, epoch: str, reason: str) -> None:
+        future = self._waiting.get(epoch)
+        if future is None:
+            self._on_lost(epoch, reason)
+        elif not future.done():
+            future.set_exception(PeerError(f"the connector cannot connect: {reason}"))

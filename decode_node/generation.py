@@ -1,0 +1,156 @@
+"""One request of a router, from its first command to the engine to its last output."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine.link import EngineLink, Event, error_of
+from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Submit
+from pdserve.errors import DeadlineExceeded, NodeError, Overloaded, PdserveError, RequestError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import FinishReason, Sample, SamplingParams
+from pdserve.stopping import finish_reason
+from pdserve.wire import logprobs_to_pb
+
+
+class OutputSink(Protocol):
+    """Where outputs go: the stream of the router that asked."""
+
+    def add(self, request: int) -> pb.Output:
+        """A new output at the end of what is sent next, to be filled in at once."""
+
+
+class Generation:
+    """Forwards outputs as they come; ends exactly once, after which nothing is emitted.
+
+    ``reserved`` and ``read_ended`` are what a handoff waits for.
+    """
+
+    def __init__(
+        self,
+        message: pb.Generate,
+        num_tokens: int,
+        sampling: SamplingParams,
+        link: EngineLink,
+        sink: OutputSink,
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        self.number = message.request
+        self.request_id = message.request_id
+        self.token_ids = message.token_ids
+        self.num_tokens = num_tokens
+        self.sampling = sampling
+        self.cache_salt = message.cache_salt
+        self.timeout = message.timeout_ms / 1000
+        self.error: PdserveError | None = None
+        self.first: tuple[Sample, ...] = ()  # of each choice, where P has sampled it
+        self.handoff: asyncio.Task[None] | None = None
+        self.rid = link.open(self._on_event)
+        loop = asyncio.get_running_loop()
+        self.reserved: asyncio.Future[int] = loop.create_future()
+        self.read_ended: asyncio.Future[ReadEnded] = loop.create_future()
+        self._link = link
+        self._sink = sink
+        self._on_end = on_end
+        self._choices = set(range(sampling.n))  # that go on
+        self._timer = loop.call_later(self.timeout, self._on_deadline) if self.timeout else None
+        self._until = time.monotonic() + self.timeout
+
+    @property
+    def ended(self) -> bool:
+        return not self._choices
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return max(0.0, self._until - time.monotonic()) if self.timeout else None
+
+    def submit(self, mode: Mode) -> None:
+        self._link.send(Submit(self.rid, self.token_ids, self.sampling, mode, self.cache_salt))
+
+    def emit_first(self, first: tuple[Sample, ...], cached_tokens: int, eos_token_ids: Sequence[int]) -> None:
+        """Forward the first token of each choice, sampled by P; choices that it finishes end here."""
+        self.first = first
+        for choice, sample in enumerate(first):
+            reason = finish_reason(sample.token_id, 1, self.sampling, eos_token_ids)
+            self._emit(choice, sample, reason, cached_tokens if choice == 0 else 0)
+
+    def fail(self, error: PdserveError) -> None:
+        """End it with an error, here and in the engine."""
+        if self.ended:
+            return
+        self.error = error
+        self._sink.add(self.number).failure.CopyFrom(failure_of(error))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End it without another word. Idempotent."""
+        if not self.ended:
+            self._choices.clear()
+            self._link.send(Cancel(self.rid))
+            self._end()
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Output):  # once per token, so ahead of the match, which costs more
+            if event.finish is FinishReason.ERROR or event.finish is FinishReason.ABORT:
+                self.fail(NodeError("the engine gave up this request"))
+            else:
+                self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
+            return
+        match event:
+            case Reserved(_, cached_tokens):
+                if not self.reserved.done():
+                    self.reserved.set_result(cached_tokens)
+            case ReadEnded():
+                if not self.read_ended.done():
+                    self.read_ended.set_result(event)
+            case Refused():
+                self.fail(error_of(event))
+
+    def _emit(self, choice: int, sample: Sample | None, finish: FinishReason | None, cached_tokens: int) -> None:
+        if choice not in self._choices:
+            return
+        output = self._sink.add(self.number)
+        if choice:
+            output.choice = choice
+        if sample is not None:
+            output.token_id, output.has_token = sample.token_id, True
+            if sample.logprobs is not None:
+                output.logprobs.CopyFrom(logprobs_to_pb(sample.logprobs))
+        if cached_tokens:
+            output.cached_tokens = cached_tokens
+        if finish is not None:
+            output.finish_reason = finish
+            self._choices.remove(choice)
+            if self.ended:
+                self._end()
+
+    def _on_deadline(self) -> None:
+        self.fail(DeadlineExceeded(f"the request was not finished within its {self.timeout:.3g} s; allow more time"))
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.handoff is not None and self.handoff is not asyncio.current_task():
+            self.handoff.cancel()
+        self._link.close(self.rid)
+        self._on_end(self)
+
+
+def failure_of(error: PdserveError) -> pb.Failure:
+    """An error as the router is told of it."""
+    codes = pb.Failure
+    match error:
+        case RequestError():
+            code = codes.INVALID
+        case Overloaded():
+            code = codes.OVERLOADED
+        case DeadlineExceeded():
+            code = codes.DEADLINE
+        case _:
+            code = codes.NODE_FAILED
+    retry = int(error.retry_after * 1000) if isinstance(error, Overloaded) else 0
+    return pb.Failure(code=code, message=str(error), retry_after_ms=retry)

@@ -1,0 +1,216 @@
+"""The prefill nodes that D reads from: connected before D is ready, watched, and connected again when they come back.
+
+    trying ──Describe, Handshake, engine connects──► connected ──connection lost, other epoch, reads fail──► trying …
+
+A peer that dies or hangs closes its gRPC connection (keepalive, see pdserve/rpc.py); then the engine is told to
+disconnect, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with jitter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import grpc
+
+from decode_node.background import Background
+from decode_node.engine_peers import EnginePeers
+from engine.node import Node
+from pdserve.compat import PROTOCOL_VERSION
+from pdserve.errors import ConfigError, PdserveError, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.records import Peer
+from pdserve.rpc import error_from_rpc, open_channel
+from pdserve.wire import rank_from_pb
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_CALL_SECONDS = 3.0  # for Describe and Handshake
+_BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
+_LOADING_SECONDS = 0.2  # between looks at a peer that answers, but is not ready yet
+
+
+class PeerLoading(PeerError):
+    """The peer is there and will be ready soon."""
+
+
+class PrefillPeer:
+    """One configured prefill node. ``node_id`` and ``epoch`` are those of its current life, empty while unknown."""
+
+    def __init__(
+        self,
+        address: str,
+        node: Node,
+        engine: EnginePeers,
+        counters: dict[str, float],
+        on_connected: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.node_id = ""
+        self.epoch = ""
+        self.connected = False
+        self.tried = asyncio.Event()
+        self._channel = open_channel(address)  # for good: gRPC reconnects it, whoever answers there
+        self._describer = pb_grpc.NodeStub(self._channel)
+        self.stub = pb_grpc.PrefillNodeStub(self._channel)
+        self._node = node
+        self._engine = engine
+        self._counters = counters
+        self._on_connected = on_connected
+        self._doubt = asyncio.Event()  # something speaks against the connection: look
+        self._broken = ""  # why the connector's connection must be made anew
+
+    def check(self) -> None:
+        """A call failed: find out whether the peer still lives the same life."""
+        self._doubt.set()
+
+    def reset(self, reason: str) -> None:
+        """Reads fail: make the connector's connection anew."""
+        self._broken = reason
+        self._doubt.set()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def run(self) -> None:
+        """Connect and stay connected, for ever."""
+        failures, said = 0, ""
+        while True:
+            try:
+                await self._connect()
+                failures, said = 0, ""
+                self.tried.set()
+                await self._watch()
+            except PdserveError as exc:
+                failures += not isinstance(exc, PeerLoading)
+                if str(exc) != said:
+                    said = str(exc)
+                    _log.warning("prefill node %s: %s; trying again", self.address, said)
+            finally:
+                self._lose()
+            self.tried.set()
+            await asyncio.sleep(_backoff(failures) if failures else _LOADING_SECONDS)
+
+    async def _connect(self) -> None:
+        """Raises PeerError, DeadlineExceeded or ConfigError when it cannot be done now."""
+        description = await self._describe()
+        if description.role != "prefill":
+            raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
+        if description.state != "ready":
+            raise PeerLoading(f"is {description.state}")
+        request = pb.HandshakeRequest(
+            protocol=PROTOCOL_VERSION,
+            compat_hash=self._node.compat_hash,
+            compat_fields=self._node.config.compat_fields,
+            node_id=self._node.node_id,
+            epoch=self._node.epoch,
+        )
+        reply = await self._call(self.stub.Handshake(request, timeout=_CALL_SECONDS))
+        self.node_id, self.epoch = reply.node_id, reply.epoch
+        self._broken = ""
+        self._doubt.clear()
+        try:
+            ranks = tuple(rank_from_pb(rank) for rank in reply.ranks)
+        except ConfigError as exc:
+            raise PeerError(f"describes an impossible KV layout: {exc}") from exc
+        await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
+        self.connected = True
+        self._on_connected()
+        _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+
+    async def _watch(self) -> None:
+        """Returns never; raises PeerError when the connection cannot be relied on any more."""
+        while True:
+            await _first(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY), self._doubt.wait())
+            self._doubt.clear()
+            if self._broken:
+                raise PeerError(f"connection made anew: {self._broken}")
+            description = await self._describe()
+            if description.epoch != self.epoch:
+                raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
+            if description.state != "ready":
+                raise PeerLoading(f"is {description.state}")
+
+    def _lose(self) -> None:
+        if self.epoch:
+            self._engine.disconnect(self.epoch)
+        if self.connected:
+            self._counters["pdserve_peer_losses_total"] += 1
+        self.connected, self.epoch = False, ""
+
+    async def _describe(self) -> pb.NodeDescription:
+        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=_CALL_SECONDS))
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as exc:
+            raise error_from_rpc(exc, self.address) from exc
+
+
+class Peers:
+    """All configured prefill nodes."""
+
+    def __init__(self, addresses: Iterable[str], node: Node, counters: dict[str, float]) -> None:
+        self._engine = EnginePeers(node.link, self._on_engine_lost)
+        self._some = asyncio.Event()  # one has been connected
+        self._peers = [
+            PrefillPeer(address, node, self._engine, counters, self._some.set) for address in dict.fromkeys(addresses)
+        ]
+        self._background = Background()
+
+    def get(self, node_id: str) -> PrefillPeer | None:
+        """The connected peer of that id, if there is one."""
+        return next((peer for peer in self._peers if peer.connected and peer.node_id == node_id), None)
+
+    def connected_ids(self) -> list[str]:
+        return [peer.node_id for peer in self._peers if peer.connected]
+
+    async def start(self, seconds: float) -> None:
+        """Connect; return once every peer was tried and one is connected, but at the latest after ``seconds``."""
+        for peer in self._peers:
+            self._background.start(peer.run(), f"peer {peer.address}")
+        if not self._peers:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                for peer in self._peers:
+                    await peer.tried.wait()
+                await self._some.wait()
+        except TimeoutError:
+            _log.warning(
+                "no prefill node could be reached within %.3g s (%s): prompts are prefilled here until one can",
+                seconds,
+                ", ".join(peer.address for peer in self._peers),
+            )
+
+    async def close(self) -> None:
+        await self._background.close(0)
+        for peer in self._peers:
+            await peer.close()
+
+    def _on_engine_lost(self, epoch: str, reason: str) -> None:
+        for peer in self._peers:
+            if peer.epoch == epoch:
+                peer.reset(reason)
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Return when the first has ended; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _backoff(failures: int) -> float:
+    """Seconds before the next attempt: doubling, and spread so that many nodes do not knock together."""
+    return min(_BACKOFF_MAX, _BACKOFF_MIN * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)

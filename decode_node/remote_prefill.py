@@ -1,0 +1,113 @@
+"""One prompt at a prefill node, seen from D."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from decode_node.background import Background
+from pdserve.errors import PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc import error_from_rpc
+
+_log = logging.getLogger(__name__)
+
+_RELEASE_SECONDS = 5.0  # for one Release call
+_ACCEPT_SECONDS = 2.0  # for P to name the lease of a call that is given up
+
+
+class RemotePrefill:
+    """A Prefill call and the lease it may become, as an async context manager.
+
+    However it is left, P gets back what it still holds for this prompt: the call is cancelled and the lease released,
+    in the background. Errors are those of pdserve.errors.
+    """
+
+    def __init__(
+        self,
+        stub: pb_grpc.PrefillNodeAsyncStub,
+        peer: str,
+        request: pb.PrefillRequest,
+        timeout: float | None,
+        background: Background,
+    ) -> None:
+        self._stub = stub
+        self._peer = peer
+        self._epoch = request.epoch
+        self._request = request
+        self._timeout = timeout
+        self._background = background
+        loop = asyncio.get_running_loop()
+        self._accepted: asyncio.Future[int] = loop.create_future()
+        self._first: asyncio.Future[pb.FirstTokens] = loop.create_future()
+        self._ready: asyncio.Future[pb.KVReady] = loop.create_future()
+        self._released = False
+
+    async def __aenter__(self) -> Self:
+        # A task of its own reads the call: cancelling whoever reads a call would cancel the call, lease unknown.
+        self._reader = self._background.start(self._read(), f"prefill at {self._peer}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._released:
+            self._background.start(self._give_back(), f"give back to {self._peer}")
+
+    async def first_tokens(self) -> pb.FirstTokens:
+        return await asyncio.shield(self._first)
+
+    async def kv_ready(self) -> pb.KVReady:
+        return await asyncio.shield(self._ready)
+
+    async def release(self) -> bool:
+        """Give the lease back. Returns whether it stood until then: only if so may anything be used."""
+        lease = await asyncio.shield(self._accepted)
+        try:
+            reply = await self._stub.Release(
+                pb.ReleaseRequest(epoch=self._epoch, lease=lease), timeout=_RELEASE_SECONDS
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise error_from_rpc(exc, self._peer) from exc
+        self._released = True
+        return bool(reply.stood)
+
+    async def _read(self) -> None:
+        call = self._stub.Prefill(self._request, timeout=self._timeout)
+        try:
+            async for event in call:
+                match event.WhichOneof("kind"):
+                    case "accepted":
+                        self._accepted.set_result(event.accepted.lease)
+                    case "first_tokens":
+                        self._first.set_result(event.first_tokens)
+                    case "kv_ready":
+                        self._ready.set_result(event.kv_ready)
+        except grpc.aio.AioRpcError as exc:
+            error = error_from_rpc(exc, self._peer)
+            error.__cause__ = exc
+            self._fail(error)
+        finally:  # also when the channel was closed, which cancels its calls
+            self._fail(PeerError(f"{self._peer} ended a prefill without leasing its blocks"))
+
+    def _fail(self, error: Exception) -> None:
+        for future in (self._accepted, self._first, self._ready):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # whoever waits is told; nobody waiting is no mistake
+
+    async def _give_back(self) -> None:
+        """Cancel the call and release the lease, be it granted before, after or never."""
+        await asyncio.wait([self._accepted], timeout=_ACCEPT_SECONDS)
+        self._reader.cancel()
+        if not self._accepted.done() or self._accepted.exception() is not None:
+            return
+        try:
+            await self.release()
+        except PeerError as exc:
+            _log.info("a lease is left to expire: %s", exc)

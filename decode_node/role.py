@@ -1,0 +1,85 @@
+"""What makes a node a decode node: peers to read from, handoffs, and the DecodeNode service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from decode_node.background import Background
+from decode_node.handoff import Handoffs
+from decode_node.peers import Peers
+from decode_node.service import DecodeService
+from decode_node.settings import FailurePolicy, Settings, new_counters
+from engine.node import Node
+from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+
+
+class DecodeRole:
+    name = "decode"
+    services: tuple[str, ...] = ("pdserve.v1.DecodeNode",)
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.handoff_min_tokens < 0 or not 0 <= settings.peer_wait < float("inf"):
+            raise ConfigError(
+                f"--handoff-min-tokens {settings.handoff_min_tokens} and --peer-wait {settings.peer_wait} must be at "
+                "least 0"
+            )
+        self.uses_connector = bool(settings.prefill)
+        self._settings = settings
+        self._counters = new_counters()
+        self._background = Background()
+        self._peers: Peers | None = None
+
+    def attach(self, node: Node) -> None:
+        self._peers = Peers(self._settings.prefill, node, self._counters)
+        handoffs = Handoffs(node.link, self._settings, node.config.model, self._counters, self._background)
+        service = DecodeService(node, self._peers, handoffs, self._background)
+        pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
+
+    async def connect(self) -> None:
+        if self._peers is not None:
+            await self._peers.start(self._settings.peer_wait)
+
+    def connected_peers(self) -> Sequence[str]:
+        return self._peers.connected_ids() if self._peers is not None else ()
+
+    def counters(self) -> Mapping[str, float]:
+        return self._counters
+
+    async def close(self) -> None:
+        await self._background.close()
+        if self._peers is not None:
+            await self._peers.close()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("handoff")
+    group.add_argument(
+        "--prefill", action="append", default=[], metavar="ADDR", help="host:port of a prefill node; repeatable"
+    )
+    group.add_argument(
+        "--kv-failure-policy",
+        choices=[policy.value for policy in FailurePolicy],
+        default=FailurePolicy.RECOMPUTE.value,
+        help="when a handoff fails: prefill here, or fail the request (default %(default)s)",
+    )
+    group.add_argument(
+        "--handoff-min-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prefill here what lacks fewer tokens of KV; 0 hands everything off (default %(default)s)",
+    )
+    group.add_argument(
+        "--peer-wait",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long to wait for a first prefill node before being ready without (default %(default)s)",
+    )
+
+
+def make_role(args: argparse.Namespace) -> DecodeRole:
+    policy = FailurePolicy(args.kv_failure_policy)
+    return DecodeRole(Settings(tuple(args.prefill), policy, args.handoff_min_tokens, args.peer_wait))

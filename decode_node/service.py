@@ -1,0 +1,160 @@
+"""The DecodeNode service: one stream per router, all its requests in, all its outputs out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterable
+from typing import Any
+
+import grpc
+
+from decode_node.background import Background
+from decode_node.generation import Generation, failure_of
+from decode_node.handoff import Handoffs
+from decode_node.peers import Peers
+from decode_node.settings import FailurePolicy
+from engine.admission import check_request
+from engine.messages import Mode
+from engine.node import Node
+from pdserve.errors import NodeError, PdserveError, PeerError, RequestError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc import abort
+from pdserve.wire import sampling_from_pb, unpack_tokens
+
+_log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterStream:
+    """The way back to one router. What is added before it is sent travels in one message, so a step is a message."""
+
+    def __init__(self) -> None:
+        self.generations: dict[int, Generation] = {}
+        self._batch = pb.OutputBatch()
+        self._wake = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        return not self.generations and not self._batch.outputs
+
+    def add(self, request: int) -> pb.Output:
+        """A new output at the end of what is sent next, to be filled in at once."""
+        self._wake.set()
+        output = self._batch.outputs.add()
+        output.request = request
+        return output
+
+    def forget(self, generation: Generation) -> None:
+        self.generations.pop(generation.number, None)
+        self._wake.set()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def take(self) -> pb.OutputBatch:
+        """All outputs so far; waits for one, or for being woken."""
+        await self._wake.wait()
+        self._wake.clear()
+        batch, self._batch = self._batch, pb.OutputBatch()
+        return batch
+
+    def cancel(self) -> None:
+        for generation in list(self.generations.values()):
+            generation.cancel()
+
+
+class DecodeService(pb_grpc.DecodeNodeServicer):
+    def __init__(self, node: Node, peers: Peers, handoffs: Handoffs, background: Background) -> None:
+        self._node = node
+        self._peers = peers
+        self._handoffs = handoffs
+        self._background = background
+
+    async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
+        self, request_iterator: AsyncIterable[pb.ServeRequest], context: Context
+    ) -> None:
+        try:
+            self._node.check_ready()
+        except NodeError as exc:
+            await abort(context, exc)
+        stream = RouterStream()
+        reader = asyncio.create_task(self._read(stream, request_iterator), name="router stream")
+        reader.add_done_callback(lambda _: stream.wake())
+        try:
+            while not (reader.done() and (stream.idle or reader.exception())):
+                batch = await stream.take()
+                if batch.outputs:
+                    await context.write(batch)
+            reader.result()
+        except RequestError as exc:
+            await abort(context, exc)
+        finally:
+            reader.cancel()
+            stream.cancel()
+
+    async def _read(self, stream: RouterStream, requests: AsyncIterable[pb.ServeRequest]) -> None:
+        """Raises RequestError when the router breaks the protocol."""
+        async for message in requests:
+            match message.WhichOneof("kind"):
+                case "generate":
+                    self._generate(stream, message.generate)
+                case "cancel":
+                    generation = stream.generations.get(message.cancel.request)
+                    if generation is not None:
+                        generation.cancel()
+                case _:
+                    raise RequestError("a ServeRequest is neither generate nor cancel; use the same version everywhere")
+
+    def _generate(self, stream: RouterStream, message: pb.Generate) -> None:
+        if message.request in stream.generations:
+            raise RequestError(f"request {message.request} is running on this stream already; number them uniquely")
+        counters = self._handoffs.counters
+        counters["pdserve_requests_total"] += 1
+        try:
+            self._node.check_ready()
+            tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
+            check_request(tokens, sampling, self._node.config)
+        except PdserveError as exc:
+            counters["pdserve_request_failures_total"] += 1
+            stream.add(message.request).failure.CopyFrom(failure_of(exc))
+            return
+        generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream))
+        stream.generations[message.request] = generation
+        self._place(generation, message.prefill_node)
+
+    def _ended(self, stream: RouterStream) -> Any:
+        def on_end(generation: Generation) -> None:
+            if generation.error is not None:
+                self._handoffs.counters["pdserve_request_failures_total"] += 1
+            stream.forget(generation)
+
+        return on_end
+
+    def _place(self, generation: Generation, prefill_node: str) -> None:
+        """Hand off, or prefill here."""
+        settings, counters = self._handoffs.settings, self._handoffs.counters
+        peer = self._peers.get(prefill_node) if prefill_node else None
+        if not prefill_node or generation.num_tokens < settings.handoff_min_tokens:
+            counters["pdserve_local_prefills_total"] += 1
+            generation.submit(Mode.LOCAL)
+        elif peer is not None:
+            generation.submit(Mode.HANDOFF)
+            work = self._handoffs.run(generation, peer)
+            generation.handoff = self._background.start(work, f"handoff of {generation.request_id or generation.rid}")
+            generation.handoff.add_done_callback(lambda task: _fail_with(generation, task))
+        else:
+            counters["pdserve_handoff_failures_total"] += 1
+            if settings.failure_policy is FailurePolicy.FAIL:
+                generation.fail(PeerError(f"prefill node {prefill_node} is not connected; name another one"))
+                return
+            counters["pdserve_handoff_recomputes_total"] += 1
+            generation.submit(Mode.LOCAL)
+
+
+def _fail_with(generation: Generation, task: asyncio.Task[None]) -> None:
+    """A mistake of ours in a handoff ends its request, and only that."""
+    if not task.cancelled() and task.exception() is not None:
+        generation.fail(NodeError("the handoff failed for a reason that the decode node's log tells"))

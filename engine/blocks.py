@@ -1,0 +1,118 @@
+"""Who uses which KV block, and which blocks still hold a prefix worth keeping.
+
+    free ──take──► held ──move──► leased        P: a peer may read it          ──drop──► free
+                     │
+                     └────move──► quarantined   D: a transfer may write to it  ──drop──► free
+
+A block may have several users (a prefix shared by requests, held by one and leased for another). It counts once, as the
+strongest of its uses: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always.
+A free block may still be cached: its content is found by hash until the block is needed for something else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from engine.runs import FreeRuns
+
+
+class Use(IntEnum):
+    """What keeps a block from being handed out; a larger value is the stronger claim."""
+
+    FREE = 0
+    HELD = 1
+    LEASED = 2
+    QUARANTINED = 3
+
+
+class BlockPool:
+    """The blocks of one node, with the prefix cache over them. Single-threaded."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._users: list[list[int]] = [[0] * num_blocks for _ in Use]  # [use][block] → number of users
+        self._use: list[Use] = [Use.FREE] * num_blocks
+        self._counts = [num_blocks, 0, 0, 0]
+        self._free = FreeRuns(num_blocks)  # free and not cached
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free and cached, least recently used first
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def total(self) -> int:
+        return len(self._use)
+
+    def count(self, use: Use) -> int:
+        return self._counts[use]
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody uses at present."""
+        return sum(self._use[block] is Use.FREE for block in blocks)
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """``count`` blocks, now held, in few runs (beginning after block ``after`` if possible); None if too few."""
+        if count > self._counts[Use.FREE]:
+            return None
+        while len(self._free) < count:
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+            self._free.add(block)
+        blocks = self._free.take(count, after)
+        for block in blocks:
+            self._change(block, Use.HELD, 1)
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for blocks that were found by ``match``."""
+        for block in blocks:
+            if self._use[block] is Use.FREE:
+                del self._evictable[block]
+            self._change(block, Use.HELD, 1)
+
+    def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
+        """Turn one use of each block into another."""
+        for block in blocks:
+            self._change(block, target, 1)
+            self._change(block, source, -1)
+
+    def drop(self, blocks: Sequence[int], use: Use) -> None:
+        """End one use of each block. The last block is given up first, so that prefixes are evicted from their ends."""
+        for block in reversed(blocks):
+            self._change(block, use, -1)
+            if self._use[block] is Use.FREE:
+                if block in self._hash_of:
+                    self._evictable[block] = None
+                else:
+                    self._free.add(block)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a hash chain. They are not held yet."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def remember(self, digest: bytes, block: int) -> None:
+        """``block``, in use, now holds the tokens that ``digest`` stands for. The first block to say so is kept."""
+        assert self._use[block] is not Use.FREE
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._hash_of.pop(block)]
+
+    def _change(self, block: int, use: Use, by: int) -> None:
+        users = self._users[use]
+        users[block] += by
+        assert users[block] >= 0, f"block {block} was given back more often than taken as {use.name}"
+        old = self._use[block]
+        new = next((u for u in (Use.QUARANTINED, Use.LEASED, Use.HELD) if self._users[u][block]), Use.FREE)
+        if new is not old:
+            self._use[block] = new
+            self._counts[old] -= 1
+            self._counts[new] += 1

@@ -1,0 +1,107 @@
+"""The engine's end of the socket to its front: it never blocks a step, and waits only when there is nothing to do."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+
+import msgspec
+
+from engine.messages import FRAME_HEADER, FromEngine, ToEngine
+
+_READ_BYTES = 1 << 18
+
+
+class ChannelClosed(Exception):
+    """The front has ended, so the engine has nobody to work for."""
+
+
+class Channel:
+    """Frames over a Unix stream socket (see engine/messages.py). Used by one thread; ``wake`` may come from any."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+
+    def wake(self) -> None:
+        """End a waiting ``receive`` early."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that have arrived; with ``wait``, block until there is one or until woken.
+
+        Raises ChannelClosed once the front has gone.
+        """
+        self._flush()
+        for key, events in self._selector.select(None if wait else 0):
+            if key.fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            elif events & selectors.EVENT_READ:
+                self._read()
+        self._flush()
+        return self._frames()
+
+    def send(self, message: FromEngine) -> None:
+        """Send without blocking; what the socket does not take now follows with later calls."""
+        body = self._encoder.encode(message)
+        self._outgoing += FRAME_HEADER.pack(len(body)) + body
+        self._flush()
+
+    def drain(self) -> None:
+        """Send all that is left, blocking: the last words before the process ends."""
+        self._socket.setblocking(True)
+        self._socket.sendall(self._outgoing)
+        self._outgoing.clear()
+
+    def close(self) -> None:
+        """Close the socket; the front takes it as this engine's end."""
+        self._selector.close()
+        self._socket.close()
+        os.close(self._wake_fd)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            try:
+                sent = self._socket.send(self._outgoing)
+            except BlockingIOError:
+                break
+            except (BrokenPipeError, ConnectionResetError) as exc:
+                raise ChannelClosed from exc
+            del self._outgoing[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+        self._selector.modify(self._socket, events)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError as exc:
+            raise ChannelClosed from exc
+        if not data:
+            raise ChannelClosed
+        self._incoming += data
+
+    def _frames(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        start = 0
+        view = memoryview(self._incoming)
+        while len(view) - start >= FRAME_HEADER.size:
+            (length,) = FRAME_HEADER.unpack_from(view, start)
+            end = start + FRAME_HEADER.size + length
+            if len(view) < end:
+                break
+            messages.append(self._decoder.decode(view[start + FRAME_HEADER.size : end]))
+            start = end
+        view.release()
+        del self._incoming[:start]
+        return messages

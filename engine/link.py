@@ -1,0 +1,222 @@
+"""The front's end of the engine: it starts the process, passes commands on and hands events to whom they concern.
+
+    front (asyncio, gRPC)                          engine process (step loop)
+      EngineLink ──── Unix socket pair, frames of engine/messages.py ──── Channel
+                 ◄─── stdout and stderr, passed through line by line ────
+
+The link owns the process: ``shutdown`` ends it within a bound, and a front that is killed closes the socket, which ends
+the engine, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from engine.messages import (
+    FRAME_HEADER,
+    Batch,
+    Configure,
+    FromEngine,
+    Leased,
+    Output,
+    Progress,
+    ReadEnded,
+    Ready,
+    Refused,
+    Reserved,
+    Shutdown,
+    StartFailed,
+    Status,
+    ToEngine,
+)
+from pdserve import errors
+from pdserve.config import NodeConfig
+from pdserve.errors import EngineDied, PdserveError
+from pdserve.records import RankKV
+
+Event = Output | Reserved | Refused | ReadEnded | Leased
+Handler = Callable[[Event], None]
+
+_LAST_LINES = 20  # of the engine's stderr, kept for its obituary
+_EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
+
+
+class EngineLink:
+    """One engine process. Everything but ``start`` and ``shutdown`` returns at once."""
+
+    def __init__(self, config: NodeConfig, agent: str) -> None:
+        self._config = config
+        self._agent = agent
+        self._handlers: dict[int, Handler] = {}
+        self._rids = itertools.count(1)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._process: asyncio.subprocess.Process | None = None
+        self._transport: asyncio.Transport | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._started: asyncio.Future[tuple[RankKV, ...]] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+        total = config.kv_layout.num_blocks
+        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, 0)
+        self.ranks: tuple[RankKV, ...] = ()
+        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_unclaimed: Handler = lambda event: None  # an event of a request that was closed here meanwhile
+        self.on_connected: Callable[[str], None] = lambda epoch: None
+        self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready. Raises what it failed with, or EngineDied."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is the front's to handle
+            )
+        self._watch = asyncio.create_task(self._watch_process(self._process), name="engine watch")
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: _Frames(self._receive, self._socket_ended), sock=ours)
+        self.send(Configure(self._config, self._agent))
+        self.ranks = await self._started
+
+    async def shutdown(self, seconds: float = 1.0) -> None:
+        """End the engine: ask, then terminate, then kill. Takes little more than twice ``seconds``. Idempotent."""
+        if self._process is None or self._watch is None:
+            return
+        self.send(Shutdown())
+        for force in (self._process.terminate, self._process.kill):
+            done, _ = await asyncio.wait([self._watch], timeout=seconds)
+            if done:
+                break
+            force()
+        await self._watch
+        if self._transport is not None:
+            self._transport.close()
+
+    # ------------------------------------------------------------ requests
+
+    def open(self, handler: Handler) -> int:
+        """A new request id, whose events go to ``handler``."""
+        rid = next(self._rids)
+        self._handlers[rid] = handler
+        return rid
+
+    def close(self, rid: int) -> None:
+        """No more events of this request; later ones go to ``on_unclaimed``. Idempotent."""
+        self._handlers.pop(rid, None)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a command; it is lost when the engine has died, which ends the node anyway."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        body = self._encoder.encode(message)
+        self._transport.write(FRAME_HEADER.pack(len(body)) + body)
+
+    # ------------------------------------------------------------ what comes back
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Batch():
+                self._dispatch(message)
+            case Progress():
+                self.on_progress(message)
+            case Ready(ranks) if not self._started.done():  # else nobody waits any more: told to stop while loading
+                self._started.set_result(ranks)
+            case StartFailed(kind, text) if not self._started.done():
+                self._started.set_exception(_error(kind, text))
+
+    def _dispatch(self, batch: Batch) -> None:
+        self.status = batch.status
+        events: Iterable[Event] = itertools.chain(
+            batch.reserved, batch.refused, batch.reads, batch.outputs, batch.leased
+        )
+        for event in events:
+            self._handlers.get(event.rid, self.on_unclaimed)(event)
+        for epoch in batch.connected:
+            self.on_connected(epoch)
+        for epoch, reason in batch.failed_peers:
+            self.on_failed_peer(epoch, reason)
+
+    def _socket_ended(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            asyncio.get_running_loop().call_later(_EXIT_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                self._process.kill()
+
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+        """Pass the engine's words on until it ends, then tell whoever waits for it."""
+        assert process.stdout is not None
+        while chunk := await process.stdout.read(1 << 16):
+            text = chunk.decode(errors="replace")
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            self._last_lines.extend(line.strip() for line in text.splitlines() if line.strip())
+        error = EngineDied(_obituary(await process.wait(), self._last_lines))
+        if not self._started.done():
+            self._started.set_exception(error)
+        self.closed.set_result(error)
+
+
+class _Frames(asyncio.Protocol):
+    """Cuts the byte stream into messages."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
+        self._on_message = on_message
+        self._on_end = on_end
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._buffer = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        start, header = 0, FRAME_HEADER.size
+        with memoryview(self._buffer) as view:
+            while len(view) - start >= header:
+                end = start + header + FRAME_HEADER.unpack_from(view, start)[0]
+                if end > len(view):
+                    break
+                self._on_message(self._decoder.decode(view[start + header : end]))
+                start = end
+        del self._buffer[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+
+
+def _error(kind: str, text: str) -> PdserveError:
+    """The error that the engine named; one that is not ours is the engine's death."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, PdserveError):
+        return known(text)
+    return EngineDied(f"{kind}: {text}")
+
+
+def error_of(refused: Refused) -> PdserveError:
+    """What the engine refused a request with."""
+    return _error(refused.kind, refused.message)
+
+
+def _obituary(returncode: int, last_lines: deque[str]) -> str:
+    if returncode < 0:
+        how = f"was killed by {signal.Signals(-returncode).name}"
+    else:
+        how = f"ended with status {returncode}"
+    words = f"; its last words: {last_lines[-1]}" if last_lines else ""
+    return f"the engine process {how}{words}"

@@ -1,0 +1,200 @@
+"""What a node's front process (gRPC) and its engine process (step loop) say to each other.
+
+Frames on a Unix socket pair: 4 bytes little-endian length, then one msgpack message. Either side takes the end of the
+stream as the other's death. ``rid`` is a number the front draws per request, never reused.
+
+How a request goes on D, with handoff:
+
+    front                                   engine
+      Submit(HANDOFF)             ──►
+                                  ◄──       reserved(rid, cached_tokens)      blocks are held
+      StartRead(blocks, first)    ──►
+                                  ◄──       reads(rid, error="")              the bytes are here, nobody used them
+      KVConfirmed                 ──►                                         P said the lease stood
+                                  ◄──       outputs(rid, …)                   from token 2 on
+   At any time before KVConfirmed:
+      PrefillLocally(first)       ──►                                         drop what was read, compute it here
+   At any time:
+      Cancel                      ──►                                         blocks come back (or are quarantined)
+
+On P: Submit(LEASE) ──►   ◄── outputs(first tokens) and, in the same batch, leased(rid, blocks).   FreeLease(rid) ──►
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import StrEnum
+
+import msgspec
+
+from pdserve.config import NodeConfig
+from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
+
+FRAME_HEADER = struct.Struct("<I")
+
+
+class Mode(StrEnum):
+    """What is to become of a request's KV."""
+
+    LOCAL = "local"  # prefill and decode here
+    HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
+    LEASE = "lease"  # P: prefill, sample the first tokens, keep the blocks until FreeLease
+
+
+# ---------------------------------------------------------------- front → engine
+
+
+class Configure(msgspec.Struct, frozen=True, tag=True):
+    """First message of all. ``agent`` is the connector's name, unique per epoch; empty for a node without connector."""
+
+    config: NodeConfig
+    agent: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    rid: int
+    token_ids: bytes  # little-endian uint32
+    sampling: SamplingParams
+    mode: Mode
+    cache_salt: str = ""
+    skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
+
+
+class StartRead(msgspec.Struct, frozen=True, tag=True):
+    """``remote_blocks`` are P's, in prompt order, beginning after the ``cached_tokens`` that were reserved."""
+
+    rid: int
+    epoch: str
+    remote_blocks: tuple[int, ...]
+    first: tuple[Sample, ...]  # one per choice
+
+
+class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
+    rid: int
+
+
+class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
+    """``first``: the first token of each choice where P has sampled them already, else empty."""
+
+    rid: int
+    first: tuple[Sample, ...] = ()
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Unknown and finished rids are ignored. A cancelled request has no further outputs."""
+
+    rid: int
+
+
+class FreeLease(msgspec.Struct, frozen=True, tag=True):
+    rid: int
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    peer: Peer
+
+
+class Disconnect(msgspec.Struct, frozen=True, tag=True):
+    epoch: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToEngine = (
+    Configure | Submit | StartRead | KVConfirmed | PrefillLocally | Cancel | FreeLease | Connect | Disconnect | Shutdown
+)
+
+
+# ---------------------------------------------------------------- engine → front
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """While starting; ``fraction`` is 0 … 1 of this stage, or -1 where unknown."""
+
+    stage: str
+    fraction: float = -1.0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    ranks: tuple[RankKV, ...]  # empty without connector
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """``kind`` is the name of a class in pdserve.errors, ``message`` one line for a person."""
+
+    kind: str
+    message: str
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """One token of one choice, its end, or both. LEASE: one per choice, all in one batch, never with an error."""
+
+    rid: int
+    choice: int
+    sample: Sample | None
+    finish: FinishReason | None
+    cached_tokens: int = 0  # on a request's first output
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True):
+    rid: int
+    cached_tokens: int  # a multiple of block_size, less than the prompt's length
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was not, or cannot be, served. ``kind`` is the name of a class in pdserve.errors."""
+
+    rid: int
+    kind: str
+    message: str
+
+
+class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
+    rid: int
+    error: str  # empty: all bytes arrived
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True):
+    rid: int
+    block_ids: tuple[int, ...]  # after the skipped tokens
+    num_tokens: int
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True):
+    """``free + held + leased + quarantined = total``, always."""
+
+    free: int
+    held: int
+    leased: int
+    quarantined: int
+    total: int
+    waiting: int
+    reading: int
+    running: int
+    steps: int
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True, tag=True):
+    """What one turn of the step loop has to tell; sent only when there is something."""
+
+    status: Status
+    outputs: tuple[Output, ...] = ()
+    reserved: tuple[Reserved, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    reads: tuple[ReadEnded, ...] = ()
+    leased: tuple[Leased, ...] = ()
+    connected: tuple[str, ...] = ()  # epochs
+    failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
+
+
+FromEngine = Progress | Ready | StartFailed | Batch

@@ -1,0 +1,209 @@
+"""The front of a node, whichever its role: bind, load, connect, serve, stop.
+
+    loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0
+       └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
+
+The port is bound before anything is loaded, so that a taken one is found at once, and the node answers ``Describe`` and
+health checks while it loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import grpc
+import uvloop
+
+from engine.link import EngineLink
+from engine.messages import Progress
+from engine.node_flags import FrontOptions, add_front_flags, front_options_from
+from engine.node_service import Health, add_node_service
+from pdserve import rpc
+from pdserve.compat import compat_hash
+from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.device import detect_device
+from pdserve.errors import NodeError
+from pdserve.exits import run_command
+from pdserve.flags import CommandParser, add_node_flags, options_from
+from pdserve.logs import setup_logging
+from pdserve.process import StatusWriter, one_line, watch_lifeline
+
+_log = logging.getLogger(__name__)
+
+_STOP_GRACE = 0.5  # seconds that calls in flight get when the node is told to stop
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Role(Protocol):
+    """What a prefill or decode node adds to the front."""
+
+    name: str  # "prefill" or "decode"
+    services: tuple[str, ...]  # full names of its gRPC services
+    uses_connector: bool
+
+    def attach(self, node: Node) -> None:
+        """Register servicers at ``node.server`` and callbacks at ``node.link``. The engine has not been started yet."""
+
+    async def connect(self) -> None:
+        """Whatever must be there before the node is ready, within a bound. The engine is ready."""
+
+    def connected_peers(self) -> Sequence[str]:
+        """Node ids that KV can be read from."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Named like the Prometheus metrics, since start."""
+
+    async def close(self) -> None:
+        """End tasks and channels. Idempotent."""
+
+
+class Node:
+    """One life of a node: who it is, its engine, its server. Roles and servicers hold on to it."""
+
+    def __init__(self, role: Role, config: NodeConfig, server: grpc.aio.Server, node_id: str) -> None:
+        self.role = role
+        self.config = config
+        self.server = server
+        self.node_id = node_id
+        self.epoch = secrets.token_hex(8)
+        self.compat_hash = compat_hash(config.compat_fields)
+        self.state = State.LOADING
+        self.link = EngineLink(config, self.agent if role.uses_connector else "")
+
+    @property
+    def agent(self) -> str:
+        """The connector's name: another one after every restart, so that stale references cannot match."""
+        return f"{self.node_id}-{self.epoch}"
+
+    def check_ready(self) -> None:
+        """Raise NodeError unless this node takes requests now."""
+        if self.state is not State.READY:
+            raise NodeError(f"{self.role.name} node {self.node_id} is {self.state}; try again when it is ready")
+
+
+def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with all flags that both roles share."""
+    parser = CommandParser(prog=prog, description=description)
+    add_node_flags(parser)
+    add_front_flags(parser)
+    return parser
+
+
+def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: Callable[..., Role]) -> int:
+    """Run a node until it is stopped; ``make(args)`` builds its role. Returns the exit status."""
+
+    def command() -> int:
+        args = parser.parse_args(argv)
+        role, front = make(args), front_options_from(args)
+        setup_logging(role.name)
+        watch_lifeline(front.lifeline_fd)
+        status = StatusWriter(front.status_fd)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(role, options_from(args), front, status))
+        except Exception as exc:
+            status.failed(one_line(exc))
+            raise
+        return 0
+
+    return run_command(command)
+
+
+async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: StatusWriter) -> None:
+    stop = _stop_event()
+    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    port = rpc.bind(server, front.host, front.port)
+    address = front.address(port)
+    config = resolve(options, detect_device(options.device))
+    for choice in config.choices:
+        _log.info("%s", choice)
+    node = Node(role, config, server, front.node_id or address)
+    health = Health(server, role.services)
+    add_node_service(node)
+    role.attach(node)
+    async with _running(node):
+        await server.start()
+        status.listening(address)
+        _log.info("node %s (epoch %s) listens on %s", node.node_id, node.epoch, address)
+        if not await _unless(stop, node.link, _start(node, status)):
+            return
+        node.state = State.READY
+        await health.set_serving(True)
+        status.ready()
+        _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config))
+        await _unless(stop, node.link, asyncio.Event().wait())
+        node.state = State.DRAINING
+        await health.set_serving(False)
+
+
+async def _start(node: Node, status: StatusWriter) -> None:
+    def on_progress(progress: Progress) -> None:
+        status.loading(progress.stage, progress.fraction)
+
+    node.link.on_progress = on_progress
+    started = time.monotonic()
+    await node.link.start()
+    _log.info("engine ready after %.1f s", time.monotonic() - started)
+    node.state = State.CONNECTING
+    await node.role.connect()
+
+
+@contextlib.asynccontextmanager
+async def _running(node: Node) -> AsyncIterator[None]:
+    """Whatever happens inside, the server, the role and the engine are ended in this order, within 3 seconds."""
+    try:
+        yield
+    finally:
+        await node.server.stop(_STOP_GRACE if node.state is State.DRAINING else 0)
+        await node.role.close()
+        await node.link.shutdown()
+
+
+async def _unless(stop: asyncio.Event, link: EngineLink, work: object) -> bool:
+    """Await ``work``; False when a signal came first. Raises EngineDied when the engine ends meanwhile."""
+    job = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([job, stopping, link.closed], return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            job.result()
+            return True
+        if link.closed.done():
+            raise link.closed.result()
+        return False
+    finally:
+        for task in (job, stopping):
+            task.cancel()
+        await asyncio.wait([job, stopping])
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _describe_cache(config: NodeConfig) -> str:
+    layout = config.kv_layout
+    return (
+        f"runner {config.decision.runner}, {layout.num_blocks} KV blocks of {layout.block_size} tokens "
+        f"(kernel pages of {layout.kernel_block_size}), up to {config.max_model_len} tokens"
+    )

@@ -1,0 +1,94 @@
+"""The gRPC services that every node has: Node (Describe, Status), health and reflection."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine.messages import Status
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.wire import layout_to_pb
+
+if TYPE_CHECKING:
+    from engine.node import Node
+
+NODE_SERVICE = "pdserve.v1.Node"
+VERSION = version("pdserve")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Health:
+    """grpc.health.v1 for the whole server and each of its services; NOT_SERVING until told otherwise."""
+
+    def __init__(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._names = ("", NODE_SERVICE, *services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        reflection.enable_server_reflection(
+            (NODE_SERVICE, *services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+
+    async def set_serving(self, serving: bool) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._servicer.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+
+class NodeService(pb_grpc.NodeServicer):
+    """Answers from what the front knows; the engine is never asked."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.NodeDescription:
+        node, config = self._node, self._node.config
+        return pb.NodeDescription(
+            node_id=node.node_id,
+            epoch=node.epoch,
+            role=node.role.name,
+            state=node.state,
+            model=config.served_model_name,
+            version=VERSION,
+            compat_hash=node.compat_hash,
+            runner=config.decision.runner,
+            runner_reasons=config.decision.reasons,
+            kv_layout=layout_to_pb(config.kv_layout),
+            max_model_len=config.max_model_len,
+            vocab_size=config.model.vocab_size,
+            connected_peers=node.role.connected_peers(),
+        )
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.NodeStatus:
+        status = self._node.link.status
+        return pb.NodeStatus(
+            free_blocks=status.free,
+            held_blocks=status.held,
+            leased_blocks=status.leased,
+            quarantined_blocks=status.quarantined,
+            total_blocks=status.total,
+            waiting=status.waiting,
+            reading=status.reading,
+            running=status.running,
+            steps=status.steps,
+            counters={**engine_counters(status), **self._node.role.counters()},
+        )
+
+
+def engine_counters(status: Status) -> dict[str, float]:
+    return {
+        "pdserve_preemptions_total": status.preemptions,
+        "pdserve_recomputed_tokens_total": status.recomputed_tokens,
+        "pdserve_prefix_cached_tokens_total": status.cached_tokens,
+        "pdserve_prompt_tokens_total": status.prompt_tokens,
+        "pdserve_output_tokens_total": status.output_tokens,
+    }
+
+
+def add_node_service(node: Node) -> None:
+    pb_grpc.add_NodeServicer_to_server(NodeService(node), node.server)

@@ -1,0 +1,57 @@
+"""Collects what one turn of the step loop has to tell the front, and counts since start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
+
+
+@dataclass(slots=True)
+class Report:
+    """Filled by the scheduler during a turn, then sent as one message."""
+
+    outputs: list[Output] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    reads: list[ReadEnded] = field(default_factory=list)
+    leased: list[Leased] = field(default_factory=list)
+    connected: list[str] = field(default_factory=list)
+    failed_peers: list[tuple[str, str]] = field(default_factory=list)
+    status_changed: bool = False  # blocks came or went, though nobody has to be told of a request
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.outputs
+            or self.reserved
+            or self.refused
+            or self.reads
+            or self.leased
+            or self.connected
+            or self.failed_peers
+            or self.status_changed
+        )
+
+    def batch(self, status: Status) -> Batch:
+        return Batch(
+            status=status,
+            outputs=tuple(self.outputs),
+            reserved=tuple(self.reserved),
+            refused=tuple(self.refused),
+            reads=tuple(self.reads),
+            leased=tuple(self.leased),
+            connected=tuple(self.connected),
+            failed_peers=tuple(self.failed_peers),
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the engine started."""
+
+    steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0

@@ -1,0 +1,71 @@
+"""What the scheduler knows of a request and of its sequences. A request has n choices; each choice is a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.hashing import BlockHashes
+from engine.messages import Mode
+from pdserve.records import NewSequence, Sample, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """``prompt`` is shared by all choices; ``sequences`` are the live ones, by choice."""
+
+    rid: int
+    prompt: list[int]
+    sampling: SamplingParams
+    mode: Mode
+    cache_salt: str
+    skip_tokens: int = 0
+    cached_tokens: int | None = None  # found in the prefix cache when first admitted
+    first: tuple[Sample, ...] = ()  # what P has sampled and D's front has passed on already
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    branches: dict[int, int] = field(default_factory=dict)  # choice → first token, where it waits for the prompt's KV
+    read_id: int | None = None  # the read in flight for it
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice: its tokens, how many of them have KV, and the blocks that hold it."""
+
+    seq: int
+    request: Request
+    choice: int
+    token_ids: list[int]
+    hashes: BlockHashes
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    known_blocks: int = -1  # how many of its blocks the runner was told; -1: it does not know the sequence
+    remembered: int = 0  # leading blocks that were offered to the prefix cache
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def samples_due(self) -> int:
+        """How many tokens to draw when the last missing token has been computed."""
+        return self.request.sampling.n if self.num_outputs == 0 else 1
+
+    def introduction(self) -> NewSequence:
+        """What a runner must know to take it up."""
+        return NewSequence(
+            seq=self.seq,
+            token_ids=tuple(self.token_ids),
+            prompt_len=self.prompt_len,
+            num_computed=self.num_computed,
+            block_ids=tuple(self.blocks),
+            sampling=self.request.sampling,
+            choice=self.choice,
+        )

@@ -1,0 +1,75 @@
+"""Free blocks as runs of adjacent ids, so that what is allocated together lies together and is sent as one range."""
+
+from __future__ import annotations
+
+_LOOK = 8  # runs of the fitting size class that are compared for the best fit
+
+
+class FreeRuns:
+    """A set of block ids kept as maximal runs. All operations are O(log n) in the number of blocks, per run touched."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._length: dict[int, int] = {}  # first id → length
+        self._first: dict[int, int] = {}  # last id → first id
+        self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
+        self._count = 0
+        if num_blocks:
+            self._add_run(0, num_blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, block: int) -> None:
+        """Put a block back and join it with its neighbours."""
+        first, length = block, 1
+        if block - 1 in self._first:
+            first = self._first[block - 1]
+            length += self._remove_run(first)
+        if block + 1 in self._length:
+            length += self._remove_run(block + 1)
+        self._add_run(first, length)
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """Remove ``count`` blocks, at most ``len(self)``: those following ``after`` first, then in few long runs."""
+        assert count <= self._count, (count, self._count)
+        taken: list[int] = []
+        if after is not None and after + 1 in self._length:
+            taken += self._take_from(after + 1, count)
+        while len(taken) < count:
+            wanted = count - len(taken)
+            taken += self._take_from(self._best_run(wanted), wanted)
+        return taken
+
+    def _best_run(self, wanted: int) -> int:
+        """A short run that holds ``wanted`` blocks, or the longest class there is when none does."""
+        fitting = self._classes[min(wanted.bit_length(), len(self._classes) - 1)]
+        candidates = [first for first, _ in zip(fitting, range(_LOOK), strict=False) if self._length[first] >= wanted]
+        if candidates:
+            return min(candidates, key=self._length.__getitem__)
+        for runs in self._classes[wanted.bit_length() + 1 :]:
+            if runs:
+                return next(iter(runs))
+        for runs in reversed(self._classes):
+            if runs:
+                return next(iter(runs))
+        raise AssertionError("no free run although blocks are counted as free")
+
+    def _take_from(self, first: int, count: int) -> list[int]:
+        length = self._remove_run(first)
+        count = min(count, length)
+        if count < length:
+            self._add_run(first + count, length - count)
+        return list(range(first, first + count))
+
+    def _add_run(self, first: int, length: int) -> None:
+        self._length[first] = length
+        self._first[first + length - 1] = first
+        self._classes[length.bit_length()][first] = None
+        self._count += length
+
+    def _remove_run(self, first: int) -> int:
+        length = self._length.pop(first)
+        del self._first[first + length - 1]
+        del self._classes[length.bit_length()][first]
+        self._count -= length
+        return length

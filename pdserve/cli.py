@@ -1,0 +1,74 @@
+"""The ``pdserve`` command. Imports nothing heavy: ``--help`` answers at once, each command loads what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.exits import run_command
+from pdserve.flags import CommandParser, add_node_flags, options_from, port_number, positive_int
+
+#: Commands that are processes of their own, with the module that is their program.
+ROLES = {
+    "prefill": ("prefill_node", "start a prefill node"),
+    "decode": ("decode_node", "start a decode node"),
+    "router": ("router", "start a router"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    return run_command(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in ROLES:
+        _become(ROLES[argv[0]][0], argv[1:])
+    args = _parser().parse_args(argv)
+    if args.command == "up":
+        from pdserve.up import up
+
+        return up(args)
+    if args.command == "explain":
+        from pdserve.explain import explain
+
+        explain(options_from(args), as_json=args.json)
+        return 0
+    _parser().print_help()
+    return 2
+
+
+def _become(module: str, argv: list[str]) -> None:
+    """Go on as the program of a role. The base layer never imports the roles; -P keeps the current directory out."""
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="pdserve",
+        description="Serves large language models with prefill and decode on separate machines.",
+        epilog="pdserve COMMAND --help lists the flags of a command. Models: a checkpoint directory or a hub id.",
+    )
+    parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_up(commands.add_parser("up", help="start prefill nodes, decode nodes and a router on this machine"))
+    for name, (_, summary) in ROLES.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    explain = commands.add_parser("explain", help="say what would run, without loading weights")
+    add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
+    explain.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill", type=positive_int, default=1, metavar="N", help="prefill nodes (default 1)")
+    parser.add_argument("--decode", type=positive_int, default=1, metavar="N", help="decode nodes (default 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
+    parser.add_argument(
+        "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
+    )
+    add_node_flags(parser, model_default=str(EMBEDDED_MODEL))

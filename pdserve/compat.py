@@ -1,0 +1,24 @@
+"""Whether two nodes may exchange KV: everything that must be equal on both sides, as one hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+PROTOCOL_VERSION = 1  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
+
+
+def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> str:
+    """Hex SHA-256 over the protocol version and the sorted fields. Equal hashes: the two sides can exchange KV."""
+    text = json.dumps([protocol, sorted(fields.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """What differs, with both values: ``block_size: 16 here, 32 there; …``; empty when nothing does."""
+    return "; ".join(
+        f"{name}: {mine.get(name, 'nothing')} here, {theirs.get(name, 'nothing')} there"
+        for name in sorted({*mine, *theirs})
+        if mine.get(name) != theirs.get(name)
+    )

@@ -1,0 +1,53 @@
+"""Which device to run on, found without importing torch: the CUDA driver is asked directly."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from pdserve.config import DeviceInfo
+from pdserve.errors import CapacityError, ConfigError
+
+
+def detect_device(spec: str = "auto") -> DeviceInfo:
+    """Resolve "auto", "cpu", "cuda" or "cuda:N". Auto takes the first GPU, else the CPU.
+
+    Raises ConfigError for another word and CapacityError for a GPU that is not there.
+    """
+    kind, _, index_text = spec.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index_text and (kind != "cuda" or not index_text.isdecimal())):
+        raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")
+    if kind == "cpu":
+        return _cpu()
+    gpus = _cuda_devices()
+    index = int(index_text or 0)
+    if index < len(gpus):
+        return gpus[index]
+    if kind == "cuda":
+        raise CapacityError(f"device {spec}: {len(gpus)} CUDA devices found; use --device cpu or check the driver")
+    return _cpu()
+
+
+def _cpu() -> DeviceInfo:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceInfo(kind="cpu", index=0, name="CPU", memory=memory)
+
+
+def _cuda_devices() -> list[DeviceInfo]:
+    """All GPUs of the CUDA driver API; none where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    devices = []
+    for index in range(count.value):
+        handle, memory, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(128)
+        if driver.cuDeviceGet(ctypes.byref(handle), index):
+            continue
+        driver.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+        driver.cuDeviceGetName(name, len(name), handle)
+        devices.append(DeviceInfo(kind="cuda", index=index, name=name.value.decode(), memory=memory.value))
+    return devices

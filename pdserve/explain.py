@@ -1,0 +1,60 @@
+"""``pdserve explain``: what a node would run with these flags, found without loading weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.device import detect_device
+
+
+def explain(options: NodeOptions, as_json: bool) -> None:
+    """Print it. Raises ConfigError or CapacityError where a node would refuse to start."""
+    config = resolve(options, detect_device(options.device))
+    print(json.dumps(describe(config), indent=2) if as_json else as_text(config))
+
+
+def describe(config: NodeConfig) -> dict[str, Any]:
+    """The explanation as plain values. Sizes are in tokens, elements or bytes as the names say."""
+    layout = config.kv_layout
+    return {
+        "model": config.served_model_name,
+        "architecture": config.model.architecture,
+        "runner": config.decision.runner,
+        "reasons": list(config.decision.reasons),
+        "device": {"kind": config.device.kind, "index": config.device.index, "name": config.device.name},
+        "dtype": config.dtype,
+        "attention_backend": config.attention_backend,
+        "max_model_len": config.max_model_len,
+        "kv_layout": {
+            "shape": list(layout.shape),
+            "strides": list(layout.strides),
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "kernel_block_size": layout.kernel_block_size,
+        },
+        "bytes_per_token": layout.bytes_per_token,
+        "num_blocks": layout.num_blocks,
+        "choices": list(config.choices),
+    }
+
+
+def as_text(config: NodeConfig) -> str:
+    """The explanation for people."""
+    layout = config.kv_layout
+    tokens = layout.num_blocks * layout.block_size
+    rows = [
+        ("model", f"{config.served_model_name} ({config.model.architecture})"),
+        ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
+        ("device", config.device.name),
+        ("dtype", config.dtype),
+        ("attention", config.attention_backend),
+        ("longest", f"{config.max_model_len} tokens of prompt and output"),
+        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens"),
+        ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
+        ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
+        ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
+    ]
+    lines = [f"{name:<10} {text}" for name, text in rows]
+    return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])

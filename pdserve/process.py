@@ -1,0 +1,87 @@
+"""What a child process and whoever started it tell each other: status lines, a lifeline, one-line errors.
+
+pdserve up ──spawns──► node          status fd    {"state": "ready"} …  one JSON object a line, from the child
+                                     lifeline fd  nothing; its end means that the parent is gone, however it went
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from pdserve.errors import CapacityError, ConfigError, PdserveError
+
+EXIT_FAILED = 1  # it ran, and then it broke
+EXIT_REFUSED = 2  # it cannot run like this: configuration, checkpoint, memory, port
+EXIT_ORPHANED = 3  # the parent is gone
+
+
+class StatusWriter:
+    """Tells a parent how starting goes. Without a file descriptor, or once the reader has gone, it says nothing."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def listening(self, address: str) -> None:
+        """The port is bound; ``address`` is host:port as others should dial it."""
+        self._write(state="listening", address=address)
+
+    def loading(self, stage: str, fraction: float) -> None:
+        """``fraction`` is 0 … 1 of this stage, or -1 where unknown."""
+        self._write(state="loading", stage=stage, fraction=round(fraction, 4))
+
+    def ready(self) -> None:
+        self._write(state="ready")
+
+    def failed(self, error: str) -> None:
+        """``error`` is one line for a person."""
+        self._write(state="failed", error=error)
+
+    def _write(self, **fields: str | float) -> None:
+        if self._fd is None:
+            return
+        line = json.dumps(fields).encode() + b"\n"
+        try:
+            os.write(self._fd, line)  # shorter than PIPE_BUF, so lines never mix
+        except OSError:  # the reader is gone; the lifeline decides what that means
+            self._fd = None
+
+
+def watch_lifeline(fd: int | None) -> None:
+    """End this process at once when the other end of ``fd`` is closed, also when the parent was killed."""
+    if fd is None:
+        return
+
+    def watch() -> None:
+        try:
+            while os.read(fd, 4096):
+                pass
+        except OSError as exc:
+            print(f"pdserve: lifeline fd {fd} is unusable: {exc}", file=sys.stderr, flush=True)
+        os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def one_line(error: BaseException) -> str:
+    """The error as one line for a person; an unforeseen one is named by its class."""
+    text = " ".join(str(error).split())
+    if isinstance(error, PdserveError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def exit_status(error: BaseException) -> int:
+    return EXIT_REFUSED if isinstance(error, ConfigError | CapacityError) else EXIT_FAILED
+
+
+def fail(error: BaseException, status: StatusWriter | None = None) -> NoReturn:
+    """Report an error as one line on stderr (and to the parent), then exit with the status that fits it."""
+    line = one_line(error)
+    if status is not None:
+        status.failed(line)
+    print(f"pdserve: error: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(exit_status(error))

@@ -1,0 +1,211 @@
+"""Records that cross the seams: scheduler → runner, connector → scheduler, node → node. All frozen, all plain values.
+
+Nothing here knows torch, NIXL or gRPC. A record that has been handed over is never changed by either side.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from pdserve.kv import KVLayout
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. ``STOP`` and ``LENGTH`` are OpenAI's words; the rest never reach a client as such."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to pick tokens. Fully resolved: what the client left open was filled in by the router.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the noise together with the choice
+    index, the position and the token id, so a request samples the same tokens whatever else is in the batch.
+    ``logprobs`` is the number of alternatives to report per token; -1 is none at all, 0 the sampled token only.
+    """
+
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = -1
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities (natural log, of the model's raw distribution) at one output position."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One sampled token of one choice."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+# ---------------------------------------------------------------- scheduler → connector
+
+
+class KVRegion(msgspec.Struct, frozen=True):
+    """The memory of one rank's KV cache. ``device`` is "cpu" or "cuda"; ``address`` is valid in the owner's process."""
+
+    address: int
+    num_bytes: int
+    device: str
+    device_id: int
+
+
+class RankKV(msgspec.Struct, frozen=True):
+    """What a peer must know of one rank to read from it."""
+
+    agent: str  # NIXL agent name, holds the epoch
+    metadata: bytes  # NIXL agent metadata
+    region: KVRegion
+    layout: KVLayout
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A node to read from: its id, the epoch of this life of it, and its ranks."""
+
+    node_id: str
+    epoch: str
+    ranks: tuple[RankKV, ...]
+
+
+class KVRead(msgspec.Struct, frozen=True):
+    """Read ``remote_blocks[i]`` of a peer into ``local_blocks[i]``, for all i."""
+
+    read_id: int  # unique in this engine's life
+    epoch: str
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+
+
+class ReadResult(msgspec.Struct, frozen=True):
+    """A read that has ended: no byte of it can land any more. ``error`` is empty when all bytes arrived."""
+
+    read_id: int
+    error: str = ""
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    seconds: float = 0.0
+
+
+class KVConnectorPlan(msgspec.Struct, frozen=True):
+    """Orders for the connector of every rank, carried out before the forward pass."""
+
+    connect: tuple[Peer, ...] = ()
+    disconnect: tuple[str, ...] = ()  # epochs
+    reads: tuple[KVRead, ...] = ()
+
+
+NO_ORDERS = KVConnectorPlan()
+
+
+# ---------------------------------------------------------------- scheduler → runner
+
+
+class NewSequence(msgspec.Struct, frozen=True):
+    """A sequence the runner has not seen yet (or had to forget when it was preempted).
+
+    ``token_ids`` holds the prompt (the first ``prompt_len``) and what was generated so far. The KV of the first
+    ``num_computed`` tokens is in ``block_ids`` already. ``choice`` is the index among the n choices of its request.
+    """
+
+    seq: int  # unique in this engine's life
+    token_ids: tuple[int, ...]
+    prompt_len: int
+    num_computed: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    choice: int = 0
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    """What to compute of one sequence in this step: the next ``num_tokens`` tokens after those computed before.
+
+    ``num_samples`` is 0 for a prompt chunk that is not the last, 1 normally, and n when a prompt shared by n choices
+    ends: then choices ``0 … n-1`` are drawn from the same logits and the sequence itself goes on as choice 0.
+    """
+
+    seq: int
+    num_tokens: int
+    num_samples: int
+    new_block_ids: tuple[int, ...] = ()
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added."""
+
+    step: int
+    finished: tuple[int, ...] = ()
+    new: tuple[NewSequence, ...] = ()
+    scheduled: tuple[ScheduledSequence, ...] = ()
+    connector: KVConnectorPlan = NO_ORDERS
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class SequenceOutput(msgspec.Struct, frozen=True):
+    """Samples of one scheduled sequence, ``num_samples`` of them."""
+
+    seq: int
+    samples: tuple[Sample, ...]
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What a step produced: one entry per scheduled sequence with ``num_samples`` > 0, in the plan's order."""
+
+    step: int
+    outputs: tuple[SequenceOutput, ...] = ()
+
+
+class KVConnectorOutput(msgspec.Struct, frozen=True):
+    """What one rank's connector has to tell since it was last asked.
+
+    ``invalid_block_ids`` are local blocks whose read ended without success; every other block of an ended read is
+    good. ``connected`` and ``failed_peers`` answer connect orders, by epoch; ``failed_peers`` also names a connection
+    that broke later, so that somebody orders it anew.
+    """
+
+    finished_recving: tuple[ReadResult, ...] = ()
+    invalid_block_ids: frozenset[int] = frozenset()
+    connected: tuple[str, ...] = ()
+    failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_recving or self.invalid_block_ids or self.connected or self.failed_peers)
+
+
+EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True):
+    """What a rank returns from every step, with or without a forward pass."""
+
+    step: StepOutput
+    connector: KVConnectorOutput = EMPTY_CONNECTOR_OUTPUT

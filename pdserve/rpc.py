@@ -1,0 +1,119 @@
+"""gRPC settings and error translation, the same for every process.
+
+A peer that is dead or hung is noticed within ``KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS``, with or without calls
+in flight: the connection is then closed and its calls fail with UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, NoReturn
+
+import grpc
+
+from pdserve.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    NodeError,
+    Overloaded,
+    PdserveError,
+    PeerError,
+    RequestError,
+)
+
+KEEPALIVE_SECONDS = 1.0
+KEEPALIVE_TIMEOUT_SECONDS = 2.0
+MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 16 M tokens
+
+_COMMON = (
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_SECONDS * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_SECONDS * 1000)),  # what really ends it; its default is 60 s
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+CHANNEL_OPTIONS = (
+    *_COMMON,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # an idle channel stays connected: its end means that the peer ended
+    ("grpc.enable_http_proxy", 0),  # a cluster's own traffic never goes through $http_proxy
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share connections, nor their back-off
+)
+SERVER_OPTIONS = (
+    *_COMMON,
+    ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a coin toss per connection
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),  # 0: never close a connection for its keepalive pings
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to ``host:port``. It connects, and reconnects, when it is used."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind a server's port (0: any free one) and return it. Raises CapacityError when it is taken."""
+    address = join_address(host, port)
+    try:
+        _probe(host, port)  # gRPC would log a line of its own on stderr, and not say why
+        return int(server.add_insecure_port(address))
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+    except RuntimeError:
+        reason = "address already in use"
+    raise CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")
+
+
+def _probe(host: str, port: int) -> None:
+    """Raise OSError unless this machine can listen there."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1)
+
+
+def status_code(error: PdserveError) -> grpc.StatusCode:
+    """The gRPC status that stands for one of our errors."""
+    if isinstance(error, RequestError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, Overloaded | CapacityError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    if isinstance(error, DeadlineExceeded):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    if isinstance(error, PeerError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    if isinstance(error, NodeError):
+        return grpc.StatusCode.UNAVAILABLE
+    return grpc.StatusCode.INTERNAL
+
+
+def error_from_rpc(exc: grpc.aio.AioRpcError, peer: str) -> PdserveError:
+    """What a failed call to ``peer`` means to us; raise it ``from exc``."""
+    details = f"{peer}: {exc.details() or exc.code().name}"
+    if exc.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return RequestError(details)
+    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(details)
+    if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(details)
+    return PeerError(details)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+    """End a call with the status that stands for ``error``."""
+    await context.abort(status_code(error), " ".join(str(error).split()))
+    raise AssertionError("abort always raises")

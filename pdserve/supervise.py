@@ -1,0 +1,227 @@
+"""Child processes of ``pdserve up``: start them, hear what they say, notice their end, end them.
+
+Each child runs in a session of its own, so Ctrl-C on the terminal reaches only the parent, which stops the children
+in order; and so that the child's whole process group (its engine, too) can be ended together. A child gets
+
+    status fd     it writes one JSON object a line: listening, loading, ready, failed (see pdserve/process.py)
+    lifeline fd   never written to; its end tells the child that the parent is gone, however it went
+    stdout+stderr one pipe, passed on line by line under the child's name
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: Seconds that a child may take after SIGTERM before the next in line gets its own …
+STOP_EACH = 1.0
+#: … and after which, counted from the first SIGTERM, whatever is left is killed.
+STOP_ALL = 3.0
+
+State = Literal["starting", "loading", "ready", "failed", "ended"]
+
+
+class _Lines:
+    """Whole lines out of a pipe that is read without waiting."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._rest = b""
+
+    def read(self) -> tuple[list[str], bool]:
+        """The lines that have arrived, and whether the pipe has ended."""
+        data = os.read(self.fd, 65536)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if not data and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        return [line.decode(errors="replace") for line in lines], not data
+
+
+@dataclass
+class Child:
+    """One child process as far as its parent knows it."""
+
+    name: str
+    module: str
+    process: subprocess.Popen[bytes]
+    lifeline: int
+    started: float = field(default_factory=time.monotonic)
+    state: State = "starting"
+    stage: str = ""
+    fraction: float = -1.0  # of the stage, 0 … 1; -1 where unknown
+    address: str = ""  # host:port, once it listens
+    error: str = ""
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+
+    def hear(self, line: str) -> None:
+        """Take in one line of the status pipe."""
+        said = json.loads(line)
+        match said["state"]:
+            case "listening":
+                self.address = said["address"]
+            case "loading":
+                self.state, self.stage, self.fraction = "loading", said["stage"], said["fraction"]
+            case "ready":
+                self.state, self.stage, self.fraction = "ready", "", -1.0
+            case "failed":
+                self.state, self.error = "failed", said["error"]
+
+    @property
+    def last_error(self) -> str:
+        """What it reported, else the last thing it printed."""
+        printed = [line for line in self.last_lines if line.strip()]
+        return self.error or (printed[-1].strip() if printed else "it said nothing")
+
+
+@dataclass(frozen=True)
+class Printed:
+    child: Child
+    text: str
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A child's state, stage, fraction or address is another one."""
+
+    child: Child
+
+
+@dataclass(frozen=True)
+class Died:
+    child: Child
+
+
+Event = Printed | Changed | Died
+
+
+class Supervisor:
+    """Owns all children. Use as a context manager: leaving it ends them, last started first, whatever happened."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def spawn(self, name: str, module: str, argv: Sequence[str]) -> Child:
+        """Start ``python -m module argv…`` with its status and lifeline fds."""
+        status_read, status_write = os.pipe()
+        lifeline_read, lifeline_write = os.pipe()
+        fds = ["--status-fd", str(status_write), "--lifeline-fd", str(lifeline_read)]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *argv, *fds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status_write, lifeline_read),
+                start_new_session=True,
+            )
+        finally:
+            os.close(status_write)
+            os.close(lifeline_read)
+        child = Child(name, module, process, lifeline_write)
+        self.children.append(child)
+        assert process.stdout is not None
+        for fd, kind in ((status_read, "status"), (process.stdout.fileno(), "output")):
+            os.set_blocking(fd, False)
+            self._selector.register(fd, selectors.EVENT_READ, (child, kind, _Lines(fd)))
+        return child
+
+    def wait(self, seconds: float) -> list[Event]:
+        """What happened, after at most so many seconds."""
+        events: list[Event] = []
+        for key, _ in self._selector.select(seconds):
+            child, kind, lines = key.data
+            events += self._read(child, kind, lines)
+        for child in self.children:
+            if child.state != "ended" and child.process.poll() is not None:
+                events += self._drain(child)
+                child.state = "ended"
+                events.append(Died(child))
+        return events
+
+    def _read(self, child: Child, kind: str, lines: _Lines) -> list[Event]:
+        try:
+            texts, ended = lines.read()
+        except BlockingIOError:
+            return []
+        if ended:
+            self._selector.unregister(lines.fd)
+            if kind == "status":
+                os.close(lines.fd)
+        if kind == "output":
+            child.last_lines.extend(texts)
+            return [Printed(child, text) for text in texts]
+        for text in texts:
+            child.hear(text)
+        return [Changed(child)] if texts else []
+
+    def _drain(self, child: Child) -> list[Event]:
+        """What a child that has ended still had in its pipes."""
+        events: list[Event] = []
+        for key in list(self._selector.get_map().values()):
+            if key.data[0] is child:
+                events += self._read(*key.data)
+        return events
+
+    def stop(self) -> None:
+        """End all children and every process they started, module by module, last started first. Idempotent.
+
+        Takes at most STOP_ALL seconds and what the system needs for killing.
+        """
+        end = time.monotonic() + STOP_ALL
+        for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
+            self._terminate(list(group), min(time.monotonic() + STOP_EACH, end))
+        self._wait_for(self.children, end)
+        for child in self.children:
+            _kill_group(child.process.pid)
+        self._wait_for(self.children, time.monotonic() + STOP_EACH)
+        for child in self.children:
+            self._forget(child)
+        self.children.clear()
+        self._selector.close()
+
+    def _terminate(self, children: Sequence[Child], end: float) -> None:
+        for child in children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        self._wait_for(children, end)
+
+    def _wait_for(self, children: Sequence[Child], end: float) -> None:
+        """Let children end until a moment, and read on meanwhile: one that cannot print cannot end."""
+        while any(child.process.poll() is None for child in children) and (left := end - time.monotonic()) > 0:
+            self.wait(min(left, 0.02))
+
+    def _forget(self, child: Child) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data[0] is child:
+                self._selector.unregister(key.fd)
+                if key.data[1] == "status":
+                    os.close(key.fd)
+        if child.lifeline >= 0:
+            os.close(child.lifeline)
+            child.lifeline = -1
+        if child.process.stdout is not None:
+            child.process.stdout.close()
+
+
+def _kill_group(pid: int) -> None:
+    """Kill what is left in the process group that a child led; mostly nothing is."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,196 @@
+"""``pdserve up``: prefill nodes, decode nodes and a router on one machine, as child processes."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from pdserve.board import Board, PlainBoard, make_board
+from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.device import detect_device
+from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+from pdserve.exits import EXIT_INTERRUPTED
+from pdserve.flags import node_flags_of, options_from
+from pdserve.process import EXIT_REFUSED
+from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
+
+POLL_SECONDS = 0.1  # how late a signal may be noticed
+LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
+
+
+def up(args: argparse.Namespace) -> int:
+    """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
+    check_port(args.host, args.port)
+    options = options_from(args)
+    config = resolve(options, detect_device(options.device))  # a wrong flag is an error before anything starts
+    options = msgspec.structs.replace(options, model=config.model_dir, served_model_name=config.served_model_name)
+    with StopSignals() as stop, Supervisor() as children:
+        fleet = Fleet(children, options, args)
+        board = make_board(children.children)
+        try:
+            watch(children, board, until=lambda: stop.received or fleet.advance())
+        finally:
+            board.close()
+        if stop.received:
+            return EXIT_INTERRUPTED
+        print(welcome(fleet.url, config), flush=True)
+        watch(children, PlainBoard(), until=lambda: stop.received)
+        print("stopping", file=sys.stderr, flush=True)
+    return 0
+
+
+class Fleet:
+    """Starts each process as soon as the addresses it needs are known."""
+
+    def __init__(self, children: Supervisor, options: NodeOptions, args: argparse.Namespace) -> None:
+        self._children = children
+        self._options = options
+        self._args = args
+        self._prefill = [self._spawn_node("prefill", index, []) for index in range(args.prefill)]
+        self._decode: list[Child] = []
+        self._router: Child | None = None
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the router. It must be ready."""
+        assert self._router is not None
+        host, _, port = self._router.address.rpartition(":")
+        return f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
+
+    def advance(self) -> bool:
+        """Start what can start now; True once everything is ready."""
+        if not self._decode and _listening(self._prefill):
+            peers = _flags("--prefill", self._prefill)
+            self._decode = [self._spawn_node("decode", index, peers) for index in range(self._args.decode)]
+        if self._router is None and _listening(self._decode):
+            self._router = self._spawn_router()
+        return self._router is not None and all(child.state == "ready" for child in self._children.children)
+
+    def _spawn_node(self, role: str, index: int, flags: list[str]) -> Child:
+        count = self._args.prefill if role == "prefill" else self._args.decode
+        name = role if count == 1 else f"{role}-{index}"
+        argv = [*node_flags_of(self._options), "--host", LOCAL, *flags]
+        return self._children.spawn(name, f"{role}_node", argv)
+
+    def _spawn_router(self) -> Child:
+        peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
+        model = [self._options.model, "--served-model-name", str(self._options.served_model_name)]
+        where = ["--host", self._args.host, "--port", str(self._args.port)]
+        return self._children.spawn("router", "router", [*model, *where, *peers])
+
+
+def _listening(children: list[Child]) -> bool:
+    return bool(children) and all(child.address for child in children)
+
+
+def _flags(flag: str, children: list[Child]) -> list[str]:
+    return [word for child in children for word in (flag, child.address)]
+
+
+def watch(children: Supervisor, board: Board, until: Callable[[], bool]) -> None:
+    """Show what children say until ``until()``. Raises when one of them dies."""
+    while not until():
+        for event in children.wait(POLL_SECONDS):
+            match event:
+                case Printed(child, text):
+                    board.printed(child, text)
+                case Changed(child):
+                    board.changed(child)
+                    if child.state == "failed":
+                        raise death_of(child)
+                case Died(child):
+                    raise death_of(child)
+        board.tick()
+
+
+def death_of(child: Child) -> PdserveError:
+    """The error that says how a child ended, in its own last words, and what to try."""
+    try:
+        status = child.process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        status = 1  # it has failed and hangs in ending
+    if status == EXIT_REFUSED:
+        return ConfigError(f"{child.name}: {child.last_error}")
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return NodeError(f"{child.name} {how}: {child.last_error}. Hint: {_hint(child, status)}")
+
+
+def _hint(child: Child, status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "if nobody killed it, the system ran out of memory: give a smaller --kv-cache-memory"
+    if child.state != "ended" or status == 0:
+        return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"
+    return "its last lines are above; PDSERVE_TRACEBACK=1 shows where it failed"
+
+
+class StopSignals:
+    """Remembers that the process was asked to stop, so that it stops between two steps and not within one."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise CapacityError unless ``host:port`` can be listened on: better now than after loading a model."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as exc:
+        raise ConfigError(
+            f"host {host!r} is unknown here ({exc.strerror}); give --host an address of this machine"
+        ) from exc
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise CapacityError(
+                f"port {port} on {host} is in use; stop what listens there or choose another --port"
+            ) from exc
+        raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
+
+
+def welcome(url: str, config: NodeConfig) -> str:
+    """The URL and a request to copy."""
+    body: dict[str, object] = {"model": config.served_model_name}
+    if has_chat_template(Path(config.model_dir)):
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
+    else:
+        path, body["prompt"] = "completions", "Hello"
+    body |= {"max_tokens": 32, "stream": True}
+    text = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    return (
+        f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it). Try:\n\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{text}'\n"
+    )
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether a checkpoint says how a conversation becomes a prompt."""
+    if (model_dir / "chat_template.jinja").is_file():
+        return True
+    config = model_dir / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_bytes())

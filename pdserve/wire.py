@@ -1,0 +1,104 @@
+"""Between the records of pdserve/records.py and the messages of proto/pdserve.proto. Translation only, no policy."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+from pdserve.errors import RequestError
+from pdserve.kv import KVLayout
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
+
+TOKEN_BYTES = 4
+_SWAP = sys.byteorder == "big"
+
+_SCALARS = (
+    "max_tokens",
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    tokens = array("I", token_ids)
+    if _SWAP:
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """The token ids of ``pack_tokens``. Raises RequestError when the bytes are no whole number of ids."""
+    if len(data) % TOKEN_BYTES:
+        raise RequestError(f"token_ids has {len(data)} bytes, which is not a multiple of {TOKEN_BYTES}", "token_ids")
+    tokens = array("I")
+    tokens.frombytes(data)
+    if _SWAP:
+        tokens.byteswap()
+    return tokens
+
+
+def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
+    message = pb.SamplingParams(stop_token_ids=sampling.stop_token_ids, logit_bias=sampling.logit_bias)
+    for name in _SCALARS:
+        setattr(message, name, getattr(sampling, name))
+    return message
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Every field as it stands: what a sender left out is zero, not a default (the router resolves defaults)."""
+    return SamplingParams(
+        **{name: getattr(message, name) for name in _SCALARS},
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def logprobs_to_pb(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs)
+
+
+def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(**{name: getattr(layout, name) for name in KVLayout.__struct_fields__})
+
+
+def layout_from_pb(message: pb.KVLayout) -> KVLayout:
+    """Raises ConfigError when the geometry is impossible."""
+    return KVLayout(**{name: getattr(message, name) for name in KVLayout.__struct_fields__})
+
+
+def rank_to_pb(rank: RankKV) -> pb.RankKV:
+    return pb.RankKV(
+        agent=rank.agent,
+        metadata=rank.metadata,
+        address=rank.region.address,
+        num_bytes=rank.region.num_bytes,
+        device=rank.region.device,
+        device_id=rank.region.device_id,
+        layout=layout_to_pb(rank.layout),
+    )
+
+
+def rank_from_pb(message: pb.RankKV) -> RankKV:
+    return RankKV(
+        agent=message.agent,
+        metadata=message.metadata,
+        region=KVRegion(message.address, message.num_bytes, message.device, message.device_id),
+        layout=layout_from_pb(message.layout),
+    )

@@ -1,0 +1,66 @@
+"""What makes a node a prefill node: leases, and the PrefillNode service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from engine.node import Node
+from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from prefill_node.leases import LeaseState, LeaseTable
+from prefill_node.prefills import Leases
+from prefill_node.service import PrefillService
+
+
+class PrefillRole:
+    name = "prefill"
+    services: tuple[str, ...] = ("pdserve.v1.PrefillNode",)
+    uses_connector = True
+
+    def __init__(self, lease_seconds: float, lease_guard: float) -> None:
+        if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):
+            raise ConfigError(
+                f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
+            )
+        self._table = LeaseTable(lease_seconds, lease_guard)
+        self._leases: Leases | None = None
+
+    def attach(self, node: Node) -> None:
+        self._leases = Leases(node.link, self._table)
+        pb_grpc.add_PrefillNodeServicer_to_server(PrefillService(node, self._leases), node.server)
+
+    async def connect(self) -> None:
+        """Decode nodes come to us."""
+
+    def connected_peers(self) -> Sequence[str]:
+        return ()
+
+    def counters(self) -> Mapping[str, float]:
+        return {f"pdserve_leases_{state}_total": self._table.counts[state] for state in LeaseState}
+
+    async def close(self) -> None:
+        if self._leases is not None:
+            self._leases.close()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("leases")
+    group.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long decode nodes have to read a KV cache (default %(default)s)",
+    )
+    group.add_argument(
+        "--lease-guard",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="how much longer blocks are kept, for messages on their way (default %(default)s)",
+    )
+
+
+def make_role(args: argparse.Namespace) -> PrefillRole:
+    return PrefillRole(args.lease_seconds, args.lease_guard)

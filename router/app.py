@@ -1,0 +1,169 @@
+"""The HTTP application: routes, the small endpoints, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from pdserve.errors import Overloaded, PdserveError, RequestError
+from router.endpoint import ClientGone, GenerateEndpoint, read_body
+from router.errors import error_object, http_error
+from router.policy import no_decode_node
+from router.prompts import PromptEncoder
+from router.requests import ChatBody, convert, parse_chat, parse_completion, parse_json
+from router.service import Service
+
+VERSION = version("pdserve")
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+def create_app(service: Service) -> FastAPI:
+    """Starting and stopping the application starts and stops the fleet."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.fleet.start()
+        yield
+        await service.close()
+
+    app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    for path, name, parse in (
+        ("/v1/completions", "completions", parse_completion),
+        ("/v1/chat/completions", "chat", parse_chat),
+    ):
+        app.router.routes.append(Route(path, GenerateEndpoint(service, name, parse), methods=["POST"]))
+    _add_models(app, service)
+    _add_tokens(app, service)
+    _add_operations(app, service)
+    _add_error_handlers(app)
+    return app
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    created = int(time.time())
+
+    def describe() -> dict[str, Any]:
+        try:
+            max_model_len = service.fleet.limits().max_model_len
+        except Overloaded:  # the list is there while the nodes are not
+            max_model_len = None
+        card = {"id": service.model, "object": "model", "created": created, "owned_by": "pdserve"}
+        return {**card, "root": service.options.model, "max_model_len": max_model_len}
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [describe()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return _json(describe())
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
+        service.check_model(body.model)
+        token_ids = await _tokenize(service.encoder, body)
+        strings = [service.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        limit = service.fleet.limits().max_model_len
+        return _json({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
+        service.check_model(body.model)
+        size = service.fleet.limits().vocab_size
+        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
+        return _json({"prompt": service.tokenizer.decode(body.tokens)})
+
+
+async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        prompt = await encoder.encode_text(body.prompt, body.add_special_tokens is not False)
+    else:
+        chat = ChatBody(
+            messages=body.messages or [],
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens is True,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        prompt = await encoder.encode_chat(chat)
+    return list(prompt.token_ids)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if not service.fleet.ready:
+            raise no_decode_node(service.fleet.snapshot())
+        return _json({"status": "ok"})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json({"version": VERSION})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.export(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_error(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, PdserveError)
+        error = http_error(exc)
+        headers = {name.decode(): value.decode() for name, value in error.headers}
+        return Response(error.body, error.status, headers)
+
+    async def on_client_gone(request: Request, exc: Exception) -> Response:
+        return Response(status_code=499)  # for logs; nobody reads it
+
+    async def on_http_exception(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        messages = {
+            404: f"there is nothing at {request.url.path}; the endpoints are under /v1",
+            405: f"{request.method} is not allowed at {request.url.path}; use another method",
+        }
+        body = error_object(messages.get(exc.status_code, str(exc.detail)), "invalid_request_error")
+        return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
+
+    async def on_fault(request: Request, exc: Exception) -> Response:
+        body = error_object("the router failed at this request; its log says why", "server_error")
+        return Response(body, 500, media_type="application/json")
+
+    app.add_exception_handler(PdserveError, on_error)
+    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_fault)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

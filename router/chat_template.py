@@ -1,0 +1,103 @@
+"""Chat templates: Jinja in a sandbox, rendering what transformers' ``apply_chat_template`` renders.
+
+Templates come with checkpoints and are not trusted: the sandbox is immutable and sees plain JSON values only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from pdserve.errors import CheckpointError, RequestError
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatTemplate:
+    """A compiled template. ``special_tokens`` (bos_token, eos_token …) are variables of it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises RequestError when the template refuses the messages."""
+        values = {**self._special_tokens, **(variables or {})}
+        try:
+            return self._template.render(
+                messages=[_normalized(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **values,
+            )
+        except jinja2.TemplateError as exc:
+            raise RequestError(f"the chat template refuses these messages: {exc}", "messages") from exc
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as exc:
+            raise RequestError(f"the chat template cannot render these messages: {exc}", "messages") from exc
+
+
+def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: no null fields, reasoning under the names that are in use for it."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
+    if reasoning is not None:
+        return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    return fields
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it only renders."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a set on the instance
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body, lineno=lineno)]
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters and sorts keys; templates want plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,53 @@
+"""What the router exports to Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import generate_latest
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
+_DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """One set per router, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.requests = Counter(
+            "pdserve_requests",
+            "Generating requests by endpoint and outcome (ok, disconnected, or the kind of error).",
+            ["endpoint", "outcome"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge("pdserve_requests_in_flight", "Generating requests now.", registry=self.registry)
+        self.prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.", registry=self.registry)
+        self.cached_tokens = Counter(
+            "pdserve_cached_prompt_tokens", "Prompt tokens that a prefix cache had.", registry=self.registry
+        )
+        self.output_tokens = Counter("pdserve_output_tokens", "Output tokens received.", registry=self.registry)
+        self.ttft = Histogram(
+            "pdserve_time_to_first_token_seconds",
+            "From the request's arrival to the first token of each prompt.",
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "pdserve_inter_token_latency_seconds",
+            "Between two tokens of a choice, as received.",
+            buckets=_ITL_BUCKETS,
+            registry=self.registry,
+        )
+        self.duration = Histogram(
+            "pdserve_request_duration_seconds",
+            "From a request's arrival to the end of its response.",
+            ["endpoint"],
+            buckets=_DURATION_BUCKETS,
+            registry=self.registry,
+        )
+        self.nodes_ready = Gauge("pdserve_nodes_ready", "Nodes that are ready.", ["role"], registry=self.registry)
+
+    def export(self) -> bytes:
+        return generate_latest(self.registry)

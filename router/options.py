@@ -1,0 +1,81 @@
+"""What a router is told at its start."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from pdserve.flags import CommandParser, parse_size, positive_int
+
+
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``prefill`` and ``decode`` are addresses, host:port. The tokenizer is read from ``model``."""
+
+    model: str  # directory or hub id
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    request_timeout: float = 600.0  # seconds
+    max_inflight: int = 1024  # HTTP requests
+    max_body_bytes: int = 32 * 1024 * 1024
+    status_fd: int | None = None
+    lifeline_fd: int | None = None
+
+
+def parse_options(argv: Sequence[str] | None = None) -> RouterOptions:
+    """Raises ConfigError with one line on what is wrong."""
+    parser = CommandParser(prog="pdserve router", description="Serve the OpenAI protocol to clients of decode nodes.")
+    add_router_flags(parser)
+    return router_options_from(parser.parse_args(argv))
+
+
+def add_router_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag that ``router_options_from`` reads."""
+    add = parser.add_argument
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id, for tokenizer and chat template")
+    model.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
+    add("--served-model-name", metavar="NAME", help="name in the API (default: that of MODEL)")
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0 is any (default %(default)s)")
+    add("--prefill", type=_address, action="append", default=[], metavar="HOST:PORT", help="a prefill node; repeatable")
+    add("--decode", type=_address, action="append", default=[], metavar="HOST:PORT", help="a decode node; repeatable")
+    add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="seconds a request may take (default 600)")
+    add("--max-inflight", type=positive_int, default=1024, metavar="N", help="requests at once; more get a 503")
+    add("--max-body-bytes", type=parse_size, default=32 * 1024 * 1024, metavar="SIZE", help="larger bodies get a 413")
+    add("--status-fd", type=int, metavar="FD", help="write states to this file descriptor, as JSON lines")
+    add("--lifeline-fd", type=int, metavar="FD", help="exit when this file descriptor is closed at the other end")
+
+
+def router_options_from(args: argparse.Namespace) -> RouterOptions:
+    """The RouterOptions that flags added by ``add_router_flags`` ask for."""
+    fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__}
+    fields |= {"model": args.model or args.model_flag, "prefill": tuple(args.prefill), "decode": tuple(args.decode)}
+    return RouterOptions(**fields)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    if not re.fullmatch(r"[^\s/]+:\d{1,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; write host:port")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    if not 0 < value <= 86400:
+        raise argparse.ArgumentTypeError(f"{value:g} must be above 0 and at most 86400 seconds")
+    return value

@@ -1,0 +1,242 @@
+"""What clients may send to the two generating endpoints, and the checks that need nothing but the body.
+
+A body is decoded in three steps: JSON, known fields (unknown ones are refused by name), types. Ranges come after.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import RequestError
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+
+# OpenAI's own fields that change nothing here.
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+    }
+)
+_UNSUPPORTED = frozenset(
+    {"tools", "functions", "function_call", "audio", "modalities", "prediction", "reasoning_effort", "verbosity"}
+    | {"web_search_options", "suffix"}
+)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # accepted, never done
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
+    """Fields that completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    cache_salt: str = ""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens, where the client said."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives per token; -1 for no log-probabilities at all."""
+        raise NotImplementedError
+
+
+class CompletionBody(GenerateBody, kw_only=True, frozen=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one; a list of ids is one prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt is empty; give at least one token", "prompt")
+        if all(isinstance(item, int) for item in self.prompt):
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        prompts = [item for item in self.prompt if isinstance(item, str | list)]
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) != 1 or len(prompts) != len(self.prompt):
+            raise RequestError("prompt must be a string, token ids, or a list of only one of these kinds", "prompt")
+        return prompts
+
+
+class ChatBody(GenerateBody, kw_only=True, frozen=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] = {}
+    tool_choice: str = "none"
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RequestError(f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """A typed body. Null is the same as absent. Raises RequestError that names the field."""
+    fields = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+    known = kind.__struct_fields__
+    for name, value in fields.items():
+        if name in known:
+            continue
+        if name in _UNSUPPORTED:
+            if value in ([], {}, ""):
+                continue
+            raise RequestError(f"{name} is not supported yet; leave it out", name, "unsupported_parameter")
+        nearest = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+        raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
+    try:
+        return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
+    except msgspec.ValidationError as exc:
+        raise _validation_error(str(exc)) from exc
+
+
+def parse_completion(data: bytes) -> CompletionBody:
+    body = convert(parse_json(data), CompletionBody)
+    check_ranges(body)
+    if body.logprobs is not None:
+        _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+    if body.best_of is not None and body.best_of != body.n:
+        raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo together with logprobs is not supported yet; leave one of them out", "echo")
+    num_choices = len(body.prompts) * body.n
+    if num_choices > 8 * MAX_CHOICES:
+        raise RequestError(f"{len(body.prompts)} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
+    return body
+
+
+def parse_chat(data: bytes) -> ChatBody:
+    body = convert(parse_json(data), ChatBody)
+    check_ranges(body)
+    if body.top_logprobs is not None:
+        _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+        if not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    kind = body.response_format.get("type", "text")
+    if kind != "text":
+        raise RequestError(f"response_format {kind!r} is not supported yet; use 'text'", "response_format")
+    if body.tool_choice not in ("none", "auto"):
+        raise RequestError("tool_choice is not supported yet; leave it out", "tool_choice", "unsupported_parameter")
+    return body
+
+
+def check_ranges(body: GenerateBody) -> None:
+    """Everything about one field that does not depend on the model or the prompt."""
+    if body.output_limit is not None:
+        _within("max_tokens", body.output_limit, 1, math.inf)
+    _within("min_tokens", body.min_tokens, 0, math.inf)
+    _within("temperature", body.temperature, 0.0, 2.0)
+    _within("top_p", body.top_p, 0.0, 1.0, above=True)
+    _within("top_k", body.top_k, -1, 2**31 - 1)
+    _within("min_p", body.min_p, 0.0, 1.0)
+    _within("seed", body.seed or 0, -(2**63), 2**64 - 1)
+    _within("repetition_penalty", body.repetition_penalty, 0.0, 100.0, above=True)
+    _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
+    _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
+    _within("n", body.n, 1, MAX_CHOICES)
+    for bias in body.logit_bias.values():
+        _within("logit_bias", bias, -100.0, 100.0)
+    _within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
+    if "" in body.stops:
+        raise RequestError("a stop string is empty; leave it out", "stop")
+
+
+def _within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
+    if (low < value if above else low <= value) and value <= high:
+        return
+    floor = f"above {low:g}" if above else f"at least {low:g}"
+    ceiling = "" if high == math.inf else f" and at most {high:g}"
+    raise RequestError(f"{name} is {value:g}; it must be {floor}{ceiling}", param or name)
+
+
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.(?P<field>[^`.\[]+)(?P<rest>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+
+
+def _validation_error(message: str) -> RequestError:
+    """msgspec's message, with the field in front and as ``param``."""
+    missing = _MISSING.match(message)
+    if missing:
+        field = missing["field"]
+        return RequestError(f"{field} is missing", field, "missing_required_parameter")
+    match = _AT_FIELD.match(message)
+    if match is None or match["field"] is None:
+        return RequestError(message)
+    what = match["what"].replace("`", "")
+    return RequestError(f"{match['field']}{match['rest'] or ''}: {what[:1].lower()}{what[1:]}", match["field"])
+
+
+Parser = Callable[[bytes], GenerateBody]

@@ -1,0 +1,171 @@
+"""From deltas to bytes: a stream of server-sent events, or one body."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdserve.errors import PdserveError
+from pdserve.pb import pdserve_pb2 as pb
+from router.choice import Choice
+from router.errors import error_event
+from router.formats import DONE, FinishedChoice, Format
+from router.generation import Generation
+from router.job import Job
+from router.logprobs import TokenLogprob
+
+MAX_BUFFERED = 1024 * 1024  # bytes that a slow client may leave unread before it is cut off
+
+
+class ResponseOptions(msgspec.Struct, frozen=True):
+    """What the client asked to see. ``num_logprobs`` -1: none."""
+
+    num_logprobs: int
+    echo: bool
+    return_token_ids: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Response(ABC):
+    """Base of both kinds. ``wake`` is set whenever there is something new to look at."""
+
+    generation: Generation  # set before the first output arrives
+
+    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+        self.form = form
+        self.options = options
+        self.jobs = jobs
+        self.wake = asyncio.Event()
+        self.started = False  # there is a token, or the end without error
+        self.ended = False
+        self.gone = False  # the client is
+        self.error: PdserveError | None = None
+
+    @abstractmethod
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        """As Consumer has it."""
+
+    def on_end(self, error: PdserveError | None) -> None:
+        self.ended = True
+        self.started = self.started or error is None
+        self.error = error
+        self.wake.set()
+
+    def on_disconnect(self) -> None:
+        """Nobody reads any more: the nodes are told at once."""
+        self.gone = True
+        self.generation.cancel()
+        self.wake.set()
+
+    def _prompt_of(self, choice_index: int) -> int:
+        return choice_index // self.jobs[0].sampling.n
+
+    def _echoed(self, choice_index: int) -> str:
+        """The prompt's text, where it is to precede the output."""
+        if not self.options.echo:
+            return ""
+        return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
+
+
+class WholeResponse(Response):
+    """Collects the choices until all have ended."""
+
+    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+        super().__init__(form, options, jobs)
+        num_choices = sum(job.sampling.n for job in jobs)
+        self._choices = [
+            FinishedChoice(index, self._prompt_of(index), "", "", [], [] if options.num_logprobs >= 0 else None)
+            for index in range(num_choices)
+        ]
+        self._texts: list[list[str]] = [[self._echoed(index)] for index in range(num_choices)]
+
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        whole = self._choices[choice.index]
+        self._texts[choice.index].append(text)
+        whole.finish_reason = choice.finish_reason
+        if output.has_token:
+            whole.token_ids.append(output.token_id)
+            if whole.logprobs is not None:
+                whole.logprobs.append(TokenLogprob(output, choice.token_offset))
+
+    def body(self) -> bytes:
+        for whole, texts in zip(self._choices, self._texts, strict=True):
+            whole.text = "".join(texts)
+        prompts = [job.prompt.token_ids for job in self.jobs] if self.options.return_token_ids else None
+        return self.form.whole(self._choices, self.generation.usage, prompts)
+
+
+class StreamResponse(Response):
+    """Writes chunks into a buffer that the connection empties."""
+
+    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+        super().__init__(form, options, jobs)
+        self._chunks: list[bytes] = []
+        self._buffered = 0  # bytes
+        self._opened: set[int] = set()
+        self.cut_off: Callable[[], None] = lambda: None  # ends the connection, even while it waits for the client
+        self._detailed = options.num_logprobs >= 0 or options.return_token_ids
+
+    def take(self) -> bytes:
+        """What was written since the last call."""
+        self.wake.clear()
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        return data
+
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        index = choice.index
+        if index not in self._opened:
+            self._open(index)
+        if text or choice.finish_reason or self._detailed:
+            self._write(self._chunk(choice, text, output))
+        if not self.started:
+            self.started = True
+            self.wake.set()
+
+    def on_end(self, error: PdserveError | None) -> None:
+        if error is None:
+            if self.options.include_usage:
+                self._append(self.form.usage_chunk(self.generation.usage))
+            self._append(DONE)
+        elif self.started:
+            self._append(error_event(error))
+        super().on_end(error)
+
+    def _open(self, index: int) -> None:
+        """What precedes a choice. Not counted as buffered: it is as large as the prompt, however fast the client."""
+        self._opened.add(index)
+        job = self.jobs[self._prompt_of(index)]
+        prompt_ids = list(job.prompt.token_ids) if self.options.return_token_ids else None
+        self._chunks.append(self.form.first(index, prompt_ids))
+        echoed = self._echoed(index)
+        if echoed:
+            self._chunks.append(self.form.chunk(index, echoed, ""))
+
+    def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
+        options = self.options
+        usage = self.generation.usage if options.continuous_usage else None
+        if not self._detailed:
+            return self.form.chunk(choice.index, text, choice.finish_reason, usage=usage)
+        tokens = token_ids = None
+        if options.num_logprobs >= 0:
+            tokens = [TokenLogprob(output, choice.token_offset)] if output.has_token else []
+        if options.return_token_ids:
+            token_ids = [output.token_id] if output.has_token else []
+        return self.form.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)
+
+    def _write(self, chunk: bytes) -> None:
+        self._append(chunk)
+        self.wake.set()
+        if self._buffered > MAX_BUFFERED:
+            self.generation.cancel()
+            self.cut_off()
+
+    def _append(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self._buffered += len(chunk)

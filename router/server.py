@@ -1,0 +1,108 @@
+"""The router as a process: a bound port, uvicorn on uvloop, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from pdserve.config import model_name
+from pdserve.errors import CapacityError
+from pdserve.hub import resolve_model
+from pdserve.process import StatusWriter
+from pdserve.rpc import join_address
+from router.app import create_app
+from router.options import RouterOptions
+from router.service import Service
+from router.tokenizer import Tokenizer
+
+_DRAIN_SECONDS = 1.0  # what running requests get to end by themselves once a signal has come
+_GRACEFUL_SECONDS = 1  # what uvicorn then waits for their connections
+_READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
+
+
+def serve(options: RouterOptions, status: StatusWriter) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError or CapacityError when it cannot start."""
+    listener = bind(options.host, options.port)
+    status.listening(join_address(*listener.getsockname()[:2]))
+    status.loading("tokenizer", -1)
+    tokenizer = Tokenizer.load(resolve_model(options.model))
+    service = Service(options, options.served_model_name or model_name(options.model), tokenizer)
+    config = uvicorn.Config(
+        create_app(service),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
+        backlog=2048,
+    )
+    server = _Server(config, service, status)
+    server.run(sockets=[listener])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises CapacityError when the port is taken or the address is not of this machine."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise CapacityError(f"port {port} on {host} is in use; choose another --port, or 0 for any") from exc
+        raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror or exc}; check --host and --port") from exc
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our way to end: drain, then errors to what still runs, then exit with status 0."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, status: StatusWriter) -> None:
+        super().__init__(config)
+        self._service = service
+        self._status = status
+        self._background: list[asyncio.Task[None]] = []
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again after serving, which would end the process with it."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._background.append(asyncio.create_task(self._report_ready()))
+        try:
+            yield
+        finally:
+            for task in self._background:
+                task.cancel()
+
+    def _on_signal(self) -> None:
+        if self._service.draining:
+            self.should_exit = True
+            return
+        self._service.drain()
+        self._background.append(asyncio.create_task(self._end()))
+
+    async def _end(self) -> None:
+        """New connections are refused at once; running requests end, or are ended after a moment."""
+        for server in self.servers:
+            server.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._service.idle(), _DRAIN_SECONDS)
+        self._service.abort()
+        self.should_exit = True
+
+    async def _report_ready(self) -> None:
+        fleet = self._service.fleet
+        self._status.loading("nodes", -1)
+        await fleet.wait_until(lambda: fleet.ready)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READY_GRACE):
+                await fleet.wait_until(lambda: fleet.complete)
+        self._status.ready()

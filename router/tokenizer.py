@@ -1,0 +1,140 @@
+"""Text ↔ token ids, from a checkpoint's ``tokenizer.json`` and ``tokenizer_config.json``, without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pdserve.errors import CheckpointError
+from router.chat_template import ChatTemplate
+from router.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
+from router.token_bytes import byte_table
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+class Tokenizer:
+    """Encodes prompts, decodes outputs. Safe to share between threads.
+
+    Whether a text begins with a BOS token is for tokenizer.json's post-processor to say; as in transformers 5,
+    ``add_bos_token`` of the config counts for checkpoints without tokenizer.json only.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str | None) -> None:
+        self._backend = backend
+        special_tokens = _named_tokens(config)
+        _add_missing_tokens(backend, config)
+        backend.no_padding()
+        backend.no_truncation()
+        self.chat_template = None if template is None else ChatTemplate(template, special_tokens)
+        self._special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._bytes = byte_table(backend)
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        """Raises CheckpointError when there is no usable tokenizer."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{model_dir} has no tokenizer.json; convert its tokenizer to the fast format")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # the library raises bare Exception
+            raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
+        config = _read_config(model_dir / "tokenizer_config.json")
+        return cls(backend, config, _find_template(model_dir, config))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. ``encode_batch_fast`` leaves out offsets and, unlike ``encode``, releases the GIL."""
+        encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encodings[0].ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling, such as "Ġthe"; empty for an id without entry."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        if self._bytes is not None:
+            return self._bytes.of(token_id)
+        once = self.decode([token_id])
+        return self.decode([token_id, token_id])[len(once) :].encode()  # as it reads inside a text, with its space
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental decoder for text that follows ``context``, the last tokens of the prompt."""
+        decoder: Detokenizer
+        if self._bytes is not None:
+            decoder = StreamDetokenizer(self._bytes, self._special_ids)
+        else:
+            decoder = WindowDetokenizer(self._backend, self._special_ids)
+        for token_id in context:
+            decoder.push(token_id)
+        return decoder
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object; download the checkpoint again")
+    return config
+
+
+def _find_template(model_dir: Path, config: dict[str, Any]) -> str | None:
+    """``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+        if template is None:
+            names = ", ".join(sorted(named))
+            raise CheckpointError(f"{model_dir} has chat templates named {names}, but none named 'default'")
+    return template if isinstance(template, str) else None
+
+
+def _content(token: Any) -> str | None:
+    """A token of the config is a string or a dict with ``content``."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Tokens that only ``tokenizer_config.json`` knows, in the order of their ids, and the special ones as special."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    decoder = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
+        if entry["content"] not in known:
+            fields = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
+            backend.add_tokens([tokenizers.AddedToken(entry["content"], **fields)])
+    special = list(_named_tokens(config).values())
+    for name in _TOKEN_LISTS:
+        listed = config.get(name) or []
+        special += [c for c in map(_content, listed.values() if isinstance(listed, dict) else listed) if c is not None]
+    for content in dict.fromkeys(special):
+        if content not in known or not known[content].special:
+            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])

@@ -1,0 +1,119 @@
+"""Rotary position embeddings: default, linear, dynamic NTK, YaRN and Llama 3, as transformers defines them.
+
+The reference for every formula is ``transformers/modeling_rope_utils.py``; YaRN: arXiv 2309.00071.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pdserve.model_config import RopeConfig
+from runner.linear import Placement
+
+
+class RotaryEmbedding:
+    """Angles for a batch of positions. Computed in float32 once per step, shared by all layers."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, place: Placement) -> None:
+        self._rope = rope
+        self._place = place
+        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=place.device) / head_dim
+        inv_freq, self._attention_factor = inverse_frequencies(rope, head_dim)
+        self._inv_freq = inv_freq.to(place.device)  # [head_dim / 2] float32
+        self.depends_on_length = rope.rope_type == "dynamic"
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin for ``apply_rotary``, each [tokens, 1, head_dim], from positions [tokens] int64.
+
+        ``lengths`` [tokens] int64 is used by dynamic NTK alone: the length of the sequence when the token is first
+        computed, that is the prompt's length within a prompt and position + 1 after it. transformers does the same for
+        one sequence: it never turns cached keys again.
+        """
+        inv_freq = self._inv_freq
+        if self.depends_on_length:
+            assert lengths is not None, "dynamic rope needs lengths"
+            inv_freq = self._dynamic(lengths)
+        angles = positions[:, None].float() * inv_freq  # [tokens, head_dim / 2]
+        cos, sin = angles.cos(), angles.sin()
+        if self._attention_factor != 1.0:
+            cos, sin = cos * self._attention_factor, sin * self._attention_factor
+        cos = torch.cat((cos, cos), -1)[:, None]
+        sin = torch.cat((-sin, sin), -1)[:, None]
+        return cos.to(self._place.dtype), sin.to(self._place.dtype)
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """Inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
+        trained = self._rope.params["original_max_position_embeddings"]
+        factor = self._rope.params["factor"]
+        dim = 2 * self._exponents.shape[0]
+        stretch = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
+        theta = self._rope.theta * stretch ** (dim / (dim - 2))
+        inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
+        return inv_freq
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn heads x [tokens, heads, head_dim], whose first half pairs with its second; cos, sin of ``cos_sin``."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] float32 and the factor that cos and sin are multiplied with."""
+    frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    inv_freq = 1.0 / frequencies
+    if rope.rope_type == "linear":
+        return inv_freq / rope.params["factor"], 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope.theta, frequencies, rope.params), _yarn_attention_factor(rope.params)
+    if rope.rope_type == "llama3":
+        return _llama3(inv_freq, rope.params), 1.0
+    assert rope.rope_type in ("default", "dynamic"), rope.rope_type
+    return inv_freq, 1.0
+
+
+def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Tensor:
+    """Low frequencies are interpolated by ``factor``, high ones kept, with a linear ramp between (eq. 23 ff.)."""
+    dim = 2 * frequencies.shape[0]
+    trained = params["original_max_position_embeddings"]
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so many times within the trained length."""
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_of(params.get("beta_fast") or 32)
+    high = dimension_of(params.get("beta_slow") or 1)
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (params["factor"] * frequencies)) * (1 - keep) + (1.0 / frequencies) * keep
+
+
+def _yarn_attention_factor(params: Mapping[str, float]) -> float:
+    if "attention_factor" in params:
+        return params["attention_factor"]
+
+    def scale(mscale: float) -> float:
+        return 1.0 if params["factor"] <= 1 else 0.1 * mscale * math.log(params["factor"]) + 1.0
+
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return scale(params["mscale"]) / scale(params["mscale_all_dim"])
+    return scale(1.0)
+
+
+def _llama3(inv_freq: Tensor, params: Mapping[str, float]) -> Tensor:
+    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
+    factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    trained = params["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / inv_freq
+    blend = (trained / wavelengths - low) / (high - low)
+    blended = (1 - blend) * inv_freq / factor + blend * inv_freq
+    stretched = torch.where(wavelengths > trained / low, inv_freq / factor, blended)
+    return torch.where(wavelengths < trained / high, inv_freq, stretched)

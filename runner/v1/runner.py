@@ -1,0 +1,145 @@
+"""The V1 model runner: implements pdserve.protocols.ModelRunner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.config import NodeConfig
+from pdserve.kv import KVLayout
+from pdserve.records import KVRegion, ScheduledSequence, SequenceOutput, StepOutput, StepPlan
+from runner.attention import AttentionBatch
+from runner.attention.paged_torch import PagedTorchAttention
+from runner.kv_cache import KVCache
+from runner.linear import Placement, compute_dtype
+from runner.memory import check_room
+from runner.models.decoder import Decoder
+from runner.sampler import Sampler, SampleRow
+from runner.v1.sequences import SequenceTable
+from runner.weights import load_weights
+
+
+class RunnerV1:
+    """Weights, KV cache and sequences of one rank. Sequence state is on the host and copied to the device each step."""
+
+    def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
+        """Load the model. Raises CapacityError before, CheckpointError while reading the weights."""
+        kind = config.device.kind
+        self._device = torch.device(f"cuda:{config.device.index}" if kind == "cuda" else kind)
+        if self._device.type == "cpu":
+            torch.set_num_threads(config.threads)
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        place = Placement(self._device, compute_dtype(self._device, dtype))
+        check_room(config.model, config.kv_layout, self._device, place.dtype)
+        with torch.inference_mode():
+            self._model = Decoder(config.model, dtype, place)
+            load_weights(
+                Path(config.model_dir),
+                dict(self._model.named_tensors()),
+                config.model.tie_word_embeddings,
+                lambda fraction: progress("loading weights", fraction),
+            )
+            self._model.seal()
+            self._cache = KVCache(config.kv_layout, self._device)
+            self._attention = PagedTorchAttention(config.model, self._cache, place)
+            self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
+        self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, config.kv_layout)
+        self._page_size = config.kv_layout.kernel_block_size
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._cache.layout
+
+    @property
+    def kv_region(self) -> KVRegion:
+        return self._cache.region
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """One step: update the sequences, compute what is scheduled, sample where the plan says so."""
+        self._update(plan)
+        if not plan.scheduled:
+            return StepOutput(plan.step)
+        rows = self._sequences.rows(plan.scheduled)
+        lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
+        hidden = self._forward(rows, lengths)
+        self._sequences.num_computed[rows] += lengths
+        return StepOutput(plan.step, self._sample(plan.scheduled, rows, lengths, hidden))
+
+    def close(self) -> None:
+        """Drop weights and cache. Idempotent; the runner cannot be used afterwards."""
+        for name in ("_model", "_cache", "_attention", "_sampler"):
+            self.__dict__.pop(name, None)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _update(self, plan: StepPlan) -> None:
+        for seq in plan.finished:
+            self._sequences.remove(seq)
+        for new in plan.new:
+            self._sequences.add(new)
+        for s in plan.scheduled:
+            if s.new_block_ids:
+                self._sequences.add_blocks(s.seq, s.new_block_ids)
+
+    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
+        """Hidden states [tokens, hidden_size] of the next ``lengths`` tokens of each sequence."""
+        table = self._sequences
+        starts = table.num_computed[rows]
+        query_starts = np.concatenate(([0], lengths.cumsum()))
+        token_rows = np.repeat(rows, lengths)
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+        assert (starts + lengths <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
+        max_pages = int((starts + lengths - 1).max()) // self._page_size + 1
+        self._attention.plan(AttentionBatch(positions, query_starts, table.pages[rows, :max_pages]))
+        return self._model(
+            self._to_device(table.token_ids[token_rows, positions]),
+            self._to_device(positions),
+            self._rope_lengths(rows, lengths, positions),
+            self._attention,
+        )
+
+    def _rope_lengths(
+        self, rows: NDArray[np.int64], lengths: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Tensor | None:
+        if not self._model.rotary.depends_on_length:
+            return None
+        prompts = np.array([self._sequences.record(row).prompt_len for row in rows])
+        return self._to_device(np.maximum(np.repeat(prompts, lengths), positions + 1))
+
+    def _sample(
+        self,
+        scheduled: tuple[ScheduledSequence, ...],
+        rows: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        hidden: Tensor,
+    ) -> tuple[SequenceOutput, ...]:
+        table = self._sequences
+        sampling = [i for i, s in enumerate(scheduled) if s.num_samples > 0]
+        if not sampling:
+            return ()
+        draws: list[SampleRow] = []
+        for logits_row, i in enumerate(sampling):
+            record = table.record(rows[i])
+            tokens = table.token_ids[rows[i], : table.num_tokens[rows[i]]]
+            several = scheduled[i].num_samples > 1
+            for n in range(scheduled[i].num_samples):
+                choice = n if several else record.choice
+                draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
+        last = lengths.cumsum()[sampling] - 1
+        logits = self._model.logits(hidden if len(last) == len(hidden) else hidden[self._to_device(last)])
+        samples = iter(self._sampler.sample(logits, draws))
+        outputs = []
+        for i in sampling:
+            drawn = tuple(next(samples) for _ in range(scheduled[i].num_samples))
+            table.append(rows[i], drawn[0].token_id)
+            outputs.append(SequenceOutput(scheduled[i].seq, drawn))
+        return tuple(outputs)
+
+    def _to_device(self, values: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, torch.int64, non_blocking=True)

@@ -1,0 +1,134 @@
+"""Random checkpoints in the format transformers writes, small enough to make in a test, and configs to run them.
+
+directory = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=2)
+runner = runner.build(node_config(directory), lambda stage, fraction: None)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pdserve.config import DeviceInfo, NodeConfig
+from pdserve.kv import KVLayout
+from pdserve.model_config import load_model_config
+from pdserve.oracle import Decision
+
+_logging: Any = transformers.utils.logging
+_logging.disable_progress_bar()
+
+FAMILIES = ("llama", "mistral", "qwen3")
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+}
+
+
+def make_checkpoint(
+    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
+) -> Path:
+    """Write a random checkpoint of a family ("llama", "mistral", "qwen3") and return its directory.
+
+    ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
+    ones, so that attention and sampling have something to decide: an argmax of near-equal logits tests nothing.
+    """
+    config_class, model_class, defaults = _CLASSES[family]
+    config = config_class(**{**_TINY, **defaults, **overrides})
+    model = model_class(config).to(getattr(torch, dtype))
+    config.dtype = dtype
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_(1.3 * noise / parameter.shape[1] ** 0.5)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return path
+
+
+def reference_model(path: Path, dtype: str = "float32") -> Any:
+    """The transformers model of a checkpoint, ready to compare with."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = None  # ``generate`` would forbid EOS until min_new_tokens
+    return model.eval()
+
+
+def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The ``num_tokens`` tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it."""
+    greedy: Any = transformers.GenerationConfig
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        generation_config=greedy(
+            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0
+        ),
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def node_config(
+    model_dir: Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    num_blocks: int = 128,
+    block_size: int = 16,
+    kernel_block_size: int = 16,
+    max_model_len: int = 2048,
+    max_num_seqs: int = 64,
+    max_batch_tokens: int = 2048,
+    threads: int = 1,
+    attention_backend: str = "torch",
+) -> NodeConfig:
+    """A resolved configuration for a checkpoint, without going through ``pdserve.config.resolve``."""
+    model = load_model_config(model_dir)
+    layout = KVLayout(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        kernel_block_size=kernel_block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    return NodeConfig(
+        model_dir=str(model_dir),
+        model=model,
+        served_model_name="test",
+        device=DeviceInfo(kind=device, index=0, name=device, memory=1 << 34),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_layout=layout,
+        attention_backend=attention_backend,
+        decision=Decision(runner="V1", reasons=("test",)),
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        max_waiting=1024,
+        threads=threads,
+        compat_fields={},
+    )

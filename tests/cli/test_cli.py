@@ -1,0 +1,134 @@
+"""The command line: quick, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import main
+from pdserve.embedded import EMBEDDED_MODEL
+
+
+def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *argv], capture_output=True, text=True, timeout=60, env={**os.environ, **env}
+    )
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Status and the one line on stderr of a command that fails."""
+    status = main(argv)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pdserve: error: ")
+    assert err.count("\n") == 1
+    return status, err
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, pdserve.cli\n"
+        "try: pdserve.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'grpc', 'numpy', 'fastapi', 'rich', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "prefill" in done.stdout
+
+
+def test_explain_json_of_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--json", "--device", "cpu", "--kv-cache-memory", "96MiB", "--block-size", "32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["architecture"] == "Qwen3ForCausalLM"
+    assert found["runner"] in ("V1", "V2")
+    assert found["reasons"]
+    # 6 layers × (K, V) × 2 heads × 64 × 2 bytes
+    assert found["bytes_per_token"] == 6 * 2 * 2 * 64 * 2
+    assert found["num_blocks"] == 96 * 2**20 // (32 * found["bytes_per_token"])
+    page = found["kv_layout"]["kernel_block_size"]
+    assert 32 % page == 0
+    assert found["kv_layout"] == {
+        "shape": [found["num_blocks"] * (32 // page), 2, 6, 2, page, 64],
+        "strides": [2 * 6 * 2 * page * 64, 6 * 2 * page * 64, 2 * page * 64, page * 64, 64, 1],
+        "dtype": "bfloat16",
+        "block_size": 32,
+        "kernel_block_size": page,
+    }
+
+
+def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(EMBEDDED_MODEL), "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "Qwen3ForCausalLM" in out
+    assert "chosen: dtype=bfloat16" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["explain", "--kv-cache-memry", "1G"], ["--kv-cache-memry", "--kv-cache-memory"]),
+        (["up", "--decod=2"], ["--decod", "--decode"]),
+        (["explain", "--block-size", "100", "--kernel-block-size", "30"], ["30", "100"]),
+        (["explain", "--block-size", "0"], ["0", "at least 1"]),
+        (["explain", "--device", "tpu"], ["tpu", "cuda"]),
+        (["explain", "--dtype", "int8"], ["int8", "bfloat16"]),
+        (["explain", "--kv-cache-memory", "lots"], ["lots", "GiB"]),
+        (["explain", "--device", "cpu", "--kv-cache-memory", "1K"], ["room", "--kv-cache-memory"]),
+        (["explain", "--max-model-len", "9999999"], ["9999999", "8192"]),
+        (["explain", "/no/such/model"], ["/no/such/model", "directory"]),
+        (["up", "--port", "99999"], ["99999", "65535"]),
+        (["up", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "--host"]),
+        (["bogus"], ["bogus", "explain"]),
+    ],
+)
+def test_mistakes_are_one_line_with_a_remedy(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+) -> None:
+    status, line = error_of(capsys, *argv)
+    assert status == 2
+    for word in words:
+        assert word in line
+
+
+def test_broken_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "config.json" in error_of(capsys, "explain", str(tmp_path))[1]
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    status, line = error_of(capsys, "explain", str(tmp_path))
+    assert status == 2
+    assert "GPT2LMHeadModel" in line
+    assert "LlamaForCausalLM" in line
+
+
+def test_up_refuses_a_port_in_use_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        status, line = error_of(capsys, "up", "--port", str(port), "/no/such/model")
+    assert status == 2
+    assert str(port) in line
+    assert "in use" in line
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_roles_answer_help_and_refuse_unknown_flags(role: str) -> None:
+    assert "--status-fd" in run(role, "--help").stdout
+    done = run(role, str(EMBEDDED_MODEL), "--no-such-flag")
+    assert done.returncode == 2
+    assert "--no-such-flag" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_traceback_on_demand() -> None:
+    done = run("explain", "/no/such/model", PDSERVE_TRACEBACK="1")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert "Traceback" not in run("explain", "/no/such/model", PDSERVE_TRACEBACK="0").stderr

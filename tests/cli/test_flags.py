@@ -1,0 +1,58 @@
+"""Flags become NodeOptions and back."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.config import NodeOptions
+from pdserve.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
+
+
+def parse(argv: list[str]) -> NodeOptions:
+    parser = CommandParser()
+    add_node_flags(parser)
+    return options_from(parser.parse_args(argv))
+
+
+def test_defaults_are_those_of_the_options() -> None:
+    assert parse(["a/model"]) == NodeOptions(model="a/model")
+
+
+@given(
+    st.builds(
+        NodeOptions,
+        model=st.sampled_from(["a", "org/name", "/dir with blank"]),
+        served_model_name=st.none() | st.just("name"),
+        device=st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
+        dtype=st.sampled_from(["auto", "float32", "bfloat16"]),
+        max_model_len=st.none() | st.integers(1, 10**6),
+        block_size=st.integers(1, 512),
+        kernel_block_size=st.none() | st.integers(1, 512),
+        kv_cache_memory=st.none() | st.integers(1, 2**50),
+        gpu_memory_utilization=st.floats(0.01, 1.0),
+        max_num_seqs=st.integers(1, 4096),
+        max_batch_tokens=st.integers(1, 10**6),
+        max_waiting=st.integers(1, 10**6),
+        threads=st.none() | st.integers(1, 256),
+    )
+)
+def test_options_survive_the_command_line(options: NodeOptions) -> None:
+    assert parse(node_flags_of(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("1K", 1000), ("2GiB", 2 << 30), ("1.5 gib", 3 << 29), ("10MB", 10**7), ("1Ti", 1 << 40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1X", "1e9", "0x10", "1 0", "nan"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        parse_size(text)

@@ -1,0 +1,112 @@
+"""Nodes with a KV cache in host memory: one that reads, in this process, and ones to read from."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.kv import KVLayout
+from pdserve.protocols import KVConnector
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
+
+PEER_SCRIPT = Path(__file__).with_name("kv_peer.py")
+UNTOUCHED = 255
+
+
+def pattern(layout: KVLayout) -> NDArray[np.uint8]:
+    """What every source holds: bytes that differ from block to block. Shape [num_blocks, block_bytes]."""
+    return np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8).reshape(layout.num_blocks, -1)
+
+
+class Reader:
+    """A cache in this process and the connector that reads into it."""
+
+    def __init__(self, connector: KVConnector, layout: KVLayout) -> None:
+        self.layout = layout
+        self.connector = connector
+        self.blocks = np.full((layout.num_blocks, layout.block_bytes), UNTOUCHED, dtype=np.uint8)
+        self.invalid: set[int] = set()
+        self._progress = threading.Event()
+        self._read_ids = itertools.count()
+        region = KVRegion(self.blocks.ctypes.data, self.blocks.nbytes, "cpu", 0)
+        self.rank = connector.register(region, layout, self._progress.set)
+
+    def wait(self, enough: Callable[[KVConnectorOutput], bool], timeout: float = 30.0) -> list[KVConnectorOutput]:
+        """Poll whenever the connector says that there is something, until ``enough`` of one output."""
+        outputs: list[KVConnectorOutput] = []
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self._progress.wait(deadline - time.monotonic())
+            self._progress.clear()
+            outputs.append(self.connector.poll())
+            self.invalid |= outputs[-1].invalid_block_ids
+            if enough(outputs[-1]):
+                return outputs
+        raise AssertionError(f"not within {timeout} s; so far: {outputs}")
+
+    def connect(self, peer: Peer) -> str:
+        """Empty, or why it failed."""
+        self.connector.connect(peer)
+        output = self.wait(lambda output: bool(output.connected or output.failed_peers))[-1]
+        return dict(output.failed_peers).get(peer.epoch, "")
+
+    def order(self, epoch: str, local: list[int], remote: list[int]) -> int:
+        read_id = next(self._read_ids)
+        self.connector.read(KVRead(read_id, epoch, tuple(local), tuple(remote)))
+        return read_id
+
+    def result(self, read_id: int, timeout: float = 30.0) -> ReadResult:
+        def has_it(output: KVConnectorOutput) -> bool:
+            return any(result.read_id == read_id for result in output.finished_recving)
+
+        return next(r for r in self.wait(has_it, timeout)[-1].finished_recving if r.read_id == read_id)
+
+    def read(self, epoch: str, local: list[int], remote: list[int]) -> ReadResult:
+        return self.result(self.order(epoch, local, remote))
+
+    def reset(self) -> None:
+        self.blocks[:] = UNTOUCHED
+        self.invalid.clear()
+
+    def touched(self) -> set[int]:
+        return set(np.flatnonzero((self.blocks != UNTOUCHED).any(axis=1)).tolist())
+
+
+class Source:
+    """A node in a process of its own, serving ``pattern``."""
+
+    def __init__(self, agent: str, layout: KVLayout) -> None:
+        arguments = [agent, msgspec.json.encode(layout).decode()]
+        self._process = subprocess.Popen(
+            [sys.executable, str(PEER_SCRIPT), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.peer = msgspec.json.decode(self._process.stdout.readline(), type=Peer)
+        self.epoch = self.peer.epoch
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """As ``kill -9`` does. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def finish(self) -> int:
+        """End it the orderly way; returns its status."""
+        self._process.send_signal(signal.SIGCONT)
+        _, _ = self._process.communicate(timeout=30)
+        return self._process.returncode

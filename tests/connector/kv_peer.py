@@ -1,0 +1,31 @@
+"""A node to read from, in a process of its own: ``kv_peer.py AGENT LAYOUT_JSON``.
+
+Prints its Peer as JSON. Then obeys lines on stdin: ``fill BYTE`` overwrites the whole cache and answers ``ok``.
+Ends with its stdin.
+"""
+
+import sys
+
+import msgspec
+import numpy as np
+
+from connector import build
+from pdserve.kv import KVLayout
+from pdserve.records import KVRegion, Peer
+
+
+def main() -> None:
+    agent, layout = sys.argv[1], msgspec.json.decode(sys.argv[2], type=KVLayout)
+    cache = np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8)
+    connector = build("nixl", agent)
+    rank = connector.register(KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0), layout, lambda: None)
+    node_id, _, epoch = agent.rpartition("-")
+    print(msgspec.json.encode(Peer(node_id, epoch, (rank,))).decode(), flush=True)
+    for line in sys.stdin:
+        cache[:] = int(line.split()[1])
+        print("ok", flush=True)
+    connector.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Reads over NIXL when something goes wrong. Above all: once a read has been reported, no byte of it lands any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_nodes import Reader, Source
+
+from connector import ucx
+from connector.worker import NixlConnector
+from pdserve.kv import KVLayout
+from pdserve.protocols import KVConnector
+from pdserve.records import KVRead, Peer
+
+# 128 KiB a block. Over TCP, all of them take a fifth of a second.
+BIG = KVLayout(
+    num_blocks=1024, block_size=16, kernel_block_size=16, num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16"
+)
+SMALL = msgspec.structs.replace(BIG, num_blocks=16)
+ALL = list(range(BIG.num_blocks))
+
+MakeSource = Callable[[KVLayout], Source]
+MakeReader = Callable[[KVConnector, KVLayout], Reader]
+
+
+@pytest.fixture
+def make_source() -> Iterator[MakeSource]:
+    sources: list[Source] = []
+
+    def make(layout: KVLayout) -> Source:
+        sources.append(Source(f"source-{os.urandom(4).hex()}", layout))
+        return sources[-1]
+
+    yield make
+    for source in sources:
+        source.kill()
+
+
+@pytest.fixture
+def make_reader() -> Iterator[MakeReader]:
+    readers: list[Reader] = []
+
+    def make(connector: KVConnector, layout: KVLayout) -> Reader:
+        readers.append(Reader(connector, layout))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.connector.close()
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between machines: the source's CPU takes part, so a source that hangs stalls a read."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def connector(stall_seconds: float = 1.0) -> NixlConnector:
+    return NixlConnector(f"reader-{os.urandom(4).hex()}", stall_seconds)
+
+
+def wait_for_first_bytes(reader: Reader) -> None:
+    deadline = time.monotonic() + 10
+    while not (reader.blocks[:, 0] != 255).any() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def assert_nothing_lands(reader: Reader, seconds: float = 0.7) -> None:
+    reader.reset()
+    time.sleep(seconds)
+    assert not reader.touched()
+
+
+@pytest.mark.usefixtures("tcp")
+def test_a_source_killed_during_a_read(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    assert reader.connect(source.peer) == ""
+    read_id = reader.order(source.epoch, ALL, ALL)
+    wait_for_first_bytes(reader)
+    source.kill()
+    assert "connection broke" in reader.result(read_id, timeout=10).error
+    assert reader.invalid == set(ALL)
+    assert_nothing_lands(reader)
+
+
+def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    assert reader.connect(source.peer) == ""
+    source.kill()
+    reader.connector.read(read := KVRead(99, source.epoch, (1, 2), (1, 2)))
+    output = reader.wait(lambda output: bool(output.finished_recving))[-1]
+    assert output.finished_recving[0].error
+    assert output.finished_recving[0].read_id == read.read_id
+    assert output.invalid_block_ids == {1, 2}
+    assert output.failed_peers[0][0] == source.epoch, "a broken connection is told, so that somebody connects again"
+
+
+@pytest.mark.usefixtures("tcp")
+def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(BIG), make_reader(connector(stall_seconds=1.0), BIG)
+    assert reader.connect(source.peer) == ""
+    read_id = reader.order(source.epoch, ALL, ALL)
+    wait_for_first_bytes(reader)
+    source.send(signal.SIGSTOP)
+    assert "hangs" in reader.result(read_id, timeout=10).error
+    assert reader.invalid == set(ALL)
+    source.send(signal.SIGCONT)
+    assert_nothing_lands(reader)
+    other = make_source(BIG)  # UCX may have ended the first one when it woke up
+    assert reader.connect(other.peer) == ""
+    assert reader.read(other.epoch, [3], [5]).error == ""
+    assert reader.touched() == {3}
+
+
+@pytest.mark.usefixtures("tcp")
+def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(BIG), make_reader(connector(stall_seconds=60), BIG)
+    assert reader.connect(source.peer) == ""
+    source.send(signal.SIGSTOP)
+    read_id = reader.order(source.epoch, ALL, ALL)
+    reader.connector.disconnect(source.epoch)
+    assert "given up" in reader.result(read_id, timeout=10).error
+    source.send(signal.SIGCONT)
+    assert_nothing_lands(reader)
+
+
+@pytest.mark.usefixtures("tcp")
+def test_a_source_that_hangs_does_not_hold_up_others(make_source: MakeSource, make_reader: MakeReader) -> None:
+    hung, well, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(stall_seconds=60), SMALL)
+    assert reader.connect(hung.peer) == ""
+    assert reader.connect(well.peer) == ""
+    hung.send(signal.SIGSTOP)
+    reader.order(hung.epoch, [1], [1])
+    assert reader.read(well.epoch, [2], [2]).error == ""
+    assert reader.touched() == {2}
+
+
+@pytest.mark.usefixtures("tcp")
+def test_closing_while_a_source_hangs_is_quick_and_final(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(stall_seconds=60), SMALL)
+    assert reader.connect(source.peer) == ""
+    source.send(signal.SIGSTOP)
+    reader.order(source.epoch, [1], [1])
+    reader.connector.close()
+    source.send(signal.SIGCONT)
+    assert_nothing_lands(reader)
+    reader.connector.close()
+
+
+def test_a_connection_that_broke_heals(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    assert reader.connect(source.peer) == ""
+    assert reader.read(source.epoch, [1], [1]).error == ""
+    assert ucx.shut_sockets(source.peer.ranks[0].metadata) >= 1
+    reader.order(source.epoch, [2], [2])  # may find the connection still standing
+    while not reader.read(source.epoch, [2], [2]).error:
+        pass
+    assert reader.connect(source.peer) == ""
+    assert reader.read(source.epoch, [3], [3]).error == ""
+
+
+def test_the_next_life_of_a_node(make_source: MakeSource, make_reader: MakeReader) -> None:
+    first, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    assert reader.connect(first.peer) == ""
+    assert reader.read(first.epoch, [1], [1]).error == ""
+    first.kill()
+    assert reader.connect(Peer("source", "stale", first.peer.ranks)) != "", "nobody is there"
+    second = make_source(SMALL)
+    assert reader.connect(second.peer) == ""
+    assert reader.read(first.epoch, [2], [2]).error != ""
+    assert reader.read(second.epoch, [3], [3]).error == ""
+    assert reader.touched() == {1, 3}
+
+
+def test_metadata_of_somebody_else(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    rank = msgspec.structs.replace(source.peer.ranks[0], agent="somebody-e1")
+    assert "somebody-e1" in reader.connect(Peer("somebody", "e1", (rank,)))
+    assert reader.connect(source.peer) == ""
+
+
+@pytest.mark.parametrize("metadata", [b"", b"garbage", b"nixlSerDes|", b"\xff" * 500])
+def test_metadata_that_is_none(make_reader: MakeReader, make_source: MakeSource, metadata: bytes) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    rank = msgspec.structs.replace(source.peer.ranks[0], metadata=metadata)
+    assert "connecting failed" in reader.connect(Peer("source", "e1", (rank,)))
+    assert reader.connect(source.peer) == ""
+
+
+def test_memory_that_the_source_never_registered(make_source: MakeSource, make_reader: MakeReader) -> None:
+    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    rank = source.peer.ranks[0]
+    region = msgspec.structs.replace(rank.region, num_bytes=rank.region.num_bytes * 64)
+    layout = msgspec.structs.replace(rank.layout, num_blocks=rank.layout.num_blocks * 64)
+    claims = msgspec.structs.replace(rank, region=region, layout=layout)
+    assert "preparing block descriptors failed" in reader.connect(Peer("source", "e1", (claims,)))
+    assert reader.connect(source.peer) == ""
+    assert reader.read(source.epoch, [1], [1]).error == ""
+
+
+def test_settings_of_ucx_are_ours_only_while_it_starts(
+    make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TCP_KEEPCNT", "7")
+    before = dict(os.environ)
+    make_reader(connector(), SMALL)
+    assert dict(os.environ) == before
+
+
+def test_nothing_is_left_in_shared_memory(make_source: MakeSource) -> None:
+    def left() -> tuple[list[str], int]:
+        segments = Path("/proc/sysvipc/shm").read_text().splitlines()
+        return sorted(name for name in os.listdir("/dev/shm") if "ucx" in name), len(segments)
+
+    before = left()
+    make_source(SMALL).kill()
+    assert make_source(SMALL).finish() == 0
+    assert left() == before
+
+
+def test_importing_the_connectors_imports_no_nixl() -> None:
+    program = "import sys, connector; print([m for m in ('nixl_cu12', 'nixl_cu13', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

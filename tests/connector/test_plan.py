@@ -1,0 +1,157 @@
+"""Planning: every byte that is wanted, once, in its place, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.plan import Copy, check_compatible, check_region, copies, plan_read, source
+from pdserve.errors import PeerError
+from pdserve.kv import KVLayout
+from pdserve.records import KVRead, KVRegion, Peer, RankKV
+
+LAYOUT = KVLayout(
+    num_blocks=40, block_size=4, kernel_block_size=2, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16"
+)
+BLOCK = LAYOUT.block_bytes  # 16 B
+
+
+def layout(**changes: object) -> KVLayout:
+    return msgspec.structs.replace(LAYOUT, **changes)
+
+
+def read_of(pairs: list[tuple[int, int]]) -> KVRead:
+    return KVRead(7, "epoch", tuple(local for local, _ in pairs), tuple(remote for _, remote in pairs))
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> tuple[KVRead, KVLayout, KVLayout]:
+    """Runs of adjacent blocks mixed with single ones, in any order, on caches of different size."""
+    ours, theirs = (layout(num_blocks=draw(st.integers(1, 40))) for _ in range(2))
+    free = set(range(ours.num_blocks))
+    pairs: list[tuple[int, int]] = []
+    for _ in range(draw(st.integers(0, 8))):
+        local, remote = draw(st.integers(0, ours.num_blocks - 1)), draw(st.integers(0, theirs.num_blocks - 1))
+        for step in range(draw(st.integers(1, 8))):
+            if local + step in free and remote + step < theirs.num_blocks:
+                free.discard(local + step)
+                pairs.append((local + step, remote + step))
+    return read_of(draw(st.permutations(pairs))), ours, theirs
+
+
+def planned(read: KVRead, ours: KVLayout, theirs: KVLayout, max_bytes: int) -> list[list[Copy]]:
+    return [list(copies(piece, BLOCK)) for piece in plan_read(read, ours, theirs, max_bytes)]
+
+
+@given(reads(), st.integers(1, 6 * BLOCK))
+def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
+    case: tuple[KVRead, KVLayout, KVLayout], max_bytes: int
+) -> None:
+    read, ours, theirs = case
+    remote = np.arange(theirs.total_bytes, dtype=np.int64)
+    local = np.full(ours.total_bytes, -1, dtype=np.int64)
+    for copy in (copy for piece in planned(read, ours, theirs, max_bytes) for copy in piece):
+        target = local[copy.local_offset : copy.local_offset + copy.num_bytes]
+        assert (target == -1).all()
+        target[:] = remote[copy.remote_offset : copy.remote_offset + copy.num_bytes]
+    expected = np.full((ours.num_blocks, BLOCK), -1, dtype=np.int64)
+    for ours_id, theirs_id in zip(read.local_blocks, read.remote_blocks, strict=True):
+        expected[ours_id] = remote.reshape(-1, BLOCK)[theirs_id]
+    assert (local == expected.ravel()).all()
+
+
+@given(reads(), st.integers(1, 6 * BLOCK))
+def test_pieces_stay_below_the_limit_and_count_their_ranges(
+    case: tuple[KVRead, KVLayout, KVLayout], max_bytes: int
+) -> None:
+    read, ours, theirs = case
+    for piece in plan_read(read, ours, theirs, max_bytes):
+        ranges = list(copies(piece, BLOCK))
+        assert len(ranges) == piece.num_runs
+        assert sum(copy.num_bytes for copy in ranges) <= max(BLOCK, max_bytes)
+
+
+@given(reads())
+def test_nothing_that_could_be_merged_is_left_apart(case: tuple[KVRead, KVLayout, KVLayout]) -> None:
+    for piece in planned(*case, max_bytes=LAYOUT.total_bytes):
+        for first, second in pairwise(piece):
+            adjacent_here = first.local_offset + first.num_bytes == second.local_offset
+            adjacent_there = first.remote_offset + first.num_bytes == second.remote_offset
+            assert not (adjacent_here and adjacent_there)
+
+
+def test_a_run_in_any_order_is_one_range() -> None:
+    pairs = [(11, 31), (10, 30), (13, 33), (12, 32)]
+    (piece,) = planned(read_of(pairs), LAYOUT, LAYOUT, LAYOUT.total_bytes)
+    assert piece == [Copy(10 * BLOCK, 30 * BLOCK, 4 * BLOCK)]
+
+
+@pytest.mark.parametrize("wrong", [-1, 40, 2**31, 2**32, 2**63, 2**64, -(2**31)])
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_a_block_outside_of_its_cache_is_refused(side: str, wrong: int) -> None:
+    pair = (wrong, 3) if side == "local" else (3, wrong)
+    with pytest.raises(PeerError, match=rf"{side} block {wrong} is outside 0 … 39"):
+        plan_read(read_of([(1, 1), pair]), LAYOUT, LAYOUT, BLOCK)
+
+
+def test_lists_of_unequal_length_are_refused() -> None:
+    with pytest.raises(PeerError, match="2 remote for 1 local"):
+        plan_read(KVRead(1, "epoch", (1,), (1, 2)), LAYOUT, LAYOUT, BLOCK)
+
+
+def test_a_local_block_named_twice_is_refused() -> None:
+    with pytest.raises(PeerError, match="twice"):
+        plan_read(read_of([(1, 1), (1, 2)]), LAYOUT, LAYOUT, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 8),
+        ("kernel_block_size", 4),
+        ("num_layers", 2),
+        ("num_kv_heads", 3),
+        ("head_dim", 64),
+        ("dtype", "bfloat16"),
+    ],
+)
+def test_layouts_that_differ_are_refused_naming_both_values(field: str, value: object) -> None:
+    with pytest.raises(PeerError, match=rf"{field}: {getattr(LAYOUT, field)} here, {value} at the peer"):
+        check_compatible(LAYOUT, layout(**{field: value}))
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
+def test_an_impossible_number_of_blocks_is_refused(num_blocks: int) -> None:
+    with pytest.raises(PeerError, match=str(num_blocks)):
+        check_compatible(LAYOUT, layout(num_blocks=num_blocks))
+
+
+def test_layouts_may_differ_in_their_number_of_blocks() -> None:
+    check_compatible(LAYOUT, layout(num_blocks=4000))
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        KVRegion(4096, LAYOUT.total_bytes - 1, "cpu", 0),  # too small
+        KVRegion(2**64 - 64, LAYOUT.total_bytes, "cpu", 0),  # wraps around
+        KVRegion(0, LAYOUT.total_bytes, "cpu", 0),
+        KVRegion(4096, LAYOUT.total_bytes, "disk", 0),
+        KVRegion(4096, LAYOUT.total_bytes, "cpu", -1),
+    ],
+)
+def test_a_region_that_cannot_hold_the_blocks_is_refused(region: KVRegion) -> None:
+    with pytest.raises(PeerError):
+        check_region(region, LAYOUT)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_nodes_with_other_numbers_of_ranks_are_refused(num_ranks: int) -> None:
+    rank = RankKV("agent", b"", KVRegion(4096, LAYOUT.total_bytes, "cpu", 0), LAYOUT)
+    with pytest.raises(PeerError, match=f"{num_ranks} ranks"):
+        source(LAYOUT, Peer("node", "epoch", (rank,) * num_ranks))

@@ -1,0 +1,272 @@
+"""What dies, hangs or leaves while requests run: tokens stay exact, and no block is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from checkpoints import make_checkpoint, reference_greedy, reference_model
+from fleet import MODEL_NAME, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.records import SamplingParams
+from pdserve.wire import pack_tokens, sampling_to_pb
+
+VOCABULARY = 128
+HAND_OFF_ALL = ["--handoff-min-tokens", "0"]
+
+
+@dataclass
+class Checkpoint:
+    directory: Path
+    model: Any
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        with self._lock:
+            return reference_greedy(self.model, prompt, num_tokens)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory = add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3"))
+    return Checkpoint(directory, reference_model(directory))
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoint: Checkpoint) -> Iterator[Fleet]:
+    with start_fleet(checkpoint.directory, decode_flags=HAND_OFF_ALL) as fleet:
+        yield fleet
+
+
+_seeds = itertools.count()
+
+
+def new_prompt(length: int) -> list[int]:
+    """Random tokens that no cache has seen."""
+    return random.Random(next(_seeds)).choices(range(3, VOCABULARY), k=length)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.002)
+
+
+def poll_status(node: NodeProcess, wanted: Callable[[pb.NodeStatus], bool], running: Sequence[Future[Any]]) -> bool:
+    """Look at a node as often as possible; whether ``wanted`` was seen before all of ``running`` had ended."""
+    with grpc.insecure_channel(node.address) as channel:
+        stub = pb_grpc.NodeStub(channel)
+        while not all(future.done() for future in running):
+            if wanted(stub.Status(pb.StatusRequest(), timeout=5.0)):
+                return True
+    return False
+
+
+STAGES: dict[str, tuple[str, Callable[[pb.NodeStatus], bool]]] = {
+    "while P computes": ("prefill", lambda status: status.held_blocks > 0),
+    "while D reads": ("prefill", lambda status: status.leased_blocks > 0),
+    "while D decodes": ("decode", lambda status: status.running > 2),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_prefill_node_dies(fleet: Fleet, checkpoint: Checkpoint, stage: str) -> None:
+    where, wanted = STAGES[stage]
+    prefill, decode = fleet.prefill[0], fleet.decode[0]
+    node = prefill if where == "prefill" else decode
+    seen = False
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):  # until the stage was seen
+            prompts = [new_prompt(800) for _ in range(8)]
+            running = [pool.submit(fleet.complete, prompt, 24) for prompt in prompts]
+            if seen := poll_status(node, wanted, running):
+                break
+        prefill.kill()
+        after = pool.submit(fleet.complete, prompts[0][:300], 24)  # nobody need have noticed yet
+        for prompt, future in zip(prompts, running, strict=True):
+            assert future.result() == checkpoint.greedy(prompt, 24)
+        assert after.result() == checkpoint.greedy(prompts[0][:300], 24)
+    assert seen, f"never caught it {stage}"
+    decode.wait_idle(20.0)
+    prefill.restart()
+    wait_for(lambda: len(decode.describe().connected_peers) == 1)
+    handoffs, failures = decode.counter("handoffs"), decode.counter("handoff_failures")
+    prompt = new_prompt(300)
+    wait_for(
+        lambda: fleet.complete(prompt, 8) == checkpoint.greedy(prompt, 8) and decode.counter("handoffs") > handoffs
+    )
+    assert decode.counter("handoff_failures") == failures
+
+
+def test_cancelled_requests_leave_nothing(fleet: Fleet) -> None:
+    """1,000 requests, 100 of them cancelled at random moments."""
+    chance = random.Random(11)
+    cancelled = set(chance.sample(range(1000), 100))
+    ended = asyncio.run(_many_requests(fleet.url, cancelled, chance))
+    assert ended == 900
+    for node in (*fleet.prefill, *fleet.decode):
+        node.wait_idle(20.0)
+
+
+async def _many_requests(url: str, cancelled: set[int], chance: random.Random) -> int:
+    """How many ran to their end."""
+    at_once = asyncio.Semaphore(32)
+    prefix = new_prompt(40)
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
+
+    async def one(client: httpx.AsyncClient, index: int) -> bool:
+        prompt = (prefix if index % 2 else []) + chance.choices(range(3, VOCABULARY), k=chance.randint(1, 120))
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": chance.randint(1, 12), "stream": index % 3 > 0}
+        patience = chance.uniform(0.0, 0.25) if index in cancelled else 60.0
+        async with at_once:
+            try:
+                async with asyncio.timeout(patience):
+                    response = await client.post(f"{url}/v1/completions", json={**body, "ignore_eos": True})
+                    assert response.status_code == 200, response.text
+            except TimeoutError:
+                assert index in cancelled
+            return index not in cancelled
+
+    async with httpx.AsyncClient(timeout=60.0, limits=limits) as client:
+        return sum(await asyncio.gather(*(one(client, index) for index in range(1000))))
+
+
+def overwrite_cache(node: NodeProcess) -> None:
+    """Fill all of a prefill node's KV cache with another prompt, as one more decode node would."""
+    status, description = node.status(), node.describe()
+    length = min(status.total_blocks * description.kv_layout.block_size, description.max_model_len) - 8
+    request = pb.PrefillRequest(
+        request_id="overwrite",
+        epoch=description.epoch,
+        token_ids=pack_tokens(new_prompt(length)),
+        sampling=sampling_to_pb(SamplingParams(max_tokens=1, temperature=0.0)),
+    )
+    with grpc.insecure_channel(node.address) as channel:
+        events = pb_grpc.PrefillNodeStub(channel).Prefill(request, timeout=30.0)
+        assert any(event.WhichOneof("kind") == "first_tokens" for event in events)
+
+
+@pytest.mark.parametrize("stopped", ["engine", "node"])
+def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: str) -> None:
+    """D stands still from before its read until P has given the lease up and filled the blocks with something else."""
+    flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]
+    with (
+        start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        prompt = new_prompt(2000)
+        prefill.signal_engine(signal.SIGSTOP)
+        running = pool.submit(fleet.complete, prompt, 16)
+        wait_for(lambda: decode.status().held_blocks > 0)
+        decode.signal_engine(signal.SIGSTOP)
+        if stopped == "node":
+            decode.signal(signal.SIGSTOP)
+        prefill.signal_engine(signal.SIGCONT)
+        wait_for(lambda: prefill.status().leased_blocks > 0)
+        wait_for(lambda: prefill.status().leased_blocks == 0)
+        overwrite_cache(prefill)
+        decode.signal_engine(signal.SIGCONT)
+        decode.signal(signal.SIGCONT)
+        assert running.result() == checkpoint.greedy(prompt, 16)
+        assert decode.counter("handoff_failures") == 1
+        assert decode.counter("handoff_recomputes") == 1
+        for node in (prefill, decode):
+            node.wait_idle(20.0)
+
+
+def test_leases_too_short_to_read(checkpoint: Checkpoint) -> None:
+    flags = ["--lease-seconds", "0.002", "--lease-guard", "0"]
+    with start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet:
+        prompts = [new_prompt(900) for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            outputs = list(pool.map(lambda prompt: fleet.complete(prompt, 12), prompts))
+        assert outputs == [checkpoint.greedy(prompt, 12) for prompt in prompts]
+        for node in (*fleet.prefill, *fleet.decode):
+            node.wait_idle(20.0)
+
+
+def test_policy_fail_says_so_and_stays_up(checkpoint: Checkpoint) -> None:
+    flags = [*HAND_OFF_ALL, "--kv-failure-policy", "fail"]
+    with start_fleet(checkpoint.directory, decode_flags=flags) as fleet, ThreadPoolExecutor(1) as pool:
+        fleet.prefill[0].signal_engine(signal.SIGSTOP)
+        running = pool.submit(fleet.complete, new_prompt(300), 8)
+        wait_for(lambda: fleet.decode[0].status().held_blocks > 0)
+        fleet.prefill[0].kill()
+        with pytest.raises(HttpError) as failed:
+            running.result()
+        assert failed.value.status == 502
+        assert failed.value.error["message"]
+        fleet.decode[0].wait_idle()
+        prompt = new_prompt(50)
+        assert complete_patiently(fleet, prompt, 8) == checkpoint.greedy(prompt, 8)  # without a P, D computes it
+
+
+def complete_patiently(fleet: Fleet, prompt: list[int], max_tokens: int) -> list[int]:
+    """As ``complete``, tried again while the router still names the node that died."""
+    end = time.monotonic() + 20.0
+    while True:
+        try:
+            return fleet.complete(prompt, max_tokens)
+        except HttpError as exc:
+            if exc.status not in (502, 503) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def test_a_decode_node_dies(checkpoint: Checkpoint) -> None:
+    """Its clients get an error at once; P holds nothing for it any more; a second decode node serves on."""
+    flags = ["--lease-seconds", "3"]  # P cannot know whether a node that is gone still reads: it waits for the lease
+    with start_fleet(checkpoint.directory, decode=2, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet:
+        with ThreadPoolExecutor(6) as pool:
+            streams = [pool.submit(read_stream, fleet.url, new_prompt(200), 400) for _ in range(6)]
+            wait_for(lambda: all(node.status().running > 0 for node in fleet.decode))
+            fleet.decode[0].kill()
+            endings = [stream.result() for stream in streams]
+        errors = [ending for ending in endings if ending.error]
+        assert errors, "no stream was on the node that died"
+        assert not any(ending.done for ending in errors)
+        for node in (fleet.prefill[0], fleet.decode[1]):
+            node.wait_idle(20.0)
+        prompt = new_prompt(100)
+        assert fleet.complete(prompt, 8) == checkpoint.greedy(prompt, 8)
+
+
+@dataclass
+class Ending:
+    tokens: int
+    error: str
+    done: bool  # [DONE] was sent
+
+
+def read_stream(url: str, prompt: list[int], max_tokens: int) -> Ending:
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    ending = Ending(0, "", False)
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as response:
+        if response.status_code != 200:  # it died before the first token
+            return Ending(0, response.read().decode(), False)
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                ending.done = True
+            elif line.startswith("data: ") and "error" in (event := json.loads(data)):
+                ending.error = event["error"]["message"]
+            elif line.startswith("data: "):
+                ending.tokens += 1
+    return ending

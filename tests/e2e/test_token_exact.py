@@ -1,0 +1,97 @@
+"""Greedy float32 tokens through real nodes, with a handoff for every prompt, equal transformers' ``generate``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, reference_greedy, reference_model
+from fleet import Fleet, add_tokenizer, start_fleet
+
+BLOCK = 16
+VOCABULARY = 128
+OUTPUT = 16  # tokens
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope-tied": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 40, "num_key_value_heads": 1}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+}
+
+
+@dataclass
+class Served:
+    fleet: Fleet
+    model: Any
+    expected: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def reference(self, prompt: list[int]) -> list[int]:
+        key = tuple(prompt)
+        if key not in self.expected:
+            self.expected[key] = reference_greedy(self.model, prompt, OUTPUT)
+        return self.expected[key]
+
+    def check(self, prompts: list[list[int]]) -> None:
+        """All prompts at once; each must give the reference's tokens."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            outputs = list(pool.map(lambda prompt: self.fleet.complete(prompt, OUTPUT), prompts))
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output == self.reference(prompt), f"a prompt of {len(prompt)} tokens"
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    family, overrides = CHECKPOINTS[request.param]
+    directory = add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", family, **overrides))
+    with start_fleet(directory, decode_flags=["--handoff-min-tokens", "0"]) as fleet:
+        yield Served(fleet, reference_model(directory))
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCABULARY), k=length)
+
+
+def test_lengths_around_blocks_and_beyond_a_step(served: Served) -> None:
+    before = served.fleet.decode[0].counter("handoffs")
+    lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2500]
+    for length in lengths:
+        served.check([random_prompt(length, length)])
+    decode = served.fleet.decode[0]
+    assert decode.counter("handoffs") == before + len(lengths)
+    assert decode.counter("handoff_failures") == 0
+
+
+def test_sixteen_at_once_without_and_with_prefix_hits(served: Served) -> None:
+    shared = random_prompt(7, 5 * BLOCK + 3)
+    prompts = [shared + random_prompt(100 + index, 3 * index + 1) for index in range(8)]
+    prompts += [random_prompt(200 + index, 11 * index + 2) for index in range(8)]
+    served.check(prompts)
+    served.check(prompts)  # all of it is in the prefix caches now
+    for node in (*served.fleet.prefill, *served.fleet.decode):
+        node.wait_idle()
+
+
+def test_without_a_prefill_node(tmp_path: Path) -> None:
+    directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
+    with start_fleet(directory, prefill=0) as fleet:
+        Served(fleet, reference_model(directory)).check([random_prompt(length, length) for length in (1, BLOCK, 700)])
+        assert fleet.decode[0].counter("handoffs") == 0

@@ -1,0 +1,157 @@
+"""``pdserve up`` as a person uses it: start, ask, stop; and what happens when a part of it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pdserve.embedded import EMBEDDED_MODEL
+
+FLAGS = ["--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB"]
+
+
+class Up:
+    """A running ``pdserve up``, its output in files."""
+
+    def __init__(self, directory: Path, *argv: str) -> None:
+        self.out, self.err = directory / "out", directory / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pdserve", "up", *FLAGS, *argv], stdout=out, stderr=err, start_new_session=True
+            )
+
+    def wait_served(self) -> str:
+        """The URL it prints in the end."""
+        end = time.monotonic() + 90
+        while (found := re.search(r"is served at (http://\S+)", self.out.read_text())) is None:
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < end, self.err.read_text()
+            time.sleep(0.05)
+        return found[1]
+
+    def family(self) -> list[psutil.Process]:
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
+
+    def child(self, module: str) -> psutil.Process:
+        return next(p for p in self.family() if module in p.cmdline())
+
+
+@contextmanager
+def started(directory: Path, *argv: str) -> Iterator[Up]:
+    up = Up(directory, *argv)
+    try:
+        yield up
+    finally:
+        up.process.terminate()
+        up.process.wait(10)
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped."""
+    found = set()
+    for process in processes:
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+
+
+def assert_curl_works(command: str) -> None:
+    """Run the command that ``up`` prints for people to copy."""
+    if shutil.which("curl") is not None:
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith("data: {")
+        assert done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with started(tmp_path) as up:
+        url = up.wait_served()
+        prompt = "The import statement binds a name to a module. " * 10
+        answer = post(f"{url}/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True})
+        assert answer["usage"]["completion_tokens"] == 8
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4}
+        assert post(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]["role"] == "assistant"
+        assert_curl_works(up.out.read_text().split("Try:")[1])
+        family = up.family()
+        assert len(family) >= 5  # P and D with an engine each, and the router
+        memory = shared_memory_of(family)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(10) == 0
+        assert_gone(family)
+        assert [file for file in memory if file.exists()] == []
+    assert "Traceback" not in up.err.read_text()
+
+
+@pytest.mark.parametrize("module", ["router", "engine.process"])
+def test_a_dead_part_ends_everything(tmp_path: Path, module: str) -> None:
+    with started(tmp_path) as up:
+        up.wait_served()
+        family = up.family()
+        up.child(module).kill()
+        assert up.process.wait(20) != 0
+        assert_gone(family)
+    last = up.err.read_text().strip().splitlines()[-1]
+    assert last.startswith("pdserve: error: ")
+    assert "Hint: " in last
+
+
+def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
+    up = Up(tmp_path)
+    up.wait_served()
+    family = up.family()
+    up.process.kill()
+    up.process.wait(5)
+    assert_gone(family)
+
+
+def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(EMBEDDED_MODEL, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"layers.3.mlp.up_proj", b"layers.3.mlp.xx_proj"))
+    with started(tmp_path, str(broken)) as up:
+        family = up.family()
+        assert up.process.wait(90) == 2
+        assert_gone(family)
+    last = up.err.read_text().strip().splitlines()[-1]
+    assert last.startswith("pdserve: error: ")
+    assert "layers.3.mlp" in last
+
+
+def test_ctrl_c_while_starting(tmp_path: Path) -> None:
+    with started(tmp_path) as up:
+        end = time.monotonic() + 30
+        while not up.family():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        family = up.family()
+        os.killpg(up.process.pid, signal.SIGINT)
+        assert up.process.wait(10) == 130
+        assert_gone(family)

@@ -1,0 +1,71 @@
+"""Frames between front and engine: whole, in order, without blocking, and an end that is noticed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from engine.channel import Channel, ChannelClosed
+from engine.messages import FRAME_HEADER, Batch, Cancel, FromEngine, Mode, Output, Status, Submit, ToEngine
+from pdserve.records import Sample, SamplingParams
+
+STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, 0)
+
+
+def frame(message: ToEngine) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    yield channel, theirs
+    channel.close()
+    theirs.close()
+
+
+def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.socket]) -> None:
+    channel, front = ends
+    submit = Submit(7, b"\1\0\0\0" * 5, SamplingParams(max_tokens=3, logit_bias={4: 1.5}), Mode.LEASE)
+    data = frame(submit) + frame(Cancel(7))
+    received = []
+    for start in range(0, len(data), 11):
+        front.sendall(data[start : start + 11])
+        received += channel.receive(wait=True)
+    assert received == [submit, Cancel(7)]
+    assert channel.receive(wait=False) == []
+
+
+def test_a_front_that_does_not_read_blocks_nobody(ends: tuple[Channel, socket.socket]) -> None:
+    channel, front = ends
+    outputs = tuple(Output(n, 0, Sample(n), None) for n in range(1000))
+    for _ in range(200):
+        channel.send(Batch(STATUS, outputs=outputs))
+    received = bytearray()
+    decoder = msgspec.msgpack.Decoder(FromEngine)
+    for _ in range(200):
+        while len(received) < 4 or len(received) < 4 + FRAME_HEADER.unpack_from(received)[0]:
+            received += front.recv(1 << 20)
+            channel.receive(wait=False)
+        end = 4 + FRAME_HEADER.unpack_from(received)[0]
+        assert decoder.decode(received[4:end]) == Batch(STATUS, outputs=outputs)
+        del received[:end]
+
+
+def test_a_wait_ends_when_woken(ends: tuple[Channel, socket.socket]) -> None:
+    channel, _ = ends
+    threading.Timer(0.05, channel.wake).start()
+    assert channel.receive(wait=True) == []
+
+
+def test_the_fronts_end_is_noticed(ends: tuple[Channel, socket.socket]) -> None:
+    channel, front = ends
+    front.close()
+    with pytest.raises(ChannelClosed):
+        channel.receive(wait=True)

@@ -1,0 +1,268 @@
+"""Real processes to test against: prefill nodes, decode nodes and a router, started as ``pdserve up`` starts them.
+
+with start_fleet(checkpoint, prefill_flags=["--block-size", "8"]) as fleet:
+    fleet.complete([1, 2, 3], max_tokens=8)
+    fleet.prefill[0].kill()
+    fleet.decode[0].wait_idle()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.supervise import Child, Supervisor
+
+START_SECONDS = 90.0
+MODEL_NAME = "test-model"
+
+#: Two cores serve the whole suite, and a small cache starts quickly.
+NODE_FLAGS = ("--served-model-name", MODEL_NAME, "--threads", "1", "--kv-cache-memory", "64MiB", "--device", "cpu")
+
+
+class Process:
+    """One process of a fleet."""
+
+    def __init__(self, fleet: Fleet, child: Child) -> None:
+        self._fleet = fleet
+        self.child = child
+
+    @property
+    def address(self) -> str:
+        return self.child.address
+
+    @property
+    def pid(self) -> int:
+        return self.child.process.pid
+
+    @property
+    def output(self) -> str:
+        """The last lines it printed."""
+        return "\n".join(self.child.last_lines)
+
+    def kill(self) -> None:
+        """SIGKILL to the front process alone; its engine, if it was not stopped, has to notice by itself."""
+        self.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # both processes have ended already
+            os.killpg(self.pid, signal.SIGCONT)
+        self._fleet.wait_until(lambda: self.child.state == "ended", 5.0)
+
+    def signal(self, number: int) -> None:
+        self.child.process.send_signal(number)
+
+    def signal_engine(self, number: int) -> None:
+        """To the node's engine process alone."""
+        for child in psutil.Process(self.pid).children():
+            child.send_signal(number)
+
+
+class NodeProcess(Process):
+    """A prefill or decode node; its gRPC answers are asked for anew each time."""
+
+    def restart(self) -> None:
+        """Start it again at the same address, with the same flags, after it was killed."""
+        self._fleet.respawn(self)
+
+    def status(self) -> pb.NodeStatus:
+        with grpc.insecure_channel(self.address) as channel:
+            return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+
+    def describe(self) -> pb.NodeDescription:
+        with grpc.insecure_channel(self.address) as channel:
+            return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
+
+    def counter(self, name: str) -> float:
+        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total"."""
+        return self.status().counters[f"pdserve_{name}_total"]
+
+    def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
+        """Wait until no block is held, leased or quarantined. Checks that blocks always add up to the total."""
+        end = time.monotonic() + seconds
+        while True:
+            status = self.status()
+            used = status.held_blocks + status.leased_blocks + status.quarantined_blocks
+            assert status.free_blocks + used == status.total_blocks, status
+            if used == 0 and status.waiting + status.reading + status.running == 0:
+                return status
+            assert time.monotonic() < end, f"{self.child.name} still holds blocks after {seconds} s: {status}"
+            time.sleep(0.05)
+
+
+class Fleet:
+    """Started by ``start_fleet``. Leaving it as a context manager ends every process."""
+
+    def __init__(self) -> None:
+        self.prefill: list[NodeProcess] = []
+        self.decode: list[NodeProcess] = []
+        self.router: Process | None = None
+        self._supervisor = Supervisor()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._listener = threading.Thread(target=self._listen, name="fleet", daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        assert self.router is not None
+        return f"http://{self.router.address}"
+
+    def start_prefill(self, model_dir: Path, flags: Sequence[str] = ()) -> NodeProcess:
+        """One more prefill node, as soon as it listens; ``wait_ready`` waits for more."""
+        node = NodeProcess(self, self._spawn(f"prefill-{len(self.prefill)}", "prefill_node", model_dir, flags))
+        self.prefill.append(node)
+        self._wait_listening(node)
+        return node
+
+    def start_decode(self, model_dir: Path, flags: Sequence[str] = ()) -> NodeProcess:
+        """One more decode node that knows all prefill nodes started so far."""
+        peers = [word for node in self.prefill for word in ("--prefill", node.address)]
+        node = NodeProcess(self, self._spawn(f"decode-{len(self.decode)}", "decode_node", model_dir, [*peers, *flags]))
+        self.decode.append(node)
+        self._wait_listening(node)
+        return node
+
+    def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
+        """A router to all nodes started so far."""
+        peers = [word for node in self.prefill for word in ("--prefill", node.address)]
+        peers += [word for node in self.decode for word in ("--decode", node.address)]
+        argv = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0", *peers, *flags]
+        with self._lock:
+            self.router = Process(self, self._supervisor.spawn("router", "router", argv))
+        return self.router
+
+    def wait_ready(self) -> None:
+        """Wait until every process is ready. Fails with a child's last words when it ends instead."""
+        processes = [*self.prefill, *self.decode, *([self.router] if self.router else [])]
+        self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), START_SECONDS)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.01)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> list[int]:
+        """Token ids of a greedy completion of token ids, over HTTP."""
+        body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+        choice = self.post("/v1/completions", {**body, "return_token_ids": True, **fields})["choices"][0]
+        assert isinstance(choice["token_ids"], list)
+        return choice["token_ids"]
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 60.0) -> Any:
+        """POST JSON to the router and return the JSON answer; an HTTP error raises HttpError."""
+        data = json.dumps({"model": MODEL_NAME, **body}).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as exc:
+            with exc:
+                raise HttpError(exc.code, exc.read().decode()) from None
+
+    def close(self) -> None:
+        """End every process. Idempotent."""
+        self._stopping.set()
+        self._listener.join()
+        self._supervisor.stop()
+
+    def _spawn(self, name: str, module: str, model_dir: Path, flags: Sequence[str]) -> Child:
+        with self._lock:
+            return self._supervisor.spawn(name, module, [str(model_dir), *NODE_FLAGS, *flags])
+
+    def respawn(self, node: NodeProcess) -> None:
+        """Start a killed node again at its address and wait until everything is ready."""
+        args = node.child.process.args
+        assert isinstance(args, list)
+        argv = args[args.index(node.child.module) + 1 : args.index("--status-fd")]
+        port = node.address.rpartition(":")[2]
+        with self._lock:
+            node.child = self._supervisor.spawn(node.child.name, node.child.module, [*argv, "--port", port])
+        self.wait_ready()
+
+    def _wait_listening(self, node: NodeProcess) -> None:
+        self.wait_until(lambda: self._is_alive(node.child) and bool(node.address), START_SECONDS)
+
+    def _is_ready(self, child: Child) -> bool:
+        return self._is_alive(child) and child.state == "ready"
+
+    def _is_alive(self, child: Child) -> bool:
+        printed = "\n".join(child.last_lines)
+        assert child.state not in ("failed", "ended"), f"{child.name}: {child.last_error}\n{printed}"
+        return True
+
+    def _listen(self) -> None:
+        """Read what children say: a full pipe would stop them."""
+        while not self._stopping.is_set():
+            with self._lock:
+                self._supervisor.wait(0.02)
+            time.sleep(0.002)
+
+
+class HttpError(Exception):
+    """The router answered with an error status."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body}")
+        self.status = status
+        self.body = body
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The ``error`` object of the body."""
+        error = json.loads(self.body)["error"]
+        assert isinstance(error, dict)
+        return error
+
+
+def add_tokenizer(model_dir: Path) -> Path:
+    """Give a random checkpoint the embedded model's tokenizer, which a router needs. For prompts of token ids."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, model_dir / name)
+    return model_dir
+
+
+def start_fleet(
+    model_dir: Path,
+    prefill: int = 1,
+    decode: int = 1,
+    router: bool = True,
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = (),
+) -> Fleet:
+    """Start nodes (and a router) for a checkpoint and wait until all are ready."""
+    fleet = Fleet()
+    try:
+        for _ in range(prefill):
+            fleet.start_prefill(model_dir, prefill_flags)
+        for _ in range(decode):
+            fleet.start_decode(model_dir, decode_flags)
+        if router:
+            fleet.start_router(model_dir, router_flags)
+        fleet.wait_ready()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet

@@ -1,0 +1,147 @@
+"""A router's side of a decode node, and a decode node's side of a prefill node, as tests need them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.records import SamplingParams
+from pdserve.rpc import CHANNEL_OPTIONS
+from pdserve.wire import pack_tokens, sampling_to_pb
+
+WAIT_SECONDS = 30.0
+
+
+def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, **fields})
+
+
+@dataclass
+class Generated:
+    """All that came back for one request."""
+
+    number: int
+    choices: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[pb.TokenLogprobs]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    failure: pb.Failure | None = None
+    cached_tokens: int = 0
+    started: threading.Event = field(default_factory=threading.Event)  # a token is there
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the only choice, which must have ended without a failure."""
+        assert self.failure is None, self.failure
+        assert list(self.choices) == [0]
+        assert 0 in self.finish
+        return self.choices[0]
+
+    def take(self, output: pb.Output, n: int) -> None:
+        assert not self.ended.is_set(), "an output after the end"
+        if output.HasField("failure"):
+            self.failure = output.failure
+            self.ended.set()
+            return
+        assert output.choice not in self.finish, "an output after the end of its choice"
+        if output.has_token:
+            self.choices.setdefault(output.choice, []).append(output.token_id)
+            self.started.set()
+        if output.HasField("logprobs"):
+            self.logprobs.setdefault(output.choice, []).append(output.logprobs)
+        if output.finish_reason:
+            self.finish[output.choice] = output.finish_reason
+        self.cached_tokens += output.cached_tokens
+        if len(self.finish) == n:
+            self.ended.set()
+
+    def wait(self) -> Generated:
+        assert self.ended.wait(WAIT_SECONDS), "the request did not end"
+        return self
+
+
+class RouterClient:
+    """One Serve stream. Leaving it as a context manager cancels the stream."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._requests: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
+        self._results: dict[int, tuple[Generated, int]] = {}
+        self.num_batches = 0
+        self.error: grpc.RpcError | None = None
+        self._call: Any = pb_grpc.DecodeNodeStub(self._channel).Serve(iter(self._requests.get, None))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> RouterClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._call.cancel()
+        self._requests.put(None)
+        self._reader.join()
+        self._channel.close()
+
+    def send(
+        self,
+        prompt: Sequence[int] | bytes,
+        sampling: SamplingParams,
+        prefill_node: str = "",
+        number: int | None = None,
+        **fields: Any,
+    ) -> Generated:
+        """Start a request; what comes back is collected in the background."""
+        number = len(self._results) + 1 if number is None else number
+        result = Generated(number)
+        self._results.setdefault(number, (result, sampling.n))
+        token_ids = prompt if isinstance(prompt, bytes) else pack_tokens(prompt)
+        message = pb.Generate(
+            request=number,
+            token_ids=token_ids,
+            sampling=sampling_to_pb(sampling),
+            prefill_node=prefill_node,
+            **fields,
+        )
+        self._requests.put(pb.ServeRequest(generate=message))
+        return result
+
+    def generate(
+        self, prompt: Sequence[int] | bytes, sampling: SamplingParams, prefill_node: str = "", **fields: Any
+    ) -> Generated:
+        """Run a request to its end."""
+        return self.send(prompt, sampling, prefill_node, **fields).wait()
+
+    def cancel(self, result: Generated) -> None:
+        self._requests.put(pb.ServeRequest(cancel=pb.Cancel(request=result.number)))
+
+    def half_close(self) -> None:
+        self._requests.put(None)
+
+    def join(self) -> None:
+        """Wait until the node has ended the stream."""
+        self._reader.join(WAIT_SECONDS)
+        assert not self._reader.is_alive()
+
+    def _read(self) -> None:
+        try:
+            for batch in self._call:
+                self.num_batches += 1
+                for output in batch.outputs:
+                    result, n = self._results[output.request]
+                    result.take(output, n)
+        except grpc.RpcError as exc:
+            self.error = exc
+
+
+@contextlib.contextmanager
+def prefill_stub(address: str) -> Iterator[pb_grpc.PrefillNodeStub]:
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        yield pb_grpc.PrefillNodeStub(channel)

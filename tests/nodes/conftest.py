@@ -1,0 +1,28 @@
+"""A few real nodes, shared by all tests here: starting one takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from node_fleet import Nodes, start_nodes
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("nodes") / "model", "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def all_nodes(checkpoint: Path) -> Iterator[Nodes]:
+    with start_nodes(checkpoint) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(all_nodes: Nodes) -> Iterator[Nodes]:
+    """All nodes, idle before the test; after it no proxy interferes and no node holds a block."""
+    yield all_nodes
+    all_nodes.settle()

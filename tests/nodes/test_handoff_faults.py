@@ -1,0 +1,148 @@
+"""Handoffs that go wrong at every stage: the tokens stay the same, or the request fails, as the policy says."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+
+import grpc
+import pytest
+from fault_proxy import Refusal
+from node_client import RouterClient, greedy, prefill_stub
+from node_fleet import FLAGS, Nodes
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import pack_tokens, sampling_to_pb
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(3, 128) for _ in range(length)]
+
+
+def once(action: Callable[[], None]) -> Callable[[], None]:
+    """A hook that acts the first time only."""
+    first = threading.Lock()
+    return lambda: action() if first.acquire(blocking=False) else None
+
+
+def refuse(code: grpc.StatusCode) -> Callable[[], None]:
+    def action() -> None:
+        raise Refusal(code)
+
+    return once(action)
+
+
+def overwrite(nodes: Nodes) -> None:
+    """Fill every block of ``short`` with other prompts' KV."""
+    epoch = nodes.short.describe().epoch
+    with prefill_stub(nodes.short.address) as stub:
+        for seed in range(8):
+            request = pb.PrefillRequest(
+                epoch=epoch, token_ids=pack_tokens(prompt_of(480, 1000 + seed)), sampling=sampling_to_pb(greedy(1))
+            )
+            for event in stub.Prefill(request, timeout=20.0):
+                if event.HasField("kv_ready"):
+                    stub.Release(pb.ReleaseRequest(epoch=epoch, lease=event.kv_ready.lease))
+
+
+def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: Nodes) -> None:
+    prompt = prompt_of(200, 1)
+
+    def let_it_expire(kind: str) -> None:
+        if kind == "kv_ready":
+            nodes.short.wait_idle()
+            overwrite(nodes)
+
+    nodes.short_proxy.before_event = let_it_expire
+    with RouterClient(nodes.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        before = nodes.decode.status().counters
+        assert client.generate(prompt, greedy(10), nodes.short.address).tokens == expected
+    after = nodes.decode.status().counters
+    assert after["pdserve_kv_read_bytes_total"] > before["pdserve_kv_read_bytes_total"], "it did read the blocks"
+    assert after["pdserve_handoff_recomputes_total"] == before["pdserve_handoff_recomputes_total"] + 1
+
+
+@pytest.mark.parametrize("stage", ["accepted", "kv_ready", "release"])
+def test_prefill_node_killed(stage: str, nodes: Nodes) -> None:
+    """Before, during and after the transfer. Its successor, with another epoch, is connected to by itself."""
+    victim = nodes.prefills.start_prefill(nodes.checkpoint, FLAGS)
+    nodes.spare_proxy.target = victim.address
+    nodes.wait_peers(nodes.decode, 3)
+    kill = once(victim.kill)
+    nodes.spare_proxy.before_event = lambda kind: kill() if kind == stage else None
+    if stage == "release":
+        nodes.spare_proxy.before_release = kill
+    prompt = prompt_of(300, 2)
+    with RouterClient(nodes.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt=f"local {stage}").tokens
+        result = client.generate(prompt, greedy(10), victim.address, cache_salt=stage)
+        assert result.tokens == expected
+        assert victim.child.state == "ended"
+        nodes.wait_peers(nodes.decode, 2)
+        assert client.generate(prompt, greedy(10), victim.address, cache_salt=f"{stage} again").tokens == expected
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
+def test_a_refused_prefill(code: grpc.StatusCode, nodes: Nodes) -> None:
+    prompt = prompt_of(100, 3)
+    with RouterClient(nodes.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt=f"local {code}").tokens
+        nodes.proxy.before_prefill = refuse(code)
+        assert client.generate(prompt, greedy(10), nodes.main, cache_salt=str(code)).tokens == expected
+    with RouterClient(nodes.strict.address) as client:
+        nodes.proxy.before_prefill = refuse(code)
+        failure = client.generate(prompt, greedy(10), nodes.main, cache_salt=str(code)).failure
+        overloaded = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert failure is not None
+        assert failure.code == (pb.Failure.OVERLOADED if overloaded else pb.Failure.NODE_FAILED)
+        assert bool(failure.retry_after_ms) == overloaded
+    nodes.wait_peers(nodes.decode, 2)
+    nodes.wait_peers(nodes.strict, 2)
+
+
+def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
+    prompt = prompt_of(100, 4)
+    with RouterClient(nodes.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        nodes.proxy.before_release = refuse(grpc.StatusCode.UNKNOWN)
+        assert client.generate(prompt, greedy(10), nodes.main).tokens == expected
+    with RouterClient(nodes.strict.address) as client:
+        nodes.proxy.before_release = refuse(grpc.StatusCode.UNKNOWN)
+        failure = client.generate(prompt, greedy(10), nodes.main).failure
+        assert failure is not None
+        assert failure.code == pb.Failure.NODE_FAILED
+
+
+def test_a_hung_prefill_node_is_noticed_and_comes_back(nodes: Nodes) -> None:
+    prompt = prompt_of(100, 5)
+    with RouterClient(nodes.strict.address) as client:
+        nodes.short.signal(signal.SIGSTOP)
+        try:
+            failure = client.generate(prompt, greedy(10), nodes.short.address).failure
+            nodes.wait_peers(nodes.strict, 1)
+        finally:
+            nodes.short.signal(signal.SIGCONT)
+        assert failure is not None
+        assert failure.code == pb.Failure.NODE_FAILED
+        nodes.wait_peers(nodes.strict, 2)
+        nodes.wait_peers(nodes.decode, 2)
+        assert len(client.generate(prompt, greedy(10), nodes.short.address).tokens) == 10
+
+
+@pytest.mark.slow
+def test_a_wrong_model_is_not_read_from(nodes: Nodes) -> None:
+    """Blocks of another size cannot be exchanged: refused at the handshake, with both values named."""
+    other = nodes.decodes.start_decode(
+        nodes.checkpoint,
+        [*FLAGS, "--block-size", "16", "--prefill", nodes.proxy.address, "--peer-wait", "0.5"],
+    )
+    nodes.decodes.wait_ready()
+    assert list(other.describe().connected_peers) == []
+    assert "block_size: 8 here, 16 there" in other.output
+    with RouterClient(other.address) as client:
+        assert len(client.generate(prompt_of(100, 6), greedy(5), nodes.main).tokens) == 5
+    other.signal(signal.SIGTERM)

@@ -1,0 +1,101 @@
+"""Records survive the wire."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.compat import compat_hash, differences
+from pdserve.errors import ConfigError, RequestError
+from pdserve.kv import KVLayout
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
+from pdserve.wire import (
+    layout_from_pb,
+    layout_to_pb,
+    logprobs_from_pb,
+    logprobs_to_pb,
+    pack_tokens,
+    rank_from_pb,
+    rank_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    unpack_tokens,
+)
+
+_uint32 = st.integers(0, 2**32 - 1)
+_float = st.floats(allow_nan=False)
+_float32 = st.floats(allow_nan=False, width=32)
+_sampling = st.builds(
+    SamplingParams,
+    max_tokens=_uint32,
+    n=_uint32,
+    min_tokens=_uint32,
+    temperature=_float,
+    top_k=_uint32,
+    top_p=_float,
+    min_p=_float,
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=_float,
+    presence_penalty=_float,
+    frequency_penalty=_float,
+    logit_bias=st.dictionaries(_uint32, _float, max_size=4),
+    stop_token_ids=st.lists(_uint32, max_size=4).map(tuple),
+    ignore_eos=st.booleans(),
+    logprobs=st.integers(-1, 100),
+)
+
+
+@given(st.lists(_uint32))
+def test_tokens(tokens: list[int]) -> None:
+    data = pack_tokens(tokens)
+    assert list(unpack_tokens(data)) == tokens
+    assert data == b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+@given(st.binary().filter(lambda data: len(data) % 4))
+def test_bytes_that_are_no_tokens(data: bytes) -> None:
+    with pytest.raises(RequestError, match=f"{len(data)} bytes"):
+        unpack_tokens(data)
+
+
+@given(_sampling)
+def test_sampling(sampling: SamplingParams) -> None:
+    message = pb.SamplingParams.FromString(sampling_to_pb(sampling).SerializeToString())
+    assert sampling_from_pb(message) == sampling
+
+
+def test_every_sampling_field_is_on_the_wire() -> None:
+    assert set(SamplingParams.__struct_fields__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+
+
+@given(st.builds(TokenLogprobs, _float32, st.lists(_uint32).map(tuple), st.lists(_float32).map(tuple)))
+def test_logprobs(logprobs: TokenLogprobs) -> None:
+    assert logprobs_from_pb(logprobs_to_pb(logprobs)) == logprobs
+
+
+def test_ranks() -> None:
+    layout = KVLayout(10, 32, 16, 2, 4, 64, "bfloat16")
+    rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout)
+    assert rank_from_pb(rank_to_pb(rank)) == rank
+
+
+def test_an_impossible_layout_is_refused() -> None:
+    message = layout_to_pb(KVLayout(10, 32, 16, 2, 4, 64, "bfloat16"))
+    message.kernel_block_size = 5
+    with pytest.raises(ConfigError, match="5 does not divide"):
+        layout_from_pb(message)
+
+
+@given(st.dictionaries(st.text(), st.text(), max_size=4), st.dictionaries(st.text(), st.text(), max_size=4))
+def test_compat_hashes_are_equal_exactly_when_nothing_differs(mine: dict[str, str], theirs: dict[str, str]) -> None:
+    assert (compat_hash(mine) == compat_hash(theirs)) == (differences(mine, theirs) == "")
+    assert compat_hash(mine) == compat_hash(dict(reversed(mine.items())))
+    assert compat_hash(mine, 1) != compat_hash(mine, 2)
+
+
+def test_differences_name_both_values() -> None:
+    assert differences({"a": "1", "b": "2"}, {"b": "3", "a": "1"}) == "b: 2 here, 3 there"
+    assert msgspec.json.encode(differences({"a": "1"}, {})) == b'"a: 1 here, nothing there"'

@@ -1,0 +1,57 @@
+"""A router as a process of its own, started as a supervisor starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+MODEL = "small"
+
+
+class RouterProcess:
+    def __init__(self, process: subprocess.Popen[bytes], states: list[dict[str, str]]) -> None:
+        self.process = process
+        self.states = states
+
+    @property
+    def url(self) -> str:
+        address = next(state["address"] for state in self.states if state["state"] == "listening")
+        return f"http://{address}"
+
+
+@contextmanager
+def router_process(
+    model_dir: Path, flags: Sequence[str], until: str = "ready", seconds: float = 20.0
+) -> Iterator[RouterProcess]:
+    """Runs until the block ends. Entered once the router has reported the state ``until``."""
+    status, child_status = os.pipe()
+    lifeline, parent_lifeline = os.pipe()
+    argv = [sys.executable, "-m", "router", str(model_dir), "--served-model-name", MODEL, "--port", "0", *flags]
+    argv += ["--status-fd", str(child_status), "--lifeline-fd", str(lifeline)]
+    process = subprocess.Popen(argv, pass_fds=(child_status, lifeline))
+    os.close(child_status)
+    os.close(lifeline)
+    try:
+        with os.fdopen(status) as lines:
+            yield RouterProcess(process, _read_states(lines, until, time.monotonic() + seconds))
+    finally:
+        os.close(parent_lifeline)
+        process.wait(timeout=10)
+
+
+def _read_states(lines: Iterator[str], until: str, deadline: float) -> list[dict[str, str]]:
+    states: list[dict[str, str]] = []
+    for line in lines:
+        states.append(json.loads(line))
+        if states[-1]["state"] in (until, "failed"):
+            break
+        assert time.monotonic() < deadline, states
+    assert states, "the router said nothing"
+    assert states[-1]["state"] == until, states
+    return states

@@ -1,0 +1,196 @@
+"""What cannot be served is refused with a status, a message and the name of the field."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_process import MODEL
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.errors import RequestError
+from router.job import Limits, Prompt, make_job
+from router.requests import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
+
+LIMIT = 1000  # of the scripted node
+VOCABULARY = 506
+
+COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": 5}, "prompt", "expected str"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "0 tokens"),
+    ({"prompt": ""}, "prompt", "0 tokens"),
+    ({"prompt": ["a", [1]]}, "prompt", "only one"),
+    ({"prompt": [1, "a"]}, "prompt", "only one"),
+    ({"prompt": [[1, "a"]]}, "prompt", "expected int"),
+    ({"prompt": [VOCABULARY]}, "prompt", "506 is outside the vocabulary 0 … 505"),
+    ({"prompt": [-1]}, "prompt", "-1 is outside"),
+    ({"prompt": [10**30]}, "prompt", "outside"),
+    ({"prompt": [1], "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": [1], "max_tokens": 1.5}, "max_tokens", "expected int"),
+    ({"prompt": [1], "max_tokens": "9"}, "max_tokens", "expected int"),
+    ({"prompt": [1, 2], "max_tokens": 10**12}, "max_tokens", "prompt 2 tokens + max_tokens 1000000000000 > limit 1000"),
+    ({"prompt": [1] * 1000}, "prompt", "prompt 1000 tokens + max_tokens 1 > limit 1000"),
+    ({"prompt": [1], "min_tokens": 20}, "min_tokens", "exceeds max_tokens 16"),
+    ({"prompt": [1], "temperature": -0.1}, "temperature", "at least 0"),
+    ({"prompt": [1], "temperature": 2.1}, "temperature", "at most 2"),
+    ({"prompt": [1], "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": [1], "top_k": -2}, "top_k", "at least -1"),
+    ({"prompt": [1], "min_p": 1.1}, "min_p", "at most 1"),
+    ({"prompt": [1], "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"prompt": [1], "presence_penalty": 3}, "presence_penalty", "at most 2"),
+    ({"prompt": [1], "frequency_penalty": -3}, "frequency_penalty", "at least -2"),
+    ({"prompt": [1], "logit_bias": {"1": 101}}, "logit_bias", "at most 100"),
+    ({"prompt": [1], "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    ({"prompt": [1], "logit_bias": {"9999": 1}}, "logit_bias", "9999 is outside"),
+    ({"prompt": [1], "stop_token_ids": [9999]}, "stop_token_ids", "9999 is outside"),
+    ({"prompt": [1], "stop": [""]}, "stop", "empty"),
+    ({"prompt": [1], "stop": ["a"] * 17}, "stop", "at most 16"),
+    ({"prompt": [1], "n": 0}, "n", "at least 1"),
+    ({"prompt": [1], "n": 129}, "n", "at most 128"),
+    ({"prompt": [1], "n": True}, "n", "expected int"),
+    ({"prompt": [1], "best_of": 2}, "best_of", "equal n"),
+    ({"prompt": [1], "logprobs": 21}, "logprobs", "at most 20"),
+    ({"prompt": [1], "echo": True, "logprobs": 1}, "echo", "not supported yet"),
+    ({"prompt": [1], "suffix": "x"}, "suffix", "not supported yet"),
+    ({"prompt": [1], "temprature": 1}, "temprature", "did you mean temperature"),
+    ({"prompt": [1], "zzzzqq": 1}, "zzzzqq", "unknown parameter zzzzqq"),
+    ({"prompt": [1], "seed": 2**70}, "seed", "at most"),
+    ({"prompt": [1], "stream_options": {"include_usage": 1}}, "stream_options", "expected bool"),
+    ({"prompt": [[1]] * 600, "n": 2}, "prompt", "600 prompts × n 2 exceed 1024"),
+    ({}, "prompt", "prompt is missing"),
+]
+CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "messages", "messages is missing"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": ["hi"]}, "messages", "expected object"),
+    ({"messages": [{"content": "x"}]}, "messages[0]", "role"),
+    ({"messages": [{"role": "user"}]}, "messages", "chat template"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
+        "response_format",
+        "not supported yet",
+    ),
+    ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5000}, "max_tokens", "> limit 1000"),
+    ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "> limit 1000"),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs",
+        "may not set messages",
+    ),
+]
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object, once its shape and the status have been checked."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(("body", "param", "said"), COMPLETIONS)
+def test_completions(client: httpx.Client, body: dict[str, Any], param: str | None, said: str) -> None:
+    error = refused(client.post("/v1/completions", json=body))
+    assert error["param"] == param
+    assert said in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("body", "param", "said"), CHATS)
+def test_chat(client: httpx.Client, body: dict[str, Any], param: str | None, said: str) -> None:
+    error = refused(client.post("/v1/chat/completions", json=body))
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff\xfe", b'"text"', b'{"prompt": NaN}', b"[" * 100_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_broken_json(client: httpx.Client, path: str, data: bytes) -> None:
+    assert "JSON" in refused(client.post(path, content=data))["message"]
+
+
+def test_too_long_has_the_code_of_openai(client: httpx.Client) -> None:
+    error = refused(client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1000}))
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_wrong_model_is_not_found(client: httpx.Client) -> None:
+    bodies: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": []}}
+    for path, body in bodies.items():
+        error = refused(client.post(path, json={"model": "gpt-5", **body}), 404)
+        assert error["code"] == "model_not_found"
+        assert MODEL in error["message"]
+    refused(client.get("/v1/models/gpt-5"), 404)
+
+
+def test_paths_and_methods_have_the_same_shape(client: httpx.Client) -> None:
+    refused(client.get("/v1/nothing"), 404)
+    response = client.get("/v1/completions")
+    refused(response, 405)
+    assert response.headers["allow"] == "POST"
+    refused(client.delete("/health"), 405)
+
+
+def test_a_large_body_is_refused(client: httpx.Client) -> None:
+    body = b'{"prompt": "' + b"a" * (33 * 1024 * 1024) + b'"}'
+    error = refused(client.post("/v1/completions", content=body), 413)
+    assert str(32 * 1024 * 1024) in error["message"]
+
+
+def test_null_is_the_same_as_absent(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts["nulls"] = script
+    nulls = dict.fromkeys(("stop", "n", "logprobs", "temperature", "seed", "suffix", "tools", "stream", "user"))
+    body: dict[str, Any] = {"prompt": [1], "cache_salt": "nulls", "store": True, "metadata": {}, **nulls}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert scripted_node.seen["nulls"].message.sampling.temperature == 1.0
+    assert scripted_node.seen["nulls"].message.sampling.max_tokens == 16
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, "tools", "suffix", "x"})
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
+def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
+    limits = Limits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    parsers: list[Callable[[bytes], GenerateBody]] = [parse_completion, parse_chat]
+    for parse in parsers:
+        message = ""
+        try:
+            make_job(Prompt([1, 2, 3]), parse(json.dumps(fields).encode()), limits)
+        except RequestError as exc:
+            message = str(exc)
+        assert not re.search(r"[`$]", message)  # of the library that checks types
+        assert message or "prompt" in fields or "messages" in fields
+
+
+@given(st.integers(1, 1200), st.none() | st.integers(1, 1200), st.booleans())
+def test_a_job_fits_the_model_or_is_refused(prompt_len: int, max_tokens: int | None, chat: bool) -> None:
+    limits = Limits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    body: GenerateBody
+    body = ChatBody(messages=[], max_tokens=max_tokens) if chat else CompletionBody(prompt="", max_tokens=max_tokens)
+    needed = max_tokens or 1
+    if prompt_len + needed > LIMIT:
+        with pytest.raises(RequestError, match=rf"prompt {prompt_len} tokens \+ max_tokens {needed} > limit {LIMIT}"):
+            make_job(Prompt([1] * prompt_len), body, limits)
+        return
+    job = make_job(Prompt([1] * prompt_len), body, limits)
+    default = LIMIT - prompt_len if chat else min(16, LIMIT - prompt_len)
+    assert job.sampling.max_tokens == (max_tokens or default)

@@ -1,0 +1,145 @@
+"""Chat templates render what transformers renders."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_tokenizers
+import transformers
+
+from pdserve.errors import CheckpointError, RequestError
+from router.chat_template import ChatTemplate
+from router.prompts import check_messages
+from router.tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+TOKENS = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [{"role": "user", "content": "Hello <there> & 'you'"}],
+    "system": [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "naïve 日本 🙂"}],
+    "turns": [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "<think>\nhmm\n</think>\n\n2", "name": "bot"},
+        {"role": "user", "content": "And\n\nmore?"},
+    ],
+    "reasoning": [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because.", "reasoning": "It is so."},
+    ],
+    "exotic": [
+        {"role": "user", "content": "a<b", "meta": {"z": [1, "é"], "a": {"b": None}}},
+        {"role": "skip", "content": "not this"},
+        {"role": "assistant", "content": None},
+        {"role": "stop", "content": "nor that"},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = small_tokenizers.write(tmp_path_factory.mktemp("chat"), small_tokenizers.byte_level(), **TOKENS)
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("generate", [True, False])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "mistral", "chatml", "exotic"])
+def test_parity_with_transformers(reference: Any, template: str, conversation: str, generate: bool) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    messages = CONVERSATIONS[conversation]
+    try:
+        expected = reference.apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=generate
+        )
+    except Exception as exc:
+        with pytest.raises(RequestError, match=re.escape(str(exc))):
+            ChatTemplate(source, TOKENS).render(messages, generate)
+    else:
+        assert ChatTemplate(source, TOKENS).render(messages, generate) == expected
+
+
+@pytest.mark.parametrize("variables", [{"enable_thinking": False}, {"date_string": "1 Jan 2000"}])
+def test_variables_reach_the_template(reference: Any, variables: dict[str, Any]) -> None:
+    template = "qwen3" if "enable_thinking" in variables else "llama3"
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    messages = CONVERSATIONS["system"]
+    expected = reference.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True, **variables
+    )
+    assert ChatTemplate(source, TOKENS).render(messages, True, variables) == expected
+
+
+def test_the_token_ids_are_those_of_transformers(reference: Any, tmp_path: Path) -> None:
+    config = {**TOKENS, "chat_template": small_tokenizers.CHATML}
+    directory = small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), **config)
+    tokenizer = Tokenizer.load(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    messages = CONVERSATIONS["turns"]
+    assert tokenizer.chat_template is not None
+    ours = tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
+    assert ours == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].__init__.__globals__ }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[99].content.strip() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{% include 'x' %}",
+    ],
+)
+def test_what_a_template_must_not_do_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template") as caught:
+        ChatTemplate(source, {}).render(CONVERSATIONS["one"])
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_does_not_compile_is_an_error_of_the_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_the_jinja_file_comes_before_the_config(tmp_path: Path) -> None:
+    small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), chat_template="config")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = Tokenizer.load(tmp_path).chat_template
+    assert template is not None
+    assert template.render(CONVERSATIONS["one"]) == "file"
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }} default"}]
+    small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), chat_template=named, bos_token="<|begin|>")
+    template = Tokenizer.load(tmp_path).chat_template
+    assert template is not None
+    assert template.render(CONVERSATIONS["one"]) == "<|begin|> default"
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "a b"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": "x"}, r"messages\[0\].role"),
+        ({"role": "user", "content": 5}, r"messages\[0\].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "text"}]}, "without text"),
+        ({"role": "user", "content": ["x"]}, "str"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls"),
+    ],
+)
+def test_messages_that_cannot_be_served_are_named(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        check_messages([message])

@@ -1,0 +1,130 @@
+"""The router as a process: how it starts, how it refuses to, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from router_process import router_process
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.errors import ConfigError
+from router.options import parse_options
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "router", *flags], capture_output=True, text=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "required"),
+        (["m", "--model", "n"], "not allowed"),
+        (["m", "--decode", "nohost"], "host:port"),
+        (["m", "--port", "99999"], "65535"),
+        (["m", "--max-inflight", "0"], "at least 1"),
+        (["m", "--request-timeout", "-1"], "above 0"),
+        (["m", "--decoed", "x:1"], "did you mean --decode"),
+    ],
+)
+def test_wrong_flags_are_explained(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_options(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["m", "--port", "none"], "'none' is no port"),
+        (["/nowhere/at/all", "--port", "0"], "/nowhere/at/all"),
+        (["m", "--host", "203.0.113.7", "--port", "1"], "203.0.113.7"),
+    ],
+)
+def test_a_wrong_start_is_one_line(flags: list[str], said: str) -> None:
+    ended = run(*flags)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_line(tokenizer_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run(str(tokenizer_dir), "--port", str(port))
+    assert ended.returncode == 2
+    assert f"port {port}" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_flags_become_options() -> None:
+    options = parse_options(["--model", "m", "--prefill", "a:1", "--prefill", "b:2", "--decode", "c:3", "--port", "0"])
+    assert (options.model, options.prefill, options.decode, options.port) == ("m", ("a:1", "b:2"), ("c:3",), 0)
+    assert parse_options(["m"]).model == "m"
+
+
+def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    with router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process:
+        states = [state["state"] for state in process.states]
+        assert states[0] == "listening"
+        assert states[-1] == "ready"
+        assert set(states[1:-1]) == {"loading"}
+
+
+def test_without_nodes_it_is_up_but_not_healthy(tokenizer_dir: Path) -> None:
+    with (
+        router_process(tokenizer_dir, ["--decode", "127.0.0.1:9"], until="loading") as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+    ):
+        response = client.get("/health")
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert client.get("/v1/models").status_code == 200
+        response = client.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_streams_and_the_process(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, number: signal.Signals
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65)
+        await conversation.cancelled.wait()
+
+    scripted_node.scripts["signal"] = script
+    body = {"prompt": [1], "cache_salt": "signal", "stream": True}
+    with router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process:
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            process.process.send_signal(number)
+            rest = [line for line in lines if line]
+        assert "shutting down" in rest[-1]
+        assert "[DONE]" not in "".join(rest)
+        assert process.process.wait(timeout=10) == 0
+    scripted_node.wait_cancelled("signal")
+
+
+def test_the_end_of_the_lifeline_ends_the_process(tokenizer_dir: Path) -> None:
+    with router_process(tokenizer_dir, [], until="listening") as process:
+        pid = process.process.pid
+    assert process.process.returncode != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_router_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, router.__main__, router.server; "
+        "print([m for m in ('torch', 'transformers', 'engine', 'runner', 'connector') if m in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[]"

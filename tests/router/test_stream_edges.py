@@ -1,0 +1,395 @@
+"""Streaming, stopping and failing at the edges: a real router before a node that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import small_tokenizers
+from router_process import router_process
+from scripted_node import Conversation, Script, ScriptedNode
+
+from pdserve.pb import pdserve_pb2 as pb
+from router.tokenizer import Tokenizer
+
+FAILURES = [
+    (pb.Failure.INVALID, 400, "invalid_request_error"),
+    (pb.Failure.OVERLOADED, 503, "overloaded_error"),
+    (pb.Failure.DEADLINE, 504, "timeout_error"),
+    (pb.Failure.NODE_FAILED, 502, "node_error"),
+    (pb.Failure.CANCELLED, 502, "node_error"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest, scripted_node: ScriptedNode) -> Callable[[Script], dict[str, Any]]:
+    """Registers a script and returns a body that asks for it."""
+
+    def register(script: Script) -> dict[str, Any]:
+        salt = request.node.name
+        scripted_node.scripts[salt] = script
+        return {"prompt": "Hello", "cache_salt": salt, "max_tokens": 900}
+
+    return register
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    """Data of server-sent events; [DONE] as that string."""
+    for line in response.iter_lines():
+        if line:
+            data = line.removeprefix("data: ")
+            assert data != line, line
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def stream(client: httpx.Client, body: dict[str, Any], path: str = "/v1/completions") -> list[Any]:
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response))
+
+
+def saying(token_ids: list[int], finish: str = "length") -> Script:
+    async def script(conversation: Conversation) -> None:
+        for position, token_id in enumerate(token_ids):
+            conversation.token(token_id, finish=finish if position == len(token_ids) - 1 else "")
+
+    return script
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("code", "status", "kind"), FAILURES)
+def test_an_early_failure_is_a_real_status(
+    client: httpx.Client, play: Any, code: Any, status: int, kind: str, streaming: bool
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.fail(code, "no room", retry_after_ms=2500)
+
+    response = client.post("/v1/completions", json={**play(script), "stream": streaming})
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == kind
+    assert response.json()["error"]["message"] == "no room"
+    assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+
+
+def test_a_late_failure_is_an_error_event_and_no_done(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(tokenizer.encode("a")[0])
+        conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+
+    received = stream(client, play(script))
+    assert received[0]["choices"][0]["text"] == "a"
+    assert received[-1]["error"]["message"] == "the engine died"
+    assert "[DONE]" not in received
+
+
+def test_a_late_failure_without_streaming_is_a_status(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(tokenizer.encode("a")[0])
+        conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+
+    assert client.post("/v1/completions", json=play(script)).status_code == 502
+
+
+def test_the_status_line_waits_for_the_first_token(
+    client: httpx.Client, play: Any, scripted_node: ScriptedNode
+) -> None:
+    go = asyncio.Event()
+
+    async def script(conversation: Conversation) -> None:
+        await go.wait()
+        conversation.fail(pb.Failure.OVERLOADED)
+
+    body = {**play(script), "stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=body, timeout=0.3)
+    go.set()
+
+
+def test_a_stop_string_cuts_the_text_and_cancels_the_request(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        for token_id in tokenizer.encode("one two STOP three"):
+            conversation.token(token_id)
+        await conversation.cancelled.wait()
+
+    body = {**play(script), "stop": ["nothing", "STOP"]}
+    received = stream(client, body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in received[:-1]) == "one two "
+    assert received[-2]["choices"][0]["finish_reason"] == "stop"
+    assert received[-1] == "[DONE]"
+    scripted_node.wait_cancelled(body["cache_salt"])
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
+
+
+def test_with_several_choices_the_request_ends_with_the_last(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        for token_id in tokenizer.encode("xSTOPy"):
+            conversation.token(token_id, choice=0)
+        for token_id in tokenizer.encode("more"):
+            conversation.token(token_id, choice=1)
+        assert not conversation.cancelled.is_set()
+        conversation.token(tokenizer.encode("!")[0], choice=1, finish="length")
+
+    body = {**play(script), "stop": "STOP", "n": 2}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [(0, "x", "stop"), (1, "more!", "length")]
+    scripted_node.wait_cancelled(body["cache_salt"])
+
+
+def test_characters_are_never_cut(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    text = "日本語 🙂👩‍👩‍👧 ünï €"
+    received = stream(client, play(saying(tokenizer.encode(text))))
+    texts = [chunk["choices"][0]["text"] for chunk in received[:-1]]
+    assert "".join(texts) == text
+    assert len(texts) > 5
+    assert not any("\ufffd" in piece for piece in texts)
+
+
+def test_the_token_that_stops_has_no_text(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    body = play(saying(tokenizer.encode("ab!"), finish="stop"))
+    choice = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()["choices"][0]
+    assert choice["text"] + "!" == "ab!"
+    assert choice["token_ids"] == tokenizer.encode("ab!")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_client_that_leaves_cancels_its_request(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode, streaming: bool
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        while not conversation.cancelled.is_set():
+            conversation.token(tokenizer.encode("a")[0])
+            await asyncio.sleep(0.01)
+
+    body = {**play(script), "stream": streaming}
+    if streaming:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            next(events(response))
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.3)
+    scripted_node.wait_cancelled(body["cache_salt"])
+
+
+def test_a_client_that_does_not_read_is_cut_off(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
+) -> None:
+    token_id = tokenizer.encode("a")[0]
+    logprobs = pb.TokenLogprobs(logprob=-1.0, top_ids=[token_id] * 20, top_logprobs=[-1.0] * 20)  # some 2 KB of JSON
+
+    async def script(conversation: Conversation) -> None:
+        while not conversation.cancelled.is_set():
+            for _ in range(50):
+                conversation.token(token_id, logprobs=logprobs)
+            await asyncio.sleep(0.02)
+
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20, "stream": True}
+    body = {"cache_salt": play(script)["cache_salt"], **chat}
+    with client.stream("POST", "/v1/chat/completions", json=body):
+        scripted_node.wait_cancelled(body["cache_salt"])
+
+
+def test_usage_and_finish_of_a_stream(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    body = play(saying(tokenizer.encode("abc")))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    received = stream(client, {**body, "stream_options": options})
+    *chunks, usage, done = received
+    assert done == "[DONE]"
+    prompt_tokens = len(tokenizer.encode("Hello"))
+    num_tokens = len(tokenizer.encode("abc"))
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == num_tokens
+    assert usage["usage"]["total_tokens"] == prompt_tokens + num_tokens
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, num_tokens + 1))
+    assert stream(client, {**body, "stream_options": {"include_usage": True}})[0]["usage"] is None
+    assert "usage" not in stream(client, body)[0]
+
+
+def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    body = play(saying(tokenizer.encode("hey")))
+    del body["prompt"]
+    received = stream(client, {**body, "messages": [{"role": "user", "content": "hi"}]}, path="/v1/chat/completions")
+    deltas = [chunk["choices"][0]["delta"] for chunk in received[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "hey"
+    assert {chunk["object"] for chunk in received[:-1]} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in received[:-1]}) == 1
+
+
+def test_unseeded_requests_get_seeds_of_their_own(
+    client: httpx.Client, play: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer
+) -> None:
+    body = play(saying(tokenizer.encode("a")[:1]))
+    seeds = set()
+    for _ in range(3):
+        client.post("/v1/completions", json=body)
+        seeds.add(scripted_node.seen[body["cache_salt"]].message.sampling.seed)
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    client.post("/v1/completions", json={**body, "seed": -1})
+    assert scripted_node.seen[body["cache_salt"]].message.sampling.seed == 2**64 - 1
+
+
+def test_parameters_arrive_at_the_node(
+    client: httpx.Client, play: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer
+) -> None:
+    body = play(saying(tokenizer.encode("a")[:1]))
+    sent = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 42,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": -0.4,
+        "ignore_eos": True,
+    }
+    extra = {"logit_bias": {"5": -100}, "stop_token_ids": [3, 4], "logprobs": 2, "user": "me", "metadata": {"a": "b"}}
+    assert client.post("/v1/completions", json={**body, **sent, **extra}).status_code == 200
+    message = scripted_node.seen[body["cache_salt"]].message
+    assert {name: getattr(message.sampling, name) for name in sent} == sent
+    assert dict(message.sampling.logit_bias) == {5: -100.0}
+    assert list(message.sampling.stop_token_ids) == [3, 4]
+    assert message.sampling.logprobs == 2
+    assert 0 < message.timeout_ms <= 20_000
+
+
+def test_logprobs_in_both_formats(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    smile = tokenizer.encode("🙂", add_special_tokens=False)
+    logprobs = pb.TokenLogprobs(logprob=-0.5, top_ids=[smile[0], 7], top_logprobs=[-0.5, float("-inf")])
+
+    async def script(conversation: Conversation) -> None:
+        for position, token_id in enumerate(smile):
+            finish = "length" if position == len(smile) - 1 else ""
+            conversation.token(token_id, finish=finish, logprobs=logprobs)
+
+    body = play(script)
+    choice = client.post("/v1/completions", json={**body, "logprobs": 2}).json()["choices"][0]
+    assert choice["text"] == "🙂"
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * len(smile)
+    assert choice["logprobs"]["text_offset"] == [0] * len(smile)
+    assert choice["logprobs"]["tokens"][0].startswith("bytes:\\xf0")
+    assert -9999.0 in choice["logprobs"]["top_logprobs"][0].values()
+
+    del body["prompt"]
+    chat = {**body, "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1}
+    content = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "🙂"
+    assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(smile)
+    received = stream(client, chat, path="/v1/chat/completions")
+    streamed = [e for c in received[:-1] if (lp := c["choices"][0]["logprobs"]) for e in lp["content"]]
+    assert streamed == content
+
+
+def test_a_stream_that_goes_on_too_long_ends_with_an_error(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, play: Any, tokenizer: Tokenizer
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(tokenizer.encode("a")[0])
+        await conversation.cancelled.wait()
+
+    body = play(script)
+    with (
+        router_process(tokenizer_dir, ["--decode", scripted_node.address, "--request-timeout", "1"]) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+    ):
+        assert stream(client, body)[-1]["error"]["type"] == "timeout_error"
+        assert client.post("/v1/completions", json=body).status_code == 504
+    scripted_node.wait_cancelled(body["cache_salt"])
+
+
+def test_a_node_that_dies_fails_its_requests_and_comes_back(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    node = ScriptedNode("small")
+    token_id = tokenizer.encode("a")[0]
+
+    async def forever(conversation: Conversation) -> None:
+        while True:
+            conversation.token(token_id)
+            await asyncio.sleep(0.01)
+
+    node.scripts = {"forever": forever, "one": saying([token_id])}
+    try:
+        with (
+            router_process(tokenizer_dir, ["--decode", node.address]) as process,
+            httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        ):
+            body = {"prompt": "x", "stream": True, "cache_salt": "forever", "max_tokens": 900}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                received = []
+                for event in events(response):
+                    received.append(event)
+                    if len(received) == 3:
+                        node.stop()
+            assert received[-1]["error"]["type"] == "node_error"
+            _wait_for(lambda: client.get("/health").status_code == 503)
+            assert client.post("/v1/completions", json=body).status_code == 503
+            node.description.epoch = "2"
+            node.start()
+            _wait_for(lambda: client.get("/health").status_code == 200)
+            body = {"prompt": "x", "cache_salt": "one"}
+            assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a"
+    finally:
+        node.close()
+
+
+def test_more_requests_than_allowed_are_refused(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, play: Any, tokenizer: Tokenizer
+) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(tokenizer.encode("a")[0])
+        await conversation.cancelled.wait()
+
+    body = {**play(script), "stream": True}
+    flags = ["--decode", scripted_node.address, "--max-inflight", "1"]
+    with (
+        router_process(tokenizer_dir, flags) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            received = events(response)  # dropping it would close the connection
+            next(received)
+            refused = httpx.post(f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert "limit is 1" in refused.json()["error"]["message"]
+        _wait_for(lambda: "pdserve_requests_in_flight 0.0" in client.get("/metrics").text)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.02)
+
+
+def test_a_tokenizer_of_another_kind_streams_too(tmp_path: Path, scripted_node: ScriptedNode, play: Any) -> None:
+    directory = small_tokenizers.write(tmp_path, small_tokenizers.byte_fallback())
+    tokenizer = Tokenizer.load(directory)
+    text = "Hello 日本 🙂 world"
+    body = play(saying(tokenizer.encode(text, add_special_tokens=False)))
+    with (
+        router_process(directory, ["--decode", scripted_node.address]) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+    ):
+        received = stream(client, {**body, "prompt": [1]})
+        assert "".join(chunk["choices"][0]["text"] for chunk in received[:-1]) == text
+        assert client.post("/v1/chat/completions", json={"messages": [{"role": "user"}]}).status_code == 400

@@ -1,0 +1,131 @@
+"""Finding a model, telling checkpoints apart, and refusing weights that are broken or belong to another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config
+from safetensors.torch import load_file, save_file
+
+import runner
+from pdserve.errors import CheckpointError
+from pdserve.hub import resolve_model, weights_fingerprint
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama")
+
+
+def build(directory: Path) -> None:
+    runner.build(node_config(directory), lambda stage, fraction: None)
+
+
+def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_directory_is_a_model(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "a/b/c", "../x", "has space"])
+def test_what_is_neither_directory_nor_hub_id(model: str) -> None:
+    with pytest.raises(CheckpointError, match="neither a directory that exists nor a hub id"):
+        resolve_model(model)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="is a file; give the directory"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="is no directory here, and downloading it from the hub failed"):
+        resolve_model("pdserve/does-not-exist")
+
+
+def test_fingerprints_tell_fine_tunes_apart(tmp_path: Path) -> None:
+    one = make_checkpoint(tmp_path / "one", "llama", seed=1)
+    same = make_checkpoint(tmp_path / "same", "llama", seed=1)
+    other = make_checkpoint(tmp_path / "other", "llama", seed=2)
+    shards = make_checkpoint(tmp_path / "shards", "llama", seed=1, max_shard_size="60KB")
+    assert len(weights_fingerprint(one)) == 16
+    assert weights_fingerprint(one) == weights_fingerprint(same)
+    assert len({weights_fingerprint(path) for path in (one, other, shards)}) == 3
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    for refused in (build, weights_fingerprint):
+        with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+            refused(checkpoint)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1000, 100_000])
+def test_truncated_weights(checkpoint: Path, size: int) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors.*download"):
+        build(checkpoint)
+
+
+def test_truncated_weights_have_no_fingerprint(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cut off at 1000 bytes"):
+        weights_fingerprint(checkpoint)
+
+
+def test_missing_tensors_are_named(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks the tensors model.layers.1.self_attn.k_proj.weight;"):
+        build(checkpoint)
+
+
+def test_wrong_shapes_are_named(checkpoint: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(95, 64)}))
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \(95, 64\), config.json asks for \(96, 64\)"):
+        build(checkpoint)
+
+
+def test_tensors_without_a_place_are_refused(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    with pytest.raises(CheckpointError, match=r"self_attn.q_proj.bias has no place in the model"):
+        build(checkpoint)
+
+
+def test_integer_weights_are_refused(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight has dtype torch.int8; supported are"):
+        build(checkpoint)
+
+
+def test_buffers_that_are_computed_here_are_passed_over(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(128, 64)}
+    rewrite(checkpoint, lambda tensors: tensors.update(extra))
+    build(checkpoint)
+
+
+def test_an_index_that_is_broken_or_names_absent_files(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama", max_shard_size="60KB")
+    index = checkpoint / "model.safetensors.index.json"
+    shard = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
+    (checkpoint / shard).unlink()
+    with pytest.raises(CheckpointError, match=f"names {shard}, which is not there"):
+        build(checkpoint)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
+        build(checkpoint)

@@ -1,0 +1,136 @@
+"""config.json in the formats of transformers 4 and 5, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES, make_checkpoint
+
+from pdserve.errors import CheckpointError
+from pdserve.model_config import ModelConfig, RopeConfig, load_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+QWEN = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+
+
+def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_config(directory)
+
+
+def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    llama = load(tmp_path, {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"})
+    assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
+    assert llama.rope == RopeConfig(theta=10_000.0)
+    flags = (llama.tie_word_embeddings, llama.attention_bias, llama.mlp_bias, llama.qk_norm)
+    assert flags == (False,) * 4
+    assert llama.sliding_windows == (None,) * 4
+    assert load(tmp_path, MISTRAL).sliding_windows == (4096,) * 4
+    assert load(tmp_path, {**MISTRAL, "sliding_window": None}).sliding_windows == (None,) * 4
+    qwen = load(tmp_path, QWEN)
+    assert (qwen.head_dim, qwen.qk_norm, qwen.sliding_windows) == (128, True, (None,) * 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_today(family: str, tmp_path: Path) -> None:
+    config = load_model_config(make_checkpoint(tmp_path / "model", family, tie_word_embeddings=True, dtype="bfloat16"))
+    assert (config.dtype, config.tie_word_embeddings, config.eos_token_ids) == ("bfloat16", True, (2,))
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "numbers"),
+    [
+        ("linear", {"factor": 2.0}),
+        ("dynamic", {"factor": 2.0}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ],
+)
+def test_rope_means_the_same_in_every_format(rope_type: str, numbers: dict[str, Any], tmp_path: Path) -> None:
+    oldest = load(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": rope_type, **numbers}})
+    old = load(tmp_path, {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": rope_type, **numbers}})
+    new = load(tmp_path, {**LLAMA, "rope_parameters": {"rope_type": rope_type, "rope_theta": 5e5, **numbers}})
+    per_layer_type = {"full_attention": {"rope_type": rope_type, "rope_theta": 5e5, **numbers}}
+    assert oldest == old == new == load(tmp_path, {**LLAMA, "rope_parameters": per_layer_type})
+    assert (new.rope.theta, new.rope.rope_type) == (5e5, rope_type)
+    if rope_type != "linear":
+        assert new.rope.params["original_max_position_embeddings"] == (128 if rope_type == "yarn" else 512)
+
+
+def test_sliding_windows_of_qwen(tmp_path: Path) -> None:
+    on = {**QWEN, "use_sliding_window": True, "sliding_window": 32}
+    assert load(tmp_path, {**on, "max_window_layers": 3}).sliding_windows == (None, None, None, 32)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert load(tmp_path, {**on, "layer_types": types}).sliding_windows == (32, None, 32, None)
+    assert load(tmp_path, {**on, "use_sliding_window": False}).sliding_windows == (None,) * 4
+
+
+def test_eos_comes_from_the_generation_config_first(tmp_path: Path) -> None:
+    assert load(tmp_path, {**LLAMA, "eos_token_id": 7}).eos_token_ids == (7,)
+    assert load(tmp_path, {**LLAMA, "eos_token_id": 7}, {"eos_token_id": [8, 9]}).eos_token_ids == (8, 9)
+    assert load(tmp_path, {**LLAMA, "eos_token_id": 7}, {"temperature": 1}).eos_token_ids == (7,)
+
+
+def scaled(**rope: Any) -> dict[str, Any]:
+    return {"rope_scaling": rope}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'; supported are LlamaForCausalLM, Mistral"),
+        ({"architectures": None}, "architecture None; supported are LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoint .'awq'.; supported are float32"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"vocab_size": -3}, "vocab_size = -3; it must be a positive whole number"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers = '4'"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'; supported are float32, bfloat16, float16"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported is 'silu'"),
+        (scaled(rope_type="longrope"), "'longrope'; supported are default, linear, dynamic, yarn, llama3"),
+        (scaled(rope_type="linear"), "'linear' without 'factor'"),
+        (scaled(rope_type="linear", factor="2"), "factor = '2'.*must be a number"),
+        ({"rope_parameters": [1]}, r"rope_parameters = \[1\]; it must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5; supported is 1.0"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
+    ],
+)
+def test_errors_name_file_value_and_what_is_supported(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path, {**LLAMA, **changes})
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_errors_of_qwen_layer_types(tmp_path: Path) -> None:
+    on = {**QWEN, "use_sliding_window": True, "sliding_window": 32}
+    with pytest.raises(CheckpointError, match="2 layer_types for 4 layers"):
+        load(tmp_path, {**on, "layer_types": ["full_attention"] * 2})
+    with pytest.raises(CheckpointError, match="'linear_attention'; supported are"):
+        load(tmp_path, {**on, "layer_types": ["linear_attention"] * 4})
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", "", '{"a": \xff}'])
+def test_broken_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config.json .*download the checkpoint again"):
+        load_model_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config.json does not exist"):
+        load_model_config(tmp_path / "nowhere")

@@ -1,0 +1,158 @@
+"""What the engine relies on: choices, preemption, blocks that travel, independence of the batch."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, node_config
+from stepper import Stepper
+
+import runner
+from pdserve.errors import CapacityError
+from pdserve.protocols import ModelRunner
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+Build = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def build(checkpoint: Path) -> Build:
+    def make(**options: Any) -> ModelRunner:
+        return runner.build(node_config(checkpoint, **options), lambda stage, fraction: None)
+
+    return make
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(128) for _ in range(length)]
+
+
+def seeded(seed: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=1, temperature=1.5, seed=seed, **options)
+
+
+def test_a_seeded_request_does_not_depend_on_its_batch(build: Build) -> None:
+    sampling = seeded(7, top_k=50, top_p=0.98, presence_penalty=0.3)
+    (alone,) = Stepper(build()).generate([prompt_of(40)], 30, sampling)
+    crowd = Stepper(build(), seed=5)
+    for seed in range(6):
+        crowd.add(prompt_of(10 + 13 * seed, seed + 1), seeded(seed))
+    crowd.step(chunk=9)
+    seq = crowd.add(prompt_of(40), sampling)
+    while len(crowd.live[seq].output) < 30:
+        crowd.step(chunk=9)
+    assert crowd.live[seq].output == alone.output
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(build: Build) -> None:
+    sampling = seeded(3, repetition_penalty=1.2, frequency_penalty=0.1, min_tokens=10)
+    (undisturbed,) = Stepper(build()).generate([prompt_of(20)], 24, sampling)
+    stepper = Stepper(build())
+    seq = stepper.add(prompt_of(20), sampling)
+    for at in (1, 9, 15, 24):
+        while len(stepper.live[seq].output) < at:
+            stepper.step(chunk=11)
+        seq = stepper.preempt(seq)
+    assert stepper.live[seq].output == undisturbed.output
+
+
+def test_choices_share_a_prompt_and_differ(build: Build) -> None:
+    sampling = seeded(11, n=4)
+    stepper = Stepper(build())
+    first = stepper.add(prompt_of(20), sampling)
+    stepper.step(num_samples=4)
+    drawn = [sample.token_id for sample in stepper.live[first].others[0]]
+    assert len(set(drawn)) > 1
+    seqs = [first] + [
+        stepper.add([*prompt_of(20), drawn[choice]], sampling, prompt_len=20, choice=choice) for choice in (1, 2, 3)
+    ]
+    while len(stepper.live[seqs[0]].output) < 12:
+        stepper.step()
+    outputs = [stepper.live[seq].output[:11] for seq in seqs]
+    assert len({tuple(output) for output in outputs}) == 4
+    # A choice that is run all by itself, from its first token on, draws the same.
+    alone = Stepper(build())
+    seq = alone.add([*prompt_of(20), drawn[2]], sampling, prompt_len=20, choice=2)
+    while len(alone.live[seq].output) < 11:
+        alone.step()
+    assert alone.live[seq].output == outputs[2]
+
+
+def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> None:
+    stepper = Stepper(build())
+    seq = stepper.add(prompt_of(32))
+    stepper.step()
+    blocks, token = stepper.live[seq].blocks, stepper.live[seq].output[0]
+    hit = NewSequence(100, tuple(prompt_of(32)), 32, 16, (blocks[0], stepper.free[0]), SamplingParams(1, temperature=0))
+    output = stepper.runner.execute(StepPlan(9, new=(hit,), scheduled=(ScheduledSequence(100, 16, 1),)))
+    assert output.outputs[0].samples[0].token_id == token
+
+
+@pytest.mark.parametrize(("block_size", "page"), [(16, 16), (48, 16), (16, 4)])
+def test_blocks_copied_as_bytes_continue_on_another_runner(build: Build, block_size: int, page: int) -> None:
+    options = {"block_size": block_size, "kernel_block_size": page, "num_blocks": 30}
+    prompt = prompt_of(100)
+    (expected,) = Stepper(build(**options)).generate([prompt], 10)
+    source = Stepper(build(**options), seed=1)
+    seq = source.add(prompt)
+    source.step(chunk=33)
+    while not source.live[seq].output:
+        source.step(chunk=33)
+    target = Stepper(build(**options), seed=2)
+    new = target.add([*prompt, source.live[seq].output[0]], prompt_len=len(prompt))
+    target.live[new].computed = len(prompt)
+    target.live[new].blocks = [target.free.pop() for _ in source.live[seq].blocks]
+    ours, theirs, layout = target.runner.kv_region, source.runner.kv_region, target.runner.kv_layout
+    assert ours.num_bytes == layout.total_bytes
+    assert ours.address % 4096 == 0
+    for to, block in zip(target.live[new].blocks, source.live[seq].blocks, strict=True):
+        ctypes.memmove(
+            ours.address + layout.block_offset(to), theirs.address + layout.block_offset(block), layout.block_bytes
+        )
+    while len(target.live[new].output) < 10:
+        target.step()
+    assert target.live[new].output == expected.output
+
+
+def test_min_tokens_hold_back_eos(build: Build) -> None:
+    bias = {2: 100.0}  # EOS wins always
+    early = Stepper(build()).generate([prompt_of(5)], 1, SamplingParams(1, temperature=0, logit_bias=bias))
+    assert early[0].output == [2]
+    late = Stepper(build()).generate([prompt_of(5)], 5, SamplingParams(1, temperature=0, logit_bias=bias, min_tokens=4))
+    assert [token == 2 for token in late[0].output] == [False] * 4 + [True]
+
+
+def test_a_plan_without_work_updates_state_only(build: Build) -> None:
+    stepper = Stepper(build())
+    seq = stepper.add(prompt_of(5))
+    stepper.step()
+    assert stepper.runner.execute(StepPlan(5, finished=(seq, 999))).outputs == ()
+
+
+def test_close_twice(build: Build) -> None:
+    model_runner = build()
+    model_runner.close()
+    model_runner.close()
+
+
+def test_a_cache_that_does_not_fit_is_refused(build: Build) -> None:
+    with pytest.raises(CapacityError, match=r"KV cache \(.* GiB\) need more than the .* GiB.*--kv-cache-memory"):
+        build(num_blocks=1 << 40)
+
+
+def test_progress_reaches_the_end(checkpoint: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    runner.build(node_config(checkpoint), lambda stage, fraction: seen.append((stage, fraction)))
+    assert seen[-1] == ("loading weights", 1.0)
+    assert [fraction for _, fraction in seen] == sorted(fraction for _, fraction in seen)

@@ -1,0 +1,126 @@
+"""Plays the engine for a model runner: blocks, chunks of prompts, continuous batching. No policy, no limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdserve.protocols import ModelRunner
+from pdserve.records import NewSequence, Sample, SamplingParams, ScheduledSequence, StepPlan
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass
+class Running:
+    """A sequence as the engine sees it."""
+
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    choice: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # of this choice
+    others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Stepper:
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self.free = list(range(runner.kv_layout.num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.live: dict[int, Running] = {}
+        self._known: set[int] = set()
+        self._finished: list[int] = []
+        self._next = 0
+        self._step = 0
+
+    def add(
+        self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, prompt_len: int | None = None, choice: int = 0
+    ) -> int:
+        seq, self._next = self._next, self._next + 1
+        self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice)
+        return seq
+
+    def finish(self, seq: int) -> Running:
+        sequence = self.live.pop(seq)
+        self.free += sequence.blocks
+        self._finished.append(seq)
+        return sequence
+
+    def preempt(self, seq: int) -> int:
+        """Forget a sequence's KV and come back with its tokens as a new sequence; returns the new number."""
+        old = self.finish(seq)
+        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice)
+        self.live[new].samples = old.samples
+        return new
+
+    def step(self, chunk: int = 1 << 30, num_samples: int = 1) -> None:
+        """Everybody's next tokens, at most ``chunk`` of each; ``num_samples`` where a sequence's end is reached."""
+        new, scheduled = [], []
+        for seq, sequence in self.live.items():
+            count = min(chunk, len(sequence.tokens) - sequence.computed)
+            blocks = self._extend(sequence, sequence.computed + count)
+            ends = sequence.computed + count == len(sequence.tokens)
+            if seq not in self._known:
+                self._known.add(seq)
+                new.append(
+                    NewSequence(
+                        seq=seq,
+                        token_ids=tuple(sequence.tokens),
+                        prompt_len=sequence.prompt_len,
+                        num_computed=sequence.computed,
+                        block_ids=tuple(sequence.blocks),
+                        sampling=sequence.sampling,
+                        choice=sequence.choice,
+                    )
+                )
+                blocks = []
+            scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0, tuple(blocks)))
+        plan = StepPlan(self._step, tuple(self._finished), tuple(new), tuple(scheduled))
+        self._step, self._finished = self._step + 1, []
+        output = self.runner.execute(plan)
+        assert output.step == plan.step
+        assert [o.seq for o in output.outputs] == [s.seq for s in scheduled if s.num_samples]
+        for item in scheduled:
+            self.live[item.seq].computed += item.num_tokens
+        for item_out in output.outputs:
+            sequence = self.live[item_out.seq]
+            assert len(item_out.samples) == num_samples
+            sequence.tokens.append(item_out.samples[0].token_id)
+            sequence.samples.append(item_out.samples[0])
+            sequence.others.append(list(item_out.samples))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        chunk: int = 1 << 30,
+        stagger: int = 0,
+    ) -> list[Running]:
+        """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart."""
+        waiting = list(prompts)
+        seqs: list[int] = []
+        results: dict[int, Running] = {}
+        step = 0
+        while waiting or len(results) < len(prompts):
+            while waiting and (stagger == 0 or step >= stagger * len(seqs)):
+                seqs.append(self.add(waiting.pop(0), sampling))
+            self.step(chunk)
+            step += 1
+            for seq in [s for s in seqs if s in self.live and len(self.live[s].output) == num_tokens]:
+                results[seq] = self.finish(seq)
+        return [results[seq] for seq in seqs]
+
+    def _extend(self, sequence: Running, num_tokens: int) -> list[int]:
+        wanted = -(-num_tokens // self.runner.kv_layout.block_size) - len(sequence.blocks)
+        blocks = [self.free.pop() for _ in range(wanted)]
+        sequence.blocks += blocks
+        return blocks
