@@ -121,7 +121,12 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         "--max-model-len", type=positive_int, metavar="N", help="tokens of prompt and output (default: the model's)"
     )
     model.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto, or a backend's name")
-    model.add_argument("--threads", type=positive_int, metavar="N", help="threads of torch on CPU (default: the cores)")
+    model.add_argument(
+        "--threads",
+        type=positive_int,
+        metavar="N",
+        help="threads of torch on CPU (default: the cores; up divides them)",
+    )
 
     cache = parser.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=positive_int, default=_default("block_size"), metavar="N", help=_TOKENS)

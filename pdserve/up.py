@@ -33,7 +33,12 @@ def up(args: argparse.Namespace) -> int:
     check_port(args.host, args.port)
     options = options_from(args)
     config = resolve(options, detect_device(options.device))  # a wrong flag is an error before anything starts
-    options = msgspec.structs.replace(options, model=config.model_dir, served_model_name=config.served_model_name)
+    options = msgspec.structs.replace(
+        options,
+        model=config.model_dir,
+        served_model_name=config.served_model_name,
+        threads=options.threads or max(1, config.threads // (args.prefill + args.decode)),
+    )
     with StopSignals() as stop, Supervisor() as children:
         fleet = Fleet(children, options, args)
         board = make_board(children.children)

@@ -126,11 +126,11 @@ class DecoderLayer:
 class Decoder:
     """Token ids to hidden states, hidden states to logits. Fill ``named_tensors``, then ``seal``, then call."""
 
-    def __init__(self, config: ModelConfig, storage_dtype: torch.dtype, place: Placement) -> None:
-        """``storage_dtype`` is the embedding's: it is only ever read by row, so it stays as narrow as it came."""
+    def __init__(self, config: ModelConfig, place: Placement) -> None:
         self._tied = config.tie_word_embeddings
         self._dtype = place.dtype
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, device=place.device, dtype=storage_dtype)
+        # Only ever read by row, so it stays as narrow as it came.
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, device=place.device, dtype=place.stored)
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
         self.head = Linear(config.hidden_size, config.vocab_size, False, place)

@@ -16,7 +16,7 @@ from pdserve.records import KVRegion, ScheduledSequence, SequenceOutput, StepOut
 from runner.attention import AttentionBatch
 from runner.attention.paged_torch import PagedTorchAttention
 from runner.kv_cache import KVCache
-from runner.linear import Placement, compute_dtype
+from runner.linear import Placement, compute_dtype, held_dtype
 from runner.memory import check_room
 from runner.models.decoder import Decoder
 from runner.sampler import Sampler, SampleRow
@@ -34,10 +34,10 @@ class RunnerV1:
         if self._device.type == "cpu":
             torch.set_num_threads(config.threads)
         dtype: torch.dtype = getattr(torch, config.dtype)
-        place = Placement(self._device, compute_dtype(self._device, dtype))
-        check_room(config.model, config.kv_layout, self._device, place.dtype)
+        place = Placement(self._device, dtype, compute_dtype(self._device, dtype))
+        check_room(config.model, config.kv_layout, self._device, held_dtype(place))
         with torch.inference_mode():
-            self._model = Decoder(config.model, dtype, place)
+            self._model = Decoder(config.model, place)
             load_weights(
                 Path(config.model_dir),
                 dict(self._model.named_tensors()),
