@@ -1,0 +1,54 @@
+"""Linear layers against float64, in every form that a CPU holds weights in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.linear import Linear, Placement
+
+CPU = torch.device("cpu")
+
+
+def sealed(weight: Tensor, bias: Tensor | None, place: Placement) -> Linear:
+    linear = Linear(weight.shape[1], weight.shape[0], bias is not None, place)
+    linear.weight.copy_(weight)
+    if bias is not None:
+        assert linear.bias is not None
+        linear.bias.copy_(bias)
+    linear.seal()
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("stored", "magnitude"),
+    [(dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in (1e-30, 1e-4, 0.02, 1.0, 1e6)]
+    + [(torch.float16, size) for size in (1e-4, 0.02, 1.0)],
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, with_bias: bool, tokens: int) -> None:
+    """Also where a 16-bit weight of the checkpoint is too large or too small for the format it is held in."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(96, 200, generator=generator) * magnitude).to(stored)
+    bias = torch.randn(96, generator=generator).mul(magnitude).to(stored) if with_bias else None
+    x = torch.randn(tokens, 200, generator=generator)
+    got = sealed(weight, bias, Placement(CPU, stored, torch.float32))(x)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    float32 = x @ weight.float().T + (0 if bias is None else bias.float())
+    error = (got.double() - exact).abs().max()
+    assert got.dtype == torch.float32
+    assert error <= 8 * (float32.double() - exact).abs().max()
+
+
+def test_weights_of_very_different_size_share_a_layer() -> None:
+    weight = torch.full((4, 64), 3.0e-8, dtype=torch.bfloat16)
+    weight[1:] = 200.0
+    y = sealed(weight, None, Placement(CPU, torch.bfloat16, torch.float32))(torch.ones(1, 64))
+    assert torch.allclose(y, weight.float().sum(1)[None], rtol=1e-6, atol=0)
+
+
+def test_zero_weights() -> None:
+    linear = sealed(torch.zeros(8, 16), None, Placement(CPU, torch.bfloat16, torch.float32))
+    assert torch.equal(linear(torch.ones(3, 16)), torch.zeros(3, 8))
