@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+from checkpoints import FAMILIES, make_checkpoint, reference_greedy, reference_model
+from fleet import add_tokenizer
 
 from pdserve.embedded import EMBEDDED_MODEL
 
@@ -88,6 +91,20 @@ def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Whatever the cost model hands off: the last prompt for sure."""
+    model = add_tokenizer(make_checkpoint(tmp_path / "m", family))
+    reference = reference_model(model)
+    with started(tmp_path, str(model)) as up:
+        url = up.wait_served()
+        for length in (1, 15, 16, 17, 2500):
+            prompt = random.Random(length).choices(range(3, 128), k=length)
+            body = {"model": "m", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+            choice = post(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"][0]
+            assert choice["token_ids"] == reference_greedy(reference, prompt, 16)
 
 
 def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
