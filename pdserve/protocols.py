@@ -9,11 +9,23 @@ from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
 
 
+class PendingStep(Protocol):
+    """A step that was launched: the device may still be computing it."""
+
+    def result(self) -> StepOutput:
+        """Wait until the step's tokens are on the host, and return them. Called once, in the order of launching."""
+
+
 class ModelRunner(Protocol):
     """Owns the weights, the KV cache and the state of running sequences on one rank.
 
-    V1 and V2 implement it alike; nobody above can tell them apart.
+    V1 and V2 implement it alike. All that can be told from above is ``max_in_flight``: a runner with 2 can be given the
+    next plan before the tokens of the last one are known, since it takes sampled tokens over by itself.
     """
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be launched without their results having been taken, at least 1."""
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -23,8 +35,11 @@ class ModelRunner(Protocol):
     def kv_region(self) -> KVRegion:
         """Memory of the registered KV cache."""
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one step and return its samples. A plan without scheduled sequences only updates state."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start one step. A plan without scheduled sequences only updates state.
+
+        A sequence may be scheduled for the token that an earlier step, still in flight, is sampling for it.
+        """
 
     def close(self) -> None:
         """Free device memory. Idempotent."""
