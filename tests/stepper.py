@@ -85,7 +85,7 @@ class Stepper:
             scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0, tuple(blocks)))
         plan = StepPlan(self._step, tuple(self._finished), tuple(new), tuple(scheduled))
         self._step, self._finished = self._step + 1, []
-        output = self.runner.execute(plan)
+        output = self.runner.launch(plan).result()
         assert output.step == plan.step
         assert [o.seq for o in output.outputs] == [s.seq for s in scheduled if s.num_samples]
         for item in scheduled:

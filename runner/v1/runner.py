@@ -19,6 +19,7 @@ from runner.kv_cache import KVCache
 from runner.linear import Placement, compute_dtype, held_dtype
 from runner.memory import check_room
 from runner.models.decoder import Decoder
+from runner.pending import FinishedStep
 from runner.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
 from runner.weights import load_weights
@@ -59,17 +60,21 @@ class RunnerV1:
     def kv_region(self) -> KVRegion:
         return self._cache.region
 
+    @property
+    def max_in_flight(self) -> int:
+        return 1
+
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         """One step: update the sequences, compute what is scheduled, sample where the plan says so."""
         self._update(plan)
         if not plan.scheduled:
-            return StepOutput(plan.step)
+            return FinishedStep(StepOutput(plan.step))
         rows = self._sequences.rows(plan.scheduled)
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
         hidden = self._forward(rows, lengths)
         self._sequences.num_computed[rows] += lengths
-        return StepOutput(plan.step, self._sample(plan.scheduled, rows, lengths, hidden))
+        return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, lengths, hidden)))
 
     def close(self) -> None:
         """Drop weights and cache. Idempotent; the runner cannot be used afterwards."""
