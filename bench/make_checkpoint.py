@@ -47,7 +47,8 @@ def make(directory: Path, changes: dict[str, Any]) -> None:
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, directory)
     (directory / "config.json").write_text(json.dumps(SHAPE | changes, indent=2))
-    model = Decoder(load_model_config(directory), Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16))
+    place = Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
+    model = Decoder(load_model_config(directory), place, use_triton=False)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(tensor.shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()

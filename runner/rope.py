@@ -12,38 +12,39 @@ import torch
 from torch import Tensor
 
 from pdserve.model_config import RopeConfig
+from runner.attention import HeadTurn
 from runner.linear import Placement
 
 
 class RotaryEmbedding:
-    """Angles for a batch of positions. Computed in float32 once per step, shared by all layers."""
+    """Angles for a batch of positions, in float32, shared by all layers of a step."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, place: Placement) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, place: Placement) -> None:
         self._rope = rope
-        self._place = place
         self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=place.device) / head_dim
         inv_freq, self._attention_factor = inverse_frequencies(rope, head_dim)
-        self._inv_freq = inv_freq.to(place.device)  # [head_dim / 2] float32
         self.depends_on_length = rope.rope_type == "dynamic"
+        positions = torch.arange(0 if self.depends_on_length else max_positions, device=place.device)
+        # [max_positions, head_dim]: cos, then sin
+        self._table = torch.cat(self._cos_sin(positions, inv_freq.to(place.device)), dim=1)
 
-    def cos_sin(self, positions: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin for ``apply_rotary``, each [tokens, 1, head_dim], from positions [tokens] int64.
+    def turn(self, positions: Tensor, lengths: Tensor | None) -> HeadTurn:
+        """cos and sin of positions [tokens] int64 or int32.
 
         ``lengths`` [tokens] int64 is used by dynamic NTK alone: the length of the sequence when the token is first
         computed, that is the prompt's length within a prompt and position + 1 after it. transformers does the same for
         one sequence: it never turns cached keys again.
         """
-        inv_freq = self._inv_freq
         if self.depends_on_length:
             assert lengths is not None, "dynamic rope needs lengths"
-            inv_freq = self._dynamic(lengths)
-        angles = positions[:, None].float() * inv_freq  # [tokens, head_dim / 2]
-        cos, sin = angles.cos(), angles.sin()
-        if self._attention_factor != 1.0:
-            cos, sin = cos * self._attention_factor, sin * self._attention_factor
-        cos = torch.cat((cos, cos), -1)[:, None]
-        sin = torch.cat((-sin, sin), -1)[:, None]
-        return cos.to(self._place.dtype), sin.to(self._place.dtype)
+            return HeadTurn(*self._cos_sin(positions, self._dynamic(lengths)))
+        cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
+        return HeadTurn(cos, sin)
+
+    def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [tokens, head_dim / 2], from inverse frequencies that broadcast against it."""
+        angles = positions[:, None].float() * inv_freq
+        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
         """Inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
@@ -56,8 +57,15 @@ class RotaryEmbedding:
         return inv_freq
 
 
+def widen(turn: HeadTurn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for ``apply_rotary``, each [tokens, 1, head_dim] in ``dtype``."""
+    cos = torch.cat((turn.cos, turn.cos), -1)[:, None]
+    sin = torch.cat((-turn.sin, turn.sin), -1)[:, None]
+    return cos.to(dtype), sin.to(dtype)
+
+
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads x [tokens, heads, head_dim], whose first half pairs with its second; cos, sin of ``cos_sin``."""
+    """Turn heads x [tokens, heads, head_dim], whose first half pairs with its second; cos, sin of ``widen``."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 

@@ -28,7 +28,9 @@ class AttentionBatch:
     seq_lens: NDArray[np.int32]  # [num_seqs], host: tokens whose KV is there once this step's is stored
     device_query_starts: Tensor  # [rows + 1] int32, device
     device_seq_lens: Tensor  # [rows] int32, device
-    page_table: Tensor  # [rows, max_pages] int32, device; row stride may be larger; pages from position 0, then anything
+    page_table: (
+        Tensor  # [rows, max_pages] int32, device; row stride may be larger; pages from position 0, then anything
+    )
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
 
 
@@ -51,6 +53,10 @@ class HeadNorms:
 
 class AttentionBackend(Protocol):
     """``plan`` does the host's work once per step, ``run`` one layer's."""
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether ``run`` can be captured into a CUDA graph."""
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
         """Prepare the next ``run`` calls.

@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.model_config import ModelConfig
-from runner.attention import AttentionBatch
+from runner.attention import AttentionBatch, HeadNorms, HeadTurn
 from runner.kv_cache import KVCache
 from runner.linear import Placement
+from runner.norm import rms_norm
+from runner.rope import apply_rotary, widen
 
 _TILE = 128  # queries attended at once within a chunk; measured on a CPU: 64 to 256 take 30, 27, 32 ms for 1,024
 
@@ -59,14 +61,27 @@ class _WindowPlan:
     chunks: tuple[_Chunk, ...]
 
 
+@dataclass(frozen=True)
+class _HostBatch:
+    """An AttentionBatch as numpy sees it."""
+
+    query_starts: NDArray[np.int64]  # [num_seqs + 1]
+    seq_lens: NDArray[np.int64]  # [num_seqs]
+    page_table: NDArray[np.int32]  # [num_seqs, max_pages]
+    num_tokens: int  # of the device's batch, padding and all
+
+
 class PagedTorchAttention:
-    """Implements AttentionBackend. Supports any page size, grouped queries and sliding windows."""
+    """Implements AttentionBackend. Supports any page size, grouped queries and sliding windows, but no CUDA graphs."""
+
+    supports_graphs = False
 
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
         layout = cache.layout
         self._cache = cache
         self._place = place
-        self._kv_heads, self._head_dim, self._page = layout.num_kv_heads, layout.head_dim, layout.kernel_block_size
+        self._heads, self._kv_heads, self._head_dim = config.num_heads, layout.num_kv_heads, layout.head_dim
+        self._page = layout.kernel_block_size
         self._group = config.num_heads // config.num_kv_heads
         self._windows = config.sliding_windows
         self._kv_dtype = cache.tensor.dtype
@@ -75,44 +90,83 @@ class PagedTorchAttention:
         self._head_rows = head_rows  # [num_kv_heads]
         kv_head_rows = np.concatenate((head_rows, head_rows + 1))  # K of all heads, V of all heads
         self._slot_rows = kv_head_rows * self._page  # [2 * num_kv_heads]
+        self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
-        self._slots = torch.empty(0, dtype=torch.int64)  # [num_tokens * 2 * num_kv_heads]
+        self._turn: tuple[Tensor, Tensor] | None = None  # of this step, once its first layer has run
+        self._num_tokens = 0  # of sequences, those that pad the batch not counted
+        self._stored: Tensor | None = None  # tokens that have a slot, None for all
+        self._slots = torch.empty(0, dtype=torch.int64)  # [stored tokens * 2 * num_kv_heads]
         self._plans: dict[int | None, _WindowPlan] = {}
 
-    def plan(self, batch: AttentionBatch) -> None:
-        lengths = np.diff(batch.query_starts)
-        sequences = np.repeat(np.arange(len(lengths)), lengths)
-        pages = batch.page_table[sequences, batch.positions // self._page].astype(np.int64)
-        slots = pages * (self._rows_per_page * self._page) + batch.positions % self._page
-        self._slots = self._index(slots[:, None] + self._slot_rows)
+    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
+        assert not graph, "plain torch gathers by shapes that differ from step to step"
+        query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
+        lengths = np.diff(query_starts)
+        host = _HostBatch(query_starts, seq_lens, batch.page_table.cpu().numpy(), batch.slots.shape[0])
+        self._turn, self._num_tokens = None, int(query_starts[-1])
+        self._plan_stores(batch.slots.cpu().numpy())
         self._plans = {
             window: _WindowPlan(
-                decodes=tuple(self._plan_decodes(batch, np.flatnonzero(lengths == 1), window)),
-                chunks=tuple(self._plan_chunk(batch, int(row), window) for row in np.flatnonzero(lengths > 1)),
+                decodes=tuple(self._plan_decodes(host, np.flatnonzero(lengths == 1), window)),
+                chunks=tuple(self._plan_chunk(host, int(row), window) for row in np.flatnonzero(lengths > 1)),
             )
             for window in set(self._windows)
         }
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = torch.cat((k, v), dim=1).to(self._kv_dtype).view(-1, self._head_dim)
-        self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
+    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+        q, k, v = self._turned_heads(layer, qkv, turn, norms)
+        self._store(layer, k, v)
         plan = self._plans[self._windows[layer]]
-        if len(plan.decodes) == 1 and not plan.chunks:
+        if len(plan.decodes) == 1 and not plan.chunks and isinstance(plan.decodes[0].rows, slice):
             return self._decode(layer, plan.decodes[0], q)
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        out = q.new_empty(q.shape[0], self._heads * self._head_dim)
+        out[self._num_tokens :] = 0
         for group in plan.decodes:
             out[group.rows] = self._decode(layer, group, q[group.rows])
         for chunk in plan.chunks:
             self._attend_chunk(layer, chunk, q, out)
         return out
 
+    # ------------------------------------------------------------ before attention
+
+    def _turned_heads(
+        self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim], normed and turned."""
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+        turned, v = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
+        if norms is not None:
+            fused = self._norms.get(layer)
+            if fused is None or fused.source is not norms:
+                fused = self._norms[layer] = _FusedNorms(norms, self._heads, self._kv_heads)
+            turned = rms_norm(turned, fused.weight, fused.eps)
+        if self._turn is None:
+            self._turn = widen(turn, self._place.dtype)
+        q, k = torch.split(apply_rotary(turned, *self._turn), [self._heads, self._kv_heads], dim=1)
+        return q, k, v
+
+    def _plan_stores(self, slots: NDArray[np.int64]) -> None:
+        held = slots >= 0
+        self._stored = None
+        if not held.all():
+            self._stored = self._index(np.flatnonzero(held))
+            slots = slots[held]
+        # A slot counts the tokens of one head; the cache has other heads and layers between two pages.
+        rows = slots + slots // self._page * ((self._rows_per_page - 1) * self._page)
+        self._slots = self._index(rows[:, None] + self._slot_rows)
+
+    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        both = torch.cat((k, v), dim=1)
+        if self._stored is not None:
+            both = both[self._stored]
+        rows = both.to(self._kv_dtype).view(-1, self._head_dim)
+        self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
+
     # ------------------------------------------------------------ one token per sequence
 
-    def _plan_decodes(
-        self, batch: AttentionBatch, rows: NDArray[np.int64], window: int | None
-    ) -> Iterator[_DecodeGroup]:
+    def _plan_decodes(self, batch: _HostBatch, rows: NDArray[np.int64], window: int | None) -> Iterator[_DecodeGroup]:
         tokens = batch.query_starts[rows]
-        positions = batch.positions[tokens]
+        positions = batch.seq_lens[rows] - 1
         first = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0) // self._page
         num_pages = positions // self._page - first + 1
         for members in _groups_of_similar_size(num_pages):
@@ -125,7 +179,7 @@ class PagedTorchAttention:
             if window is not None:
                 hidden |= keys <= positions[members, None] - window
             mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
-            everything = len(members) == len(batch.positions)
+            everything = len(members) == batch.num_tokens
             yield _DecodeGroup(
                 rows=slice(None) if everything else self._index(tokens[members]),
                 pages=self._page_index(pages),
@@ -140,11 +194,12 @@ class PagedTorchAttention:
 
     # ------------------------------------------------------------ several tokens of one sequence
 
-    def _plan_chunk(self, batch: AttentionBatch, row: int, window: int | None) -> _Chunk:
+    def _plan_chunk(self, batch: _HostBatch, row: int, window: int | None) -> _Chunk:
         begin, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
-        start = int(batch.positions[begin])
+        length = int(batch.seq_lens[row])
+        start = length - (end - begin)
         first_page = 0 if window is None else max(start - window + 1, 0) // self._page
-        last_page = int(batch.positions[end - 1]) // self._page
+        last_page = (length - 1) // self._page
         first_key = first_page * self._page
         band = self._bands.setdefault(window, _BandMask(window, self._place))
         tiles = []
@@ -185,6 +240,16 @@ class PagedTorchAttention:
 
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(rows.reshape(-1)).to(self._place.device, non_blocking=True)
+
+
+class _FusedNorms:
+    """Norms of query and key heads as one pass over both."""
+
+    def __init__(self, source: HeadNorms, heads: int, kv_heads: int) -> None:
+        self.source = source
+        pairs = ((source.q_weight, heads), (source.k_weight, kv_heads))
+        self.weight = torch.cat([weight.expand(count, -1) for weight, count in pairs])  # [heads + kv_heads, head_dim]
+        self.eps = torch.tensor(source.eps, device=self.weight.device)
 
 
 class _BandMask:

@@ -9,86 +9,63 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model_config import ModelConfig
-from runner.attention import AttentionBackend
+from runner.attention import AttentionBackend, HeadNorms, HeadTurn
 from runner.linear import Linear, Placement
-from runner.norm import rms_norm
-from runner.rope import RotaryEmbedding, apply_rotary
+from runner.models.ops import Ops, build_ops
+from runner.rope import RotaryEmbedding
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class RMSNorm:
-    def __init__(self, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, size: int, place: Placement, ops: Ops) -> None:
         self.weight = torch.empty(size, device=place.device, dtype=place.dtype)
-        self._eps = torch.tensor(eps, device=place.device)
+        self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        return self._ops.norm(x, self.weight)
 
-
-class HeadNorm:
-    """Qwen3's norm of every query and key head, in one pass over [tokens, num_heads + num_kv_heads, head_dim]."""
-
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
-        self._heads = (config.num_heads, config.num_kv_heads)
-        self._eps = torch.tensor(config.rms_norm_eps, device=place.device)
-        self.q_weight = torch.empty(config.head_dim, device=place.device, dtype=place.dtype)
-        self.k_weight = torch.empty_like(self.q_weight)
-        self._weight = torch.empty(0)  # [num_heads + num_kv_heads, head_dim]
-
-    def seal(self) -> None:
-        self._weight = torch.cat(
-            [w.expand(n, -1) for w, n in zip((self.q_weight, self.k_weight), self._heads, strict=True)]
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._weight, self._eps)
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add x to ``residual`` in place, and norm the sum."""
+        return self._ops.add_norm(x, residual, self.weight)
 
 
 class Attention:
     def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
         self._layer = layer
         self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._turned = self._heads + self._kv_heads  # heads that rotary embeddings turn
-        rows = (self._turned + self._kv_heads) * self._head_dim
+        rows = (self._heads + 2 * self._kv_heads) * self._head_dim
         self.qkv = Linear(config.hidden_size, rows, config.attention_bias, place)
         self.out = Linear(self._heads * self._head_dim, config.hidden_size, config.attention_bias, place)
-        self.norm = HeadNorm(config, place) if config.qk_norm else None
+        self.norms = _head_norms(config, place) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        turned, v = torch.split(heads, [self._turned, self._kv_heads], dim=1)
-        if self.norm is not None:
-            turned = self.norm(turned)
-        q, k = torch.split(apply_rotary(turned, cos, sin), [self._heads, self._kv_heads], dim=1)
-        return self.out(backend.run(self._layer, q, k, v))
+    def __call__(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
+        return self.out(backend.run(self._layer, self.qkv(x), turn, self.norms))
 
     def named_tensors(self) -> NamedTensors:
         sizes = [n * self._head_dim for n in (self._heads, self._kv_heads, self._kv_heads)]
         yield from _parts(self.qkv, ("q_proj", "k_proj", "v_proj"), sizes)
         yield from _parts(self.out, ("o_proj",), [self.out.weight.shape[0]])
-        if self.norm is not None:
-            yield "q_norm.weight", self.norm.q_weight
-            yield "k_norm.weight", self.norm.k_weight
+        if self.norms is not None:
+            yield "q_norm.weight", self.norms.q_weight
+            yield "k_norm.weight", self.norms.k_weight
 
     def seal(self) -> None:
         self.qkv.seal()
         self.out.seal()
-        if self.norm is not None:
-            self.norm.seal()
 
 
 class MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, ops: Ops) -> None:
+        self._ops = ops
         self._size = config.intermediate_size
         self.gate_up = Linear(config.hidden_size, 2 * self._size, config.mlp_bias, place)
         self.down = Linear(self._size, config.hidden_size, config.mlp_bias, place)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
     def named_tensors(self) -> NamedTensors:
         yield from _parts(self.gate_up, ("gate_proj", "up_proj"), [self._size, self._size])
@@ -100,17 +77,19 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+    def __init__(self, config: ModelConfig, layer: int, place: Placement, ops: Ops) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, place, ops)
         self.attention = Attention(config, layer, place)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.mlp = MLP(config, place)
+        self.mlp_norm = RMSNorm(config.hidden_size, place, ops)
+        self.mlp = MLP(config, place, ops)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """x [tokens, hidden_size] is changed in place and returned."""
-        x += self.attention(self.attention_norm(x), cos, sin, backend)
-        x += self.mlp(self.mlp_norm(x))
-        return x
+    def __call__(self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
+        """What is to be added to ``residual`` next, from x, its norm; all are [tokens, hidden_size].
+
+        The sum of attention is added here, in place; the caller adds the result, together with the norm that follows.
+        """
+        x = self.attention(x, turn, backend)
+        return self.mlp(self.mlp_norm.add(x, residual))
 
     def named_tensors(self) -> NamedTensors:
         yield "input_layernorm.weight", self.attention_norm.weight
@@ -126,32 +105,36 @@ class DecoderLayer:
 class Decoder:
     """Token ids to hidden states, hidden states to logits. Fill ``named_tensors``, then ``seal``, then call."""
 
-    def __init__(self, config: ModelConfig, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, use_triton: bool) -> None:
         self._tied = config.tie_word_embeddings
         self._dtype = place.dtype
+        ops = build_ops(config.rms_norm_eps, place, use_triton)
         # Only ever read by row, so it stays as narrow as it came.
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device=place.device, dtype=place.stored)
-        self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.layers = [DecoderLayer(config, layer, place, ops) for layer in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, place, ops)
+        self._next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         self.head = Linear(config.hidden_size, config.vocab_size, False, place)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, place)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, place)
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, lengths: Tensor | None, backend: AttentionBackend
     ) -> Tensor:
-        """Hidden states [tokens, hidden_size], before the last norm, of input_ids and positions [tokens] int64.
+        """Hidden states [tokens, hidden_size], normed for ``logits``, of input_ids and positions [tokens], integers.
 
-        ``lengths``: see RotaryEmbedding.cos_sin. ``backend`` has planned the same tokens.
+        ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. Nothing waits for the device, so
+        that on a GPU the call can be captured into a graph.
         """
-        cos, sin = self.rotary.cos_sin(positions, lengths)
-        x = F.embedding(input_ids, self.embedding).to(self._dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, backend)
+        turn = self.rotary.turn(positions, lengths)
+        residual = F.embedding(input_ids, self.embedding).to(self._dtype)
+        x = self.layers[0].attention_norm(residual)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            x = next_norm.add(layer(x, residual, turn, backend), residual)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab_size] from hidden states [rows, hidden_size]."""
-        return self.head(self.norm(hidden))
+        """[rows, vocab_size] from rows of hidden states [rows, hidden_size]."""
+        return self.head(hidden)
 
     def named_tensors(self) -> NamedTensors:
         """Every tensor of the checkpoint with the memory it belongs in."""
@@ -171,6 +154,11 @@ class Decoder:
         self.head.seal()
         for layer in self.layers:
             layer.seal()
+
+
+def _head_norms(config: ModelConfig, place: Placement) -> HeadNorms:
+    q_weight = torch.empty(config.head_dim, device=place.device, dtype=place.dtype)
+    return HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
 
 
 def _parts(linear: Linear, names: tuple[str, ...], sizes: list[int]) -> NamedTensors:

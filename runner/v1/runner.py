@@ -14,7 +14,7 @@ from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.records import KVRegion, ScheduledSequence, SequenceOutput, StepOutput, StepPlan
 from runner.attention import AttentionBatch
-from runner.attention.paged_torch import PagedTorchAttention
+from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
 from runner.linear import Placement, compute_dtype, held_dtype
 from runner.memory import check_room
@@ -38,7 +38,7 @@ class RunnerV1:
         place = Placement(self._device, dtype, compute_dtype(self._device, dtype))
         check_room(config.model, config.kv_layout, self._device, held_dtype(place))
         with torch.inference_mode():
-            self._model = Decoder(config.model, place)
+            self._model = Decoder(config.model, place, use_triton=config.attention_backend != "torch")
             load_weights(
                 Path(config.model_dir),
                 dict(self._model.named_tensors()),
@@ -47,7 +47,9 @@ class RunnerV1:
             )
             self._model.seal()
             self._cache = KVCache(config.kv_layout, self._device)
-            self._attention = PagedTorchAttention(config.model, self._cache, place)
+            self._attention = build_backend(
+                config.attention_backend, config.model, self._cache, place, config.max_num_seqs, config.max_batch_tokens
+            )
             self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, config.kv_layout)
         self._page_size = config.kv_layout.kernel_block_size
@@ -96,12 +98,24 @@ class RunnerV1:
         """Hidden states [tokens, hidden_size] of the next ``lengths`` tokens of each sequence."""
         table = self._sequences
         starts = table.num_computed[rows]
+        seq_lens = starts + lengths
         query_starts = np.concatenate(([0], lengths.cumsum()))
         token_rows = np.repeat(rows, lengths)
         positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
-        assert (starts + lengths <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
-        max_pages = int((starts + lengths - 1).max()) // self._page_size + 1
-        self._attention.plan(AttentionBatch(positions, query_starts, table.pages[rows, :max_pages]))
+        assert (seq_lens <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
+        pages = table.pages[token_rows, positions // self._page_size].astype(np.int64)
+        max_pages = int(seq_lens.max() - 1) // self._page_size + 1
+        query_starts, seq_lens = query_starts.astype(np.int32), seq_lens.astype(np.int32)
+        self._attention.plan(
+            AttentionBatch(
+                query_starts=query_starts,
+                seq_lens=seq_lens,
+                device_query_starts=torch.from_numpy(query_starts).to(self._device),
+                device_seq_lens=torch.from_numpy(seq_lens).to(self._device),
+                page_table=torch.from_numpy(table.pages[rows, :max_pages]).to(self._device),
+                slots=self._to_device(pages * self._page_size + positions % self._page_size),
+            )
+        )
         return self._model(
             self._to_device(table.token_ids[token_rows, positions]),
             self._to_device(positions),

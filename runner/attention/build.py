@@ -1,0 +1,29 @@
+"""From a backend's name to the backend. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from pdserve.model_config import ModelConfig
+from runner.attention import AttentionBackend
+from runner.kv_cache import KVCache
+from runner.linear import Placement
+
+
+def build_backend(
+    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_tokens: int
+) -> AttentionBackend:
+    """The backend of ``pdserve.config.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
+
+    ``max_num_seqs`` and ``max_tokens`` bound the rows and the tokens of a step.
+    """
+    if name == "torch":
+        from runner.attention.paged_torch import PagedTorchAttention
+
+        return PagedTorchAttention(config, cache, place)
+    if name == "triton":
+        from runner.attention.paged_triton import PagedTritonAttention
+
+        return PagedTritonAttention(config, cache, place, max_num_seqs, max_tokens)
+    assert name == "flashinfer", name
+    from runner.attention.flashinfer import FlashInferAttention
+
+    return FlashInferAttention(config, cache, place, max_num_seqs, max_tokens)
