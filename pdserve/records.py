@@ -49,6 +49,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are cut off before one is drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities (natural log, of the model's raw distribution) at one output position."""

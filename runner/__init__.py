@@ -9,19 +9,20 @@ import os
 from collections.abc import Callable
 
 from pdserve.config import NodeConfig
-from pdserve.errors import ConfigError
 from pdserve.protocols import ModelRunner
 
 
 def build(config: NodeConfig, progress: Callable[[str, float], None]) -> ModelRunner:
     """Load the model and allocate the KV cache. ``progress`` is told (stage, fraction between 0 and 1).
 
-    Raises CheckpointError, CapacityError or ConfigError.
+    Raises CheckpointError or CapacityError.
     """
-    if config.decision.runner != "V1":
-        raise ConfigError(f"runner {config.decision.runner!r} is not part of this version; choose V1")
     if config.device.kind == "cpu":
         _let_threads_spin_briefly()
+    if config.decision.runner == "V2":
+        from runner.v2.runner import RunnerV2
+
+        return RunnerV2(config, progress)
     from runner.v1.runner import RunnerV1
 
     return RunnerV1(config, progress)

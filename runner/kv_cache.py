@@ -38,6 +38,11 @@ class KVCache:
         self.token_rows = [flat.view(-1, layout.head_dim)[layer * 2 * page :] for layer in range(layout.num_layers)]
         self.page_rows = [flat.view(-1, page * layout.head_dim)[layer * 2 :] for layer in range(layout.num_layers)]
 
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero every block."""
+        self.tensor.zero_()
+
     @property
     def region(self) -> KVRegion:
         return KVRegion(

@@ -30,11 +30,15 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 
 
+def choice_keys(seeds: Sequence[int], choices: Sequence[int]) -> NDArray[np.uint64]:
+    """What a key is before it meets the position: mix64(mix64(seed + G) ^ choice)."""
+    key = np.array([(seed + _GOLDEN_64) & _MASK_64 for seed in seeds], dtype=np.uint64)
+    return _mix64(_mix64(key) ^ np.array(choices, dtype=np.uint64))
+
+
 def row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
     """The 64-bit key of each row."""
-    key = np.array([(seed + _GOLDEN_64) & _MASK_64 for seed in seeds], dtype=np.uint64)
-    key = _mix64(key) ^ np.array(choices, dtype=np.uint64)
-    return _mix64(_mix64(key) ^ np.array(positions, dtype=np.uint64))
+    return _mix64(choice_keys(seeds, choices) ^ np.array(positions, dtype=np.uint64))
 
 
 def gumbel_noise(keys: NDArray[np.uint64], token_ids: Tensor) -> Tensor:

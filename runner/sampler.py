@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.records import Sample, SamplingParams, TokenLogprobs
 from runner.noise import gumbel_noise, row_keys
 
-_MIN_TEMPERATURE = 1e-5  # below it float32 logits overflow; at it the best token wins anyway
+MIN_TEMPERATURE = 1e-5  # below it float32 logits overflow; at it the best token wins anyway
 _CANDIDATES = 1024  # how many of the best tokens are sorted before sorting all of them is tried
 
 
@@ -59,7 +59,7 @@ class Sampler:
         """Logits with bias, min_tokens and penalties applied; the raw ones themselves when nobody asked for any."""
         biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
         forced = [i for i, row in enumerate(rows) if len(row.tokens) - row.prompt_len < row.params.min_tokens]
-        penalized = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+        penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
         if not (biased or forced or penalized):
             return raw
         logits = raw.clone()
@@ -96,7 +96,7 @@ class Sampler:
     # ------------------------------------------------------------ drawing
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        logits = logits / self._column(rows, lambda p: max(p.temperature, _MIN_TEMPERATURE))
+        logits = logits / self._column(rows, lambda p: max(p.temperature, MIN_TEMPERATURE))
         truncated = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
         if truncated:
             index = self._index(truncated)
@@ -160,7 +160,3 @@ class Sampler:
 
     def _index(self, values: Sequence[int] | NDArray[np.integer]) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,13 +15,12 @@ from pdserve.records import KVRegion, ScheduledSequence, SequenceOutput, StepOut
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
-from runner.linear import Placement, compute_dtype, held_dtype
-from runner.memory import check_room
-from runner.models.decoder import Decoder
+from runner.kv_room import layout_that_fits
+from runner.loading import LoadedModel
 from runner.pending import FinishedStep
 from runner.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
-from runner.weights import load_weights
+from runner.warmup import run_largest_steps
 
 
 class RunnerV1:
@@ -30,29 +28,34 @@ class RunnerV1:
 
     def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
         """Load the model. Raises CapacityError before, CheckpointError while reading the weights."""
-        kind = config.device.kind
-        self._device = torch.device(f"cuda:{config.device.index}" if kind == "cuda" else kind)
-        if self._device.type == "cpu":
-            torch.set_num_threads(config.threads)
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        place = Placement(self._device, dtype, compute_dtype(self._device, dtype))
-        check_room(config.model, config.kv_layout, self._device, held_dtype(place))
+        self._loaded = LoadedModel(config, progress)
+        self._device = self._loaded.device
+        self._page_size = config.kv_layout.kernel_block_size
+        layout = config.kv_layout
+        if config.measure_kv_memory:
+            layout = layout_that_fits(config, self._device, self._try_out)
+        self._allocate(config, layout)
+
+    def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
         with torch.inference_mode():
-            self._model = Decoder(config.model, place, use_triton=config.attention_backend != "torch")
-            load_weights(
-                Path(config.model_dir),
-                dict(self._model.named_tensors()),
-                config.model.tie_word_embeddings,
-                lambda fraction: progress("loading weights", fraction),
-            )
-            self._model.seal()
-            self._cache = KVCache(config.kv_layout, self._device)
+            self._cache = KVCache(layout, self._device)
             self._attention = build_backend(
-                config.attention_backend, config.model, self._cache, place, config.max_num_seqs, config.max_batch_tokens
+                config.attention_backend,
+                config.model,
+                self._cache,
+                self._loaded.place,
+                config.max_num_seqs,
+                config.max_batch_tokens,
             )
             self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
-        self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, config.kv_layout)
-        self._page_size = config.kv_layout.kernel_block_size
+        self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
+
+    def _try_out(self, config: NodeConfig, layout: KVLayout) -> int:
+        """Run the largest steps on a small cache; no memory is kept beyond their peak."""
+        self._allocate(config, layout)
+        run_largest_steps(self, config)
+        del self._cache, self._attention, self._sampler
+        return 0
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -80,7 +83,7 @@ class RunnerV1:
 
     def close(self) -> None:
         """Drop weights and cache. Idempotent; the runner cannot be used afterwards."""
-        for name in ("_model", "_cache", "_attention", "_sampler"):
+        for name in ("_loaded", "_cache", "_attention", "_sampler"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -116,7 +119,7 @@ class RunnerV1:
                 slots=self._to_device(pages * self._page_size + positions % self._page_size),
             )
         )
-        return self._model(
+        return self._loaded.decoder(
             self._to_device(table.token_ids[token_rows, positions]),
             self._to_device(positions),
             self._rope_lengths(rows, lengths, positions),
@@ -126,7 +129,7 @@ class RunnerV1:
     def _rope_lengths(
         self, rows: NDArray[np.int64], lengths: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Tensor | None:
-        if not self._model.rotary.depends_on_length:
+        if not self._loaded.decoder.rotary.depends_on_length:
             return None
         prompts = np.array([self._sequences.record(row).prompt_len for row in rows])
         return self._to_device(np.maximum(np.repeat(prompts, lengths), positions + 1))
@@ -151,7 +154,7 @@ class RunnerV1:
                 choice = n if several else record.choice
                 draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
         last = lengths.cumsum()[sampling] - 1
-        logits = self._model.logits(hidden if len(last) == len(hidden) else hidden[self._to_device(last)])
+        logits = self._loaded.decoder.logits(hidden if len(last) == len(hidden) else hidden[self._to_device(last)])
         samples = iter(self._sampler.sample(logits, draws))
         outputs = []
         for i in sampling:

@@ -1,0 +1,123 @@
+"""Triton kernels that turn the state of sequences into a step's inputs, and take its results back in.
+
+``do_not_specialize`` everywhere: Triton would otherwise compile a kernel anew when a count happens to be 1 or divisible
+by 16, in the middle of serving.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WRITE_CHUNK = 1024  # words
+
+
+@triton.jit
+def apply_writes_kernel(state, words, CHUNK: tl.constexpr):
+    """Ragged writes: words[source : source + length] to state[destination …]. Grid (writes, chunks of the longest)."""
+    entry = words + 3 * tl.program_id(0)
+    destination = tl.load(entry)
+    source = tl.load(entry + 1)
+    length = tl.load(entry + 2)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    mask = at < length
+    tl.store(state + destination + at, tl.load(words + source + at, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "idx_mapping_at", "query_starts_at", "token_stride", "block_stride"])
+def build_inputs_kernel(
+    words,  # [*] int32: the upload
+    idx_mapping_at,  # its words: the slot of each sequence [num_seqs]
+    query_starts_at,  # and where its tokens begin [num_seqs + 1]
+    num_seqs,
+    token_ids,  # state: [slots, token_stride]
+    blocks,  # state: [slots, block_stride]
+    num_computed,  # state: [slots]
+    token_stride,
+    block_stride,
+    input_ids,  # out [tokens] int32
+    positions,  # out [tokens] int64
+    slot_mapping,  # out [tokens] int64
+    seq_lens,  # out [rows] int32
+    query_starts,  # out [rows + 1] int32
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A program per row. Rows beyond the sequences pad a batch of single tokens: they compute, but store no KV."""
+    row = tl.program_id(0)
+    if row >= num_seqs:
+        token = tl.load(words + query_starts_at + num_seqs) + row - num_seqs
+        tl.store(input_ids + token, 0)
+        tl.store(positions + token, 0)
+        tl.store(slot_mapping + token, -1)
+        tl.store(seq_lens + row, 0)
+        tl.store(query_starts + row + 1, token + 1)
+    else:
+        slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+        begin = tl.load(words + query_starts_at + row)
+        end = tl.load(words + query_starts_at + row + 1)
+        computed = tl.load(num_computed + slot)
+        if row == 0:
+            tl.store(query_starts, 0)
+        tl.store(query_starts + row + 1, end)
+        tl.store(seq_lens + row, computed + end - begin)
+        for chunk in range(0, end - begin, CHUNK):
+            at = chunk + tl.arange(0, CHUNK)
+            mask = at < end - begin
+            position = computed + at
+            tl.store(input_ids + begin + at, tl.load(token_ids + slot * token_stride + position, mask=mask), mask=mask)
+            tl.store(positions + begin + at, position.to(tl.int64), mask=mask)
+            block = tl.load(blocks + slot * block_stride + position // BLOCK_SIZE, mask=mask, other=0)
+            # Pages of a block are adjacent, so a token's place does not depend on the page size.
+            tl.store(slot_mapping + begin + at, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "idx_mapping_at", "block_stride", "page_stride"])
+def build_page_table_kernel(
+    words,
+    idx_mapping_at,
+    num_seqs,
+    blocks,  # state: [slots, block_stride]
+    block_stride,
+    seq_lens,  # [rows] int32
+    page_table,  # out [rows, page_stride] int32
+    page_stride,
+    PAGE_SIZE: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages)."""
+    row = tl.program_id(0)
+    pages = (tl.load(seq_lens + row) + PAGE_SIZE - 1) // PAGE_SIZE
+    begin = tl.program_id(1) * CHUNK
+    if (row < num_seqs) & (begin < pages):
+        slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+        at = begin + tl.arange(0, CHUNK)
+        mask = at < pages
+        block = tl.load(blocks + slot * block_stride + at // PAGES_PER_BLOCK, mask=mask, other=0)
+        page = block * PAGES_PER_BLOCK + at % PAGES_PER_BLOCK
+        tl.store(page_table + row.to(tl.int64) * page_stride + at, page, mask=mask)
+
+
+@triton.jit(do_not_specialize=["idx_mapping_at", "query_starts_at", "draw_of_row_at", "token_stride"])
+def take_samples_kernel(
+    words,
+    idx_mapping_at,
+    query_starts_at,
+    draw_of_row_at,  # words: which of the drawn tokens continues each sequence, -1 for none [num_seqs]
+    sampled,  # [draws] int32
+    token_ids,  # state: [slots, token_stride]
+    num_computed,  # state: [slots]
+    num_tokens,  # state: [slots]
+    token_stride,
+):
+    """The end of a step: its tokens are computed, its samples are known. A program per sequence."""
+    row = tl.program_id(0)
+    slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+    length = tl.load(words + query_starts_at + row + 1) - tl.load(words + query_starts_at + row)
+    tl.store(num_computed + slot, tl.load(num_computed + slot) + length)
+    draw = tl.load(words + draw_of_row_at + row)
+    if draw >= 0:
+        known = tl.load(num_tokens + slot)
+        tl.store(token_ids + slot * token_stride + known, tl.load(sampled + draw))
+        tl.store(num_tokens + slot, known + 1)

@@ -1,0 +1,91 @@
+"""The buffers a step's inputs are built in. Their addresses never change, so captured graphs may read them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pdserve.kv import KVLayout
+from runner.attention import AttentionBatch
+from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
+from runner.v2.slots import ScheduledBatch
+from runner.v2.state import DeviceState, Upload
+
+_TOKEN_CHUNK = 1024
+_PAGE_CHUNK = 256
+
+
+class StepInputs:
+    def __init__(self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device) -> None:
+        self._layout = layout
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
+
+    def build(self, batch: ScheduledBatch, rows: int, state: DeviceState, upload: Upload) -> AttentionBatch:
+        """Fill the buffers on the device's stream. Rows beyond the batch's sequences are padding.
+
+        The upload's first two arrays are the batch's slots and query starts.
+        """
+        idx_at, starts_at = upload.arrays_at[:2]
+        layout, num_seqs = self._layout, len(batch.slots)
+        build_inputs_kernel[(rows,)](
+            upload.words,
+            idx_at,
+            starts_at,
+            num_seqs,
+            state.token_ids,
+            state.blocks,
+            state.num_computed,
+            state.token_ids.stride(0),
+            state.blocks.stride(0),
+            self.input_ids,
+            self.positions,
+            self._slot_mapping,
+            self._seq_lens,
+            self._query_starts,
+            BLOCK_SIZE=layout.block_size,
+            CHUNK=_TOKEN_CHUNK,
+        )
+        longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
+        build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK))](
+            upload.words,
+            idx_at,
+            num_seqs,
+            state.blocks,
+            state.blocks.stride(0),
+            self._seq_lens,
+            self._page_table,
+            self._page_table.stride(0),
+            PAGE_SIZE=layout.kernel_block_size,
+            PAGES_PER_BLOCK=layout.pages_per_block,
+            CHUNK=_PAGE_CHUNK,
+        )
+        return AttentionBatch(
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            device_query_starts=self._query_starts[: rows + 1],
+            device_seq_lens=self._seq_lens[:rows],
+            page_table=self._page_table[:rows],
+            slots=self._slot_mapping[: batch.num_tokens + rows - num_seqs],
+        )
+
+    def padding(self, rows: int) -> AttentionBatch:
+        """A batch of single tokens at position 0 that store nothing."""
+        self.input_ids[:rows] = 0
+        self.positions[:rows] = 0
+        self._slot_mapping[:rows] = -1
+        self._seq_lens[:rows] = 1
+        self._query_starts[: rows + 1] = torch.arange(rows + 1, dtype=torch.int32)
+        self._page_table[:rows, 0] = 0
+        return AttentionBatch(
+            query_starts=np.arange(rows + 1, dtype=np.int32),
+            seq_lens=np.ones(rows, dtype=np.int32),
+            device_query_starts=self._query_starts[: rows + 1],
+            device_seq_lens=self._seq_lens[:rows],
+            page_table=self._page_table[:rows],
+            slots=self._slot_mapping[:rows],
+        )

@@ -1,0 +1,116 @@
+"""Which sequence has which slot, and what the host knows of it: everything but the tokens still being computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.records import NewSequence, ScheduledSequence
+from runner.v2.state import DeviceState, Uploader
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """The sequences of one step, on the host."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    slots: NDArray[np.int32]  # [num_seqs]
+    query_starts: NDArray[np.int32]  # [num_seqs + 1]
+    seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
+    sampling: NDArray[np.int64]  # rows that sample
+    draw_of_row: NDArray[np.int32]  # [num_seqs]: which of the step's draws continues the sequence, -1 for none
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def decodes_only(self) -> bool:
+        return self.num_tokens == len(self.slots)
+
+    @property
+    def every_token_samples(self) -> bool:
+        return self.num_tokens == len(self.sampling)
+
+    @property
+    def last_tokens(self) -> NDArray[np.int32]:
+        """The last token of each sampling row."""
+        return self.query_starts[1:][self.sampling] - 1
+
+    @property
+    def sampling_sequences(self) -> tuple[ScheduledSequence, ...]:
+        if len(self.sampling) == len(self.scheduled):
+            return self.scheduled
+        return tuple(self.scheduled[row] for row in self.sampling)
+
+
+class Slots:
+    """Rows of the device's state. Changes go to the uploader; a slot is free again as soon as its sequence is removed.
+
+    That is safe while a launched step still uses the slot: whatever is written for the next owner is written by a later
+    step on the same stream. And a late result finds its request by the sequence's number, which is never used again.
+    """
+
+    def __init__(self, state: DeviceState, uploader: Uploader) -> None:
+        count = state.num_tokens.shape[0]
+        self._state = state
+        self._uploader = uploader
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(count - 1, -1, -1))
+        self._records: list[NewSequence | None] = [None] * count
+        self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
+        self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def add(self, new: NewSequence) -> None:
+        assert new.seq not in self._slot_of, f"sequence {new.seq} was added twice"
+        assert self._free, "more sequences than slots"
+        slot = self._free.pop()
+        self._slot_of[new.seq] = slot
+        self._records[slot] = new
+        state, write = self._state, self._uploader.write
+        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, len(new.token_ids), 0
+        write(state.offset(state.token_ids, slot, 0), np.array(new.token_ids, dtype=np.int32))
+        write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
+        write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
+        self.add_blocks(new.seq, new.block_ids)
+
+    def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
+        slot = self._slot_of[seq]
+        first = int(self._num_blocks[slot])
+        self._uploader.write(self._state.offset(self._state.blocks, slot, first), np.array(block_ids, dtype=np.int32))
+        self._num_blocks[slot] += len(block_ids)
+
+    def remove(self, seq: int) -> None:
+        """Forget a sequence. One that is not known is ignored: it was never scheduled."""
+        slot = self._slot_of.pop(seq, None)
+        if slot is not None:
+            self._records[slot] = None
+            self._free.append(slot)
+
+    def record(self, slot: int) -> NewSequence:
+        record = self._records[slot]
+        assert record is not None
+        return record
+
+    def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> ScheduledBatch:
+        """Put a step together and count its tokens and samples as done."""
+        slots = np.array([self._slot_of[s.seq] for s in scheduled], dtype=np.int32)
+        lengths = np.array([s.num_tokens for s in scheduled], dtype=np.int32)
+        samples = np.array([s.num_samples for s in scheduled], dtype=np.int32)
+        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        self.num_computed[slots] += lengths
+        seq_lens = self.num_computed[slots]
+        assert (seq_lens <= self.num_tokens[slots]).all(), "a plan schedules tokens that do not exist yet"
+        draw_of_row = np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32)
+        return ScheduledBatch(scheduled, slots, query_starts, seq_lens, np.flatnonzero(samples), draw_of_row)
+
+    def count_samples(self, batch: ScheduledBatch) -> None:
+        """Each sampling sequence has one more token, known to the device alone for now."""
+        self.num_tokens[batch.slots[batch.sampling]] += 1

@@ -1,0 +1,96 @@
+"""What the device knows of sequences, and how the host tells it of changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runner.kernels.step import WRITE_CHUNK, apply_writes_kernel
+
+RING = 4  # uploads that may be on their way at once: two steps in flight, one being written, one to spare
+
+
+class DeviceState:
+    """Three tables with a row per slot, all views of one int32 allocation, so that one kernel writes to any of them."""
+
+    def __init__(self, slots: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
+        sizes = (slots * max_tokens, slots * max_blocks, slots, slots)
+        assert sum(sizes) < 2**31, "offsets into the state are int32"
+        self.flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        token_ids, blocks, self.num_computed, self.num_tokens = self.flat.split(sizes)  # the last two: [slots]
+        self.token_ids = token_ids.view(slots, max_tokens)  # [slots, max_tokens]: prompt, then what was sampled
+        self.blocks = blocks.view(slots, max_blocks)  # [slots, max_blocks]: block ids from position 0 on
+
+    def offset(self, table: Tensor, *index: int) -> int:
+        """Where an element of one of the tables lies in ``flat``."""
+        within = sum(i * stride for i, stride in zip(index, table.stride(), strict=True))
+        return table.storage_offset() + within
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One step's message to the device: int32 words, and where in it things begin."""
+
+    words: Tensor  # [capacity] int32, device: first num_writes times (destination, source, length)
+    num_writes: int
+    longest_write: int  # words
+    arrays_at: tuple[int, ...]  # word offsets of the arrays given to ``send``
+
+    def array(self, index: int, length: int) -> Tensor:
+        """One of the arrays given to ``send``: [length] int32."""
+        return self.words[self.arrays_at[index] : self.arrays_at[index] + length]
+
+
+class Uploader:
+    """Collects writes to the state and sends them, with a step's own arrays, in one copy from pinned memory."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._device = device
+        self._writes: list[tuple[int, NDArray[np.int32]]] = []
+        self._turn = 0
+        self._host: list[Tensor] = []
+        self._words = torch.empty(0)
+        self._allocate(capacity)
+
+    def write(self, destination: int, values: NDArray[np.int32]) -> None:
+        """Have ``values`` in the state at ``destination`` before the next step. ``values`` are not copied before."""
+        self._writes.append((destination, values))
+
+    def send(self, *arrays: NDArray[np.int32]) -> Upload:
+        """Start the copy of all collected writes and ``arrays``; later work on the stream finds them on the device."""
+        values = [values for _, values in self._writes]
+        lengths = np.array([len(v) for v in values], dtype=np.int64)
+        head = 3 * len(values)
+        sources = head + lengths.cumsum() - lengths
+        table = np.empty((len(values), 3), dtype=np.int32)
+        table[:, 0] = [destination for destination, _ in self._writes]
+        table[:, 1], table[:, 2] = sources, lengths
+        parts = [table.reshape(-1), *values, *arrays]
+        starts = np.array([len(part) for part in parts]).cumsum()
+        total = int(starts[-1])
+        if total > self._words.numel():
+            self._allocate(2 * total)
+        host = self._host[self._turn]
+        np.concatenate(parts, out=host.numpy()[:total])
+        self._words[:total].copy_(host[:total], non_blocking=True)
+        self._turn = (self._turn + 1) % RING
+        self._writes = []
+        ends = starts[1 + len(values) :]
+        arrays_at = tuple(int(end) - len(array) for end, array in zip(ends, arrays, strict=True))
+        return Upload(self._words, len(values), int(lengths.max(initial=0)), arrays_at)
+
+    def apply(self, upload: Upload, state: DeviceState) -> None:
+        """Carry out the writes of an upload."""
+        if upload.num_writes:
+            grid = (upload.num_writes, -(-upload.longest_write // WRITE_CHUNK))
+            apply_writes_kernel[grid](state.flat, upload.words, CHUNK=WRITE_CHUNK)
+
+    def _allocate(self, capacity: int) -> None:
+        # Copies that are on their way keep what they read: the caching allocators know of them.
+        pinned = self._device.type == "cuda"
+        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._words = torch.empty(capacity, dtype=torch.int32, device=self._device)

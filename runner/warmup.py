@@ -1,0 +1,64 @@
+"""Steps that no request asked for: they compile every kernel before the first one does, and show what steps need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdserve.config import NodeConfig
+from pdserve.protocols import ModelRunner
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+#: A request that makes use of everything.
+DEMANDING = SamplingParams(
+    max_tokens=1,
+    min_tokens=1,
+    temperature=0.5,
+    top_k=5,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    logit_bias={0: 1.0},
+    stop_token_ids=(1,),
+    logprobs=1,
+)
+
+
+def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
+    """A step of as many prompt tokens as are allowed, and one of as many demanding sequences."""
+    longest = min(config.max_batch_tokens, config.max_model_len - 2)
+    whole, rest = divmod(config.max_batch_tokens, longest)
+    run_prompts(runner, config, [longest] * min(whole, config.max_num_seqs) + ([rest] if rest else []), GREEDY)
+    run_prompts(runner, config, [config.max_batch_tokens // config.max_num_seqs] * config.max_num_seqs, DEMANDING)
+
+
+def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
+    """One request, and a few, of either kind: the shapes that kernels may be compiled for separately."""
+    few = min(3, config.max_num_seqs)
+    for sampling in (GREEDY, DEMANDING):
+        run_prompts(runner, config, [1], sampling)
+        run_prompts(runner, config, [config.kv_layout.block_size + 1], sampling)
+        run_prompts(runner, config, [2] * few, sampling)
+
+
+def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
+    """Prompts of these lengths in one step, two decode steps of all of them, and their end.
+
+    They share blocks and overwrite each other's KV: nothing reads their tokens.
+    """
+    lengths = [max(1, min(length, config.max_model_len - 2)) for length in lengths]
+    block_size, num_blocks = runner.kv_layout.block_size, runner.kv_layout.num_blocks
+    new = []
+    for index, length in enumerate(lengths):
+        blocks = tuple((index + at) % num_blocks for at in range((length + 2) // block_size + 1))
+        new.append(NewSequence(-1 - index, (0,) * length, length, 0, blocks, sampling))
+    seqs = [sequence.seq for sequence in new]
+    prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
+    tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)
+    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts)).result()
+    for _ in range(2):
+        runner.launch(StepPlan(-1, scheduled=tokens)).result()
+    runner.launch(StepPlan(-1, finished=tuple(seqs))).result()
