@@ -132,6 +132,7 @@ async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: 
     config = resolve(options, detect_device(options.device))
     for choice in config.choices:
         _log.info("%s", choice)
+    _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node = Node(role, config, server, front.node_id or address)
     health = Health(server, role.services)
     add_node_service(node)

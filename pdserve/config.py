@@ -9,11 +9,22 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.backends import (
+    COMMON_PAGES,
+    Platform,
+    check_backend,
+    choose_backend,
+    choose_page_size,
+    find_platform,
+)
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hub import resolve_model, weights_fingerprint
-from pdserve.kv import DTYPE_BYTES, KVLayout, choose_kernel_block_size
-from pdserve.model_config import ModelConfig, load_model_config
-from pdserve.oracle import VARIABLE, Decision, decide
+from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.model_config import ModelConfig, load_model_config, num_parameters
+from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide
+
+LOAD_FORMATS = ("auto", "dummy")
+CUDA_GRAPHS = ("auto", "on", "off")
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,14 +34,16 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
+    load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
+    cuda_graphs: str = "auto"  # auto: where V2 runs on a GPU
     max_num_seqs: int = 256  # sequences decoding at once
-    max_batch_tokens: int = 2048  # tokens of one step
+    max_batch_tokens: int | None = None  # tokens of one step
     max_waiting: int = 1024  # requests queued for room; more are refused
     threads: int | None = None  # of torch, on CPU
 
@@ -52,10 +65,14 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str
     device: DeviceInfo
     dtype: str
+    load_format: str
     max_model_len: int
     kv_layout: KVLayout
+    measure_kv_memory: bool  # the runner measures how many blocks there is room for; kv_layout has an estimate
+    gpu_memory_utilization: float  # share of the GPU's memory that weights, steps and KV cache take together
     attention_backend: str
     decision: Decision
+    cuda_graphs: bool
     max_num_seqs: int
     max_batch_tokens: int
     max_waiting: int
@@ -64,70 +81,64 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[str, ...] = ()  # every "auto", what it became, and why
 
 
-#: Attention backends and the page sizes they can index; None is any size.
-ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {"torch": None}
-
 _CPU_KV_MEMORY = 1 << 30
-_CUDA_RESERVE = 2 << 30  # activations and workspaces; a measured profile will replace it
+_CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a larger step fills a GPU better, a smaller one holds others up less
 
 
-def resolve(options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str] = os.environ) -> NodeConfig:
+def resolve(
+    options: NodeOptions,
+    device: DeviceInfo,
+    environ: Mapping[str, str] = os.environ,
+    platform: Platform | None = None,
+) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    Raises ConfigError or CapacityError, naming value, limit and remedy.
+    ``platform`` is found where none is given. Raises ConfigError or CapacityError, naming value, limit and remedy.
     """
-    _check_ranges(options)
-    model_dir = resolve_model(options.model)
+    _check_options(options)
+    model_dir = resolve_model(options.model, weights=options.load_format != "dummy")
     model = load_model_config(model_dir)
+    platform = platform or find_platform(device.kind, environ)
     choices: list[str] = []
     dtype = _choose_dtype(options.dtype, model, choices)
-    backend = _choose_backend(options.attention_backend, choices)
-    page = choose_kernel_block_size(
-        options.block_size, options.kernel_block_size, [(backend, ATTENTION_BACKENDS[backend])]
-    )
-    if options.kernel_block_size is None:
-        choices.append(f"kernel_block_size={page}: the largest page of backend {backend!r} that divides block_size")
-    one_block = KVLayout(
-        num_blocks=1,
-        block_size=options.block_size,
-        kernel_block_size=page,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
-    memory = _choose_kv_memory(options, device, model_dir, choices)
-    num_blocks = memory // one_block.block_bytes
-    layout = msgspec.structs.replace(one_block, num_blocks=num_blocks)
-    max_model_len = _choose_max_model_len(options, model, layout, choices)
-    threads = options.threads or len(os.sched_getaffinity(0))
+    backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
+    decision = decide(_facts(options, platform, model, backend), environ.get(VARIABLE))
+    layout = _choose_layout(options, device, model, dtype, backend, choices)
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
         served_model_name=options.served_model_name or model_name(options.model),
         device=device,
         dtype=dtype,
-        max_model_len=max_model_len,
+        load_format=options.load_format,
+        max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
         kv_layout=layout,
+        measure_kv_memory=_measures(options, device),
+        gpu_memory_utilization=options.gpu_memory_utilization,
         attention_backend=backend,
-        decision=decide(environ.get(VARIABLE)),
+        decision=decision,
+        cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=options.max_batch_tokens,
+        max_batch_tokens=_choose_batch_tokens(options, device, choices),
         max_waiting=options.max_waiting,
-        threads=threads,
-        compat_fields=_compat_fields(model, model_dir, layout),
+        threads=options.threads or len(os.sched_getaffinity(0)),
+        compat_fields=_compat_fields(model, model_dir, options.load_format, layout),
         choices=tuple(choices),
     )
 
 
-def _check_ranges(options: NodeOptions) -> None:
+def _check_options(options: NodeOptions) -> None:
     for name in ("block_size", "max_num_seqs", "max_batch_tokens", "max_model_len", "kv_cache_memory", "threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
+    for name, allowed in (("load_format", LOAD_FORMATS), ("cuda_graphs", CUDA_GRAPHS)):
+        if getattr(options, name) not in allowed:
+            raise ConfigError(f"{name} {getattr(options, name)!r} is not one of {', '.join(allowed)}")
     if options.max_waiting < 0:
         raise ConfigError(f"max_waiting {options.max_waiting} must be at least 0")
-    if options.max_batch_tokens < options.max_num_seqs:
+    if options.max_batch_tokens is not None and options.max_batch_tokens < options.max_num_seqs:
         raise ConfigError(
             f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "
             "every running sequence needs one token per step; raise the first or lower the second"
@@ -145,43 +156,86 @@ def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str
     return requested
 
 
-def _choose_backend(requested: str, choices: list[str]) -> str:
-    if requested == "auto":
-        choices.append("attention_backend=torch: the only one of this version")
-        return "torch"
-    if requested not in ATTENTION_BACKENDS:
-        raise ConfigError(f"attention_backend {requested!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    return requested
+def _choose_backend(
+    options: NodeOptions, platform: Platform, dtype: str, model: ModelConfig, v1_forced: bool, choices: list[str]
+) -> str:
+    if options.attention_backend != "auto":
+        check_backend(options.attention_backend, platform, dtype, model.head_dim)
+        return options.attention_backend
+    backend, reason = choose_backend(platform, dtype, model.head_dim, v1_forced)
+    choices.append(f"attention_backend={backend}: {reason}")
+    return backend
 
 
-def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, model_dir: Path, choices: list[str]) -> int:
-    """Bytes for the KV cache."""
+def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend: str) -> Facts:
+    return Facts(
+        architecture=model.architecture,
+        platform=platform,
+        attention_backend=backend,
+        head_dim=model.head_dim,
+        rope_type=model.rope.rope_type,
+        cuda_graphs=options.cuda_graphs,
+    )
+
+
+def _choose_layout(
+    options: NodeOptions, device: DeviceInfo, model: ModelConfig, dtype: str, backend: str, choices: list[str]
+) -> KVLayout:
+    page = choose_page_size(options.block_size, options.kernel_block_size, backend)
+    if options.kernel_block_size is None:
+        able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
+        choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
+    one_block = KVLayout(
+        num_blocks=1,
+        block_size=options.block_size,
+        kernel_block_size=page,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    memory = _choose_kv_memory(options, device, num_parameters(model) * DTYPE_BYTES[dtype], choices)
+    return msgspec.structs.replace(one_block, num_blocks=memory // one_block.block_bytes)
+
+
+def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
+    return device.kind == "cuda" and options.kv_cache_memory is None
+
+
+def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, choices: list[str]) -> int:
+    """Bytes for the KV cache beside ``weights`` bytes of weights."""
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
     if device.kind == "cpu":
         memory = min(_CPU_KV_MEMORY, device.memory // 8)
         choices.append(f"kv_cache_memory={memory}: 1 GiB on a CPU, at most an eighth of the memory")
         return memory
-    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     memory = int(device.memory * options.gpu_memory_utilization) - weights - _CUDA_RESERVE
     if memory <= 0:
         raise CapacityError(
             f"{device.name}: {options.gpu_memory_utilization:.0%} of {device.memory} bytes does not hold weights of "
             f"{weights} bytes plus {_CUDA_RESERVE} for a step; use a larger GPU or a smaller model"
         )
-    choices.append(f"kv_cache_memory={memory}: {options.gpu_memory_utilization:.0%} of the GPU less weights and steps")
+    choices.append(
+        f"kv_cache_memory={memory}: an estimate, {options.gpu_memory_utilization:.0%} of the GPU less weights and "
+        "steps; at start the runner measures both and takes what is left"
+    )
     return memory
 
 
-def _choose_max_model_len(options: NodeOptions, model: ModelConfig, layout: KVLayout, choices: list[str]) -> int:
+def _choose_max_model_len(
+    options: NodeOptions, model: ModelConfig, layout: KVLayout, estimated: bool, choices: list[str]
+) -> int:
+    """Tokens. What follows from an ``estimated`` cache stays a tenth below it: the measured one must hold it."""
     room = layout.num_blocks * layout.block_size
     limit = model.max_position_embeddings
     wanted = options.max_model_len or limit
     if wanted > limit:
         raise ConfigError(f"max_model_len {wanted} exceeds the model's {limit} positions")
-    if options.max_model_len is None and room < limit:
-        wanted = room
-        choices.append(f"max_model_len={room}: what the KV cache holds; the model could do {limit}")
+    sure = room * 9 // 10 if estimated else room
+    if options.max_model_len is None and sure < limit:
+        wanted = sure
+        choices.append(f"max_model_len={sure}: what the KV cache surely holds; the model could do {limit}")
     elif options.max_model_len is None:
         choices.append(f"max_model_len={limit}: the model's")
     if room < max(wanted, 2):
@@ -193,18 +247,37 @@ def _choose_max_model_len(options: NodeOptions, model: ModelConfig, layout: KVLa
     return wanted
 
 
+def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Decision, choices: list[str]) -> bool:
+    """``decide`` has refused "on" where there are none."""
+    if options.cuda_graphs != "auto":
+        return options.cuda_graphs == "on"
+    possible = decision.runner == "V2" and can_capture(platform)
+    reason = "V2 on a GPU" if possible else "only V2 on a GPU captures them"
+    choices.append(f"cuda_graphs={'on' if possible else 'off'}: {reason}")
+    return possible
+
+
+def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, choices: list[str]) -> int:
+    if options.max_batch_tokens is not None:
+        return options.max_batch_tokens
+    usual = _BATCH_TOKENS[device.kind]
+    tokens = max(usual, options.max_num_seqs)
+    choices.append(f"max_batch_tokens={tokens}: {usual} on a {device.kind.upper()} device, and at least max_num_seqs")
+    return tokens
+
+
 def model_name(model: str) -> str:
     """What a model is called when nobody gave it a name: the directory's name, or the hub id as it is."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 
 
-def _compat_fields(model: ModelConfig, model_dir: Path, layout: KVLayout) -> dict[str, str]:
+def _compat_fields(model: ModelConfig, model_dir: Path, load_format: str, layout: KVLayout) -> dict[str, str]:
     """What must be equal on both sides of a handoff, by name, so that a refusal can say what differs."""
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
-        "weights": weights_fingerprint(model_dir),
+        "weights": "dummy" if load_format == "dummy" else weights_fingerprint(model_dir),
         "kv_dtype": layout.dtype,
         "num_layers": str(layout.num_layers),
         "num_kv_heads": str(layout.num_kv_heads),

@@ -25,8 +25,11 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "reasons": list(config.decision.reasons),
         "device": {"kind": config.device.kind, "index": config.device.index, "name": config.device.name},
         "dtype": config.dtype,
+        "load_format": config.load_format,
         "attention_backend": config.attention_backend,
+        "cuda_graphs": config.cuda_graphs,
         "max_model_len": config.max_model_len,
+        "max_batch_tokens": config.max_batch_tokens,
         "kv_layout": {
             "shape": list(layout.shape),
             "strides": list(layout.strides),
@@ -36,6 +39,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         },
         "bytes_per_token": layout.bytes_per_token,
         "num_blocks": layout.num_blocks,
+        "measure_kv_memory": config.measure_kv_memory,
         "choices": list(config.choices),
     }
 
@@ -44,14 +48,16 @@ def as_text(config: NodeConfig) -> str:
     """The explanation for people."""
     layout = config.kv_layout
     tokens = layout.num_blocks * layout.block_size
+    estimated = ", estimated" if config.measure_kv_memory else ""
     rows = [
         ("model", f"{config.served_model_name} ({config.model.architecture})"),
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
-        ("dtype", config.dtype),
+        ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
         ("attention", config.attention_backend),
+        ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
         ("longest", f"{config.max_model_len} tokens of prompt and output"),
-        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens"),
+        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens{estimated}"),
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),

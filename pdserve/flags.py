@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from pdserve.config import NodeOptions
+from pdserve.backends import ATTENTION_BACKENDS
+from pdserve.config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.errors import ConfigError
 
 SIZE_UNITS = {
@@ -118,9 +119,25 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         help="auto (the checkpoint's), float32, bfloat16 or float16",
     )
     model.add_argument(
+        "--load-format",
+        default="auto",
+        choices=LOAD_FORMATS,
+        metavar="FORMAT",
+        help="auto (the checkpoint's weights) or dummy (random ones: config.json is enough)",
+    )
+    model.add_argument(
         "--max-model-len", type=positive_int, metavar="N", help="tokens of prompt and output (default: the model's)"
     )
-    model.add_argument("--attention-backend", default="auto", metavar="NAME", help="auto, or a backend's name")
+    model.add_argument(
+        "--attention-backend", default="auto", metavar="NAME", help=f"auto, {', '.join(ATTENTION_BACKENDS)}"
+    )
+    model.add_argument(
+        "--cuda-graphs",
+        default="auto",
+        choices=CUDA_GRAPHS,
+        metavar="WHEN",
+        help="capture decode steps: auto (where the V2 runner is on a GPU), on or off",
+    )
     model.add_argument(
         "--threads",
         type=positive_int,
@@ -146,16 +163,16 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
 
     limits = parser.add_argument_group("limits")
     for flag, meaning in (
-        ("max_num_seqs", "sequences decoding at once"),
-        ("max_batch_tokens", "tokens of one step"),
-        ("max_waiting", "requests waiting for room; more are refused"),
+        ("max_num_seqs", "sequences decoding at once (default %(default)s)"),
+        ("max_batch_tokens", "tokens of one step (default: 2048 on a CPU, 8192 on a GPU)"),
+        ("max_waiting", "requests waiting for room; more are refused (default %(default)s)"),
     ):
         limits.add_argument(
             "--" + flag.replace("_", "-"),
             type=positive_int,
             default=_default(flag),
             metavar="N",
-            help=f"{meaning} (default %(default)s)",
+            help=meaning,
         )
 
 

@@ -12,7 +12,8 @@ import msgspec
 from pdserve.errors import CheckpointError
 
 # What a checkpoint needs, and nothing that could be executed.
-_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
+_PATTERNS = ["*.json", "tokenizer.model", "*.jinja", "*.txt"]
+_WEIGHTS = "*.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _HEADER_LENGTH = struct.Struct("<Q")
@@ -21,10 +22,10 @@ _SAMPLE_BYTES = 64 * 1024
 _SAMPLES_PER_FILE = 4
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, weights: bool = True) -> Path:
     """The directory of a model given as a directory or as a hub id, which is downloaded unless it is cached.
 
-    Raises CheckpointError saying what was tried.
+    Without ``weights`` only what describes the model is downloaded. Raises CheckpointError saying what was tried.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -33,15 +34,15 @@ def resolve_model(model: str) -> Path:
         raise CheckpointError(f"model {model!r} is a file; give the directory that holds config.json")
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"model {model!r} is neither a directory that exists nor a hub id like 'Qwen/Qwen3-0.6B'")
-    return _download(model)
+    return _download(model, [*_PATTERNS, _WEIGHTS] if weights else _PATTERNS)
 
 
-def _download(model: str) -> Path:
+def _download(model: str, patterns: list[str]) -> Path:
     import huggingface_hub  # imported here: it takes longer than all of `pdserve --help`
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_PATTERNS))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise CheckpointError(
@@ -54,7 +55,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index names, else every one there is."""
     index = model_dir / "model.safetensors.index.json"
     if not index.exists():
-        files = sorted(model_dir.glob("*.safetensors"))
+        files = sorted(model_dir.glob(_WEIGHTS))
         if not files:
             raise CheckpointError(f"{model_dir} holds no *.safetensors; convert the checkpoint to safetensors")
         return files

@@ -96,7 +96,10 @@ def choose_kernel_block_size(
     if requested is None:
         if not sizes:
             limits = "; ".join(f"{name}: {sorted(s)}" for name, s in supported if s is not None)
-            raise ConfigError(f"block_size {block_size} has no page size that every backend supports ({limits})")
+            raise ConfigError(
+                f"block_size {block_size} has no page size that every backend supports ({limits}); "
+                "choose a multiple of one of these"
+            )
         return max(sizes)
     if requested < 1 or block_size % requested:
         raise ConfigError(

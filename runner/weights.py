@@ -1,4 +1,4 @@
-"""Reads safetensors into tensors that exist already, so that a model never needs its memory twice."""
+"""Fills tensors that exist already, from safetensors or with random numbers: a model never needs its memory twice."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from pdserve.hub import weight_files
 
 # Buffers that old checkpoints carry along and that are computed here.
 _COMPUTED = (".rotary_emb.inv_freq",)
+
+_DUMMY_DEVIATION = 0.02
+
+
+def fill_random(tensors: Mapping[str, Tensor], seed: int) -> None:
+    """Fill in place, on the device: norms with 1, all else with normal numbers of standard deviation 0.02.
+
+    The same names, shapes and seed give the same numbers on devices of one kind; a CPU's and a GPU's differ.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+            continue
+        generator = generators.setdefault(tensor.device, torch.Generator(tensor.device).manual_seed(seed))
+        tensor.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
 
 
 def load_weights(

@@ -104,6 +104,7 @@ def node_config(
     max_batch_tokens: int = 2048,
     threads: int = 1,
     attention_backend: str = "torch",
+    load_format: str = "auto",
 ) -> NodeConfig:
     """A resolved configuration for a checkpoint, without going through ``pdserve.config.resolve``."""
     model = load_model_config(model_dir)
@@ -122,10 +123,14 @@ def node_config(
         served_model_name="test",
         device=DeviceInfo(kind=device, index=0, name=device, memory=1 << 34),
         dtype=dtype,
+        load_format=load_format,
         max_model_len=max_model_len,
         kv_layout=layout,
+        measure_kv_memory=False,
+        gpu_memory_utilization=0.9,
         attention_backend=attention_backend,
         decision=Decision(runner="V1", reasons=("test",)),
+        cuda_graphs=False,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         max_waiting=1024,

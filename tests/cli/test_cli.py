@@ -36,7 +36,8 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys, pdserve.cli\n"
         "try: pdserve.cli.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'grpc', 'numpy', 'fastapi', 'rich', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "heavy = {'torch', 'triton', 'grpc', 'numpy', 'fastapi', 'rich', 'tokenizers', 'huggingface_hub'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -80,6 +81,10 @@ def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]
         (["explain", "--block-size", "0"], ["0", "at least 1"]),
         (["explain", "--device", "tpu"], ["tpu", "cuda"]),
         (["explain", "--dtype", "int8"], ["int8", "bfloat16"]),
+        (["explain", "--load-format", "gguf"], ["gguf", "dummy"]),
+        (["explain", "--cuda-graphs", "maybe"], ["maybe", "off"]),
+        (["explain", "--device", "cpu", "--cuda-graphs", "on"], ["CUDA graphs", "--cuda-graphs"]),
+        (["explain", "--device", "cpu", "--attention-backend", "flashinfer"], ["flashinfer", "CUDA GPU"]),
         (["explain", "--kv-cache-memory", "lots"], ["lots", "GiB"]),
         (["explain", "--device", "cpu", "--kv-cache-memory", "1K"], ["room", "--kv-cache-memory"]),
         (["explain", "--max-model-len", "9999999"], ["9999999", "8192"]),
@@ -96,6 +101,17 @@ def test_mistakes_are_one_line_with_a_remedy(
     assert status == 2
     for word in words:
         assert word in line
+
+
+@pytest.mark.parametrize("value", ["", "true", "2"])
+def test_an_unknown_runner_is_one_line_with_the_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("PDSERVE_USE_V2_MODEL_RUNNER", value)
+    status, line = error_of(capsys, "explain")
+    assert status == 2
+    assert f"PDSERVE_USE_V2_MODEL_RUNNER={value!r}" in line
+    assert "0 (V1) or 1 (V2)" in line
 
 
 def test_broken_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Attention backends: what each needs, which one a node gets, and its pages. ``runner/attention`` has the backends."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import reduce
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from pdserve.kv import choose_kernel_block_size
+
+#: The backends with the page sizes, in tokens, that they can index; None is any size.
+ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
+    "torch": None,
+    "triton": (16, 32, 64),
+    "flashinfer": (16, 32, 64),
+}
+
+#: Pages that every backend can index. Nodes exchange KV only with equal pages, so each backend prefers these.
+COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKENDS.values() if sizes is not None))
+
+_FLASHINFER_DTYPES = ("bfloat16", "float16")
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_TRITON_MIN_HEAD_DIM = 16
+
+
+class Platform(msgspec.Struct, frozen=True, kw_only=True):
+    """What kernels a node could run."""
+
+    device: str  # "cpu" or "cuda"
+    has_triton: bool  # the package is installed
+    has_flashinfer: bool  # the package is installed
+    interpreted: bool = False  # Triton's interpreter is on, also on a GPU
+
+    @property
+    def triton_problem(self) -> str | None:
+        """Why no Triton kernel can run here; None where they can."""
+        if not self.has_triton:
+            return "the package triton is not installed"
+        if self.device != "cuda" and not self.interpreted:
+            return "Triton needs a CUDA GPU, or TRITON_INTERPRET=1 for its interpreter"
+        return None
+
+
+def find_platform(device: str, environ: Mapping[str, str]) -> Platform:
+    """The platform of this process. Packages are looked for, not imported."""
+    return Platform(
+        device=device,
+        has_triton=importlib.util.find_spec("triton") is not None,
+        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        interpreted=environ.get("TRITON_INTERPRET") == "1",
+    )
+
+
+def fits_triton(head_dim: int) -> bool:
+    """Whether Triton kernels, whose tiles are powers of two, can hold a head."""
+    return head_dim >= _TRITON_MIN_HEAD_DIM and head_dim & (head_dim - 1) == 0
+
+
+def problems(backend: str, platform: Platform, dtype: str, head_dim: int) -> list[str]:
+    """Why a backend cannot serve a model of this dtype and head size here; empty where it can."""
+    found: list[str | None] = []
+    if backend == "triton":
+        found = [
+            platform.triton_problem,
+            None if fits_triton(head_dim) else f"head_dim {head_dim} is no power of two of at least 16",
+        ]
+    elif backend == "flashinfer":
+        found = [
+            None if platform.device == "cuda" else "it needs a CUDA GPU",
+            None if platform.has_flashinfer else "the package flashinfer is not installed",
+            None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
+            None if head_dim in _FLASHINFER_HEAD_DIMS else f"head_dim {head_dim} is not one of 64, 128, 256",
+        ]
+    return [problem for problem in found if problem]
+
+
+def check_backend(name: str, platform: Platform, dtype: str, head_dim: int) -> None:
+    """Raise ConfigError for a backend that is unknown or cannot run, saying why and what can."""
+    if name not in ATTENTION_BACKENDS:
+        raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
+    found = problems(name, platform, dtype, head_dim)
+    if found:
+        able = [other for other in ATTENTION_BACKENDS if not problems(other, platform, dtype, head_dim)]
+        raise ConfigError(
+            f"attention_backend {name!r} cannot run this: {'; '.join(found)}. Choose auto or {', '.join(able)}"
+        )
+
+
+def choose_backend(platform: Platform, dtype: str, head_dim: int, v1_forced: bool) -> tuple[str, str]:
+    """The backend that "auto" stands for, and the reason.
+
+    On a GPU that is the fastest that can run. On a CPU it is torch's, unless Triton's interpreter was asked for: then
+    V2 can run, for tests, and needs a backend that stays on the device.
+    """
+    if platform.device == "cuda":
+        preferred, reason = ["flashinfer", "triton"], "the fastest on a GPU"
+    elif platform.interpreted and not v1_forced:
+        preferred, reason = ["triton"], "for V2 in Triton's interpreter"
+    else:
+        preferred, reason = [], ""
+    refused: list[str] = []
+    for name in preferred:
+        found = problems(name, platform, dtype, head_dim)
+        if not found:
+            return name, ", ".join(refused) or reason
+        refused.append(f"{name} cannot run ({'; '.join(found)})")
+    return "torch", ", ".join(refused) or "the one for CPUs"
+
+
+def choose_page_size(block_size: int, requested: int | None, backend: str) -> int:
+    """The kernel page, in tokens, for a backend; where it can, one that all backends can index.
+
+    Raises ConfigError naming both numbers.
+    """
+    sizes = ATTENTION_BACKENDS[backend]
+    if sizes is None and requested is None:
+        sizes = tuple(size for size in sorted(COMMON_PAGES) if block_size % size == 0) or None
+    return choose_kernel_block_size(block_size, requested, [(backend, sizes)])
