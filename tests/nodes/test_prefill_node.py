@@ -174,6 +174,15 @@ def test_handshake_compares_before_it_tells(nodes: Nodes) -> None:
             stub.Handshake(wrong)
 
 
+def test_the_choice_of_a_runner_is_described_and_logged_once(nodes: Nodes) -> None:
+    with grpc.insecure_channel(nodes.prefill.address) as channel:
+        description = pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
+    assert description.runner in ("V1", "V2")
+    assert description.runner_reasons
+    line = f"runner {description.runner}: {'; '.join(description.runner_reasons)}"
+    assert nodes.prefill.output.count(line) == 1
+
+
 def test_describe_health_and_reflection(nodes: Nodes) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
