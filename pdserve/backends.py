@@ -71,6 +71,7 @@ def problems(backend: str, platform: Platform, dtype: str, head_dim: int) -> lis
         found = [
             None if platform.device == "cuda" else "it needs a CUDA GPU",
             None if platform.has_flashinfer else "the package flashinfer is not installed",
+            None if platform.has_triton else "the package triton, for what is between its kernels, is not installed",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
             None if head_dim in _FLASHINFER_HEAD_DIMS else f"head_dim {head_dim} is not one of 64, 128, 256",
         ]

@@ -11,7 +11,7 @@ from runner.linear import Placement
 def build_backend(
     name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_tokens: int
 ) -> AttentionBackend:
-    """The backend of ``pdserve.config.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
+    """The backend of ``pdserve.backends.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
 
     ``max_num_seqs`` and ``max_tokens`` bound the rows and the tokens of a step.
     """
@@ -22,7 +22,7 @@ def build_backend(
     if name == "triton":
         from runner.attention.paged_triton import PagedTritonAttention
 
-        return PagedTritonAttention(config, cache, place, max_num_seqs, max_tokens)
+        return PagedTritonAttention(config, cache, place)
     assert name == "flashinfer", name
     from runner.attention.flashinfer import FlashInferAttention
 

@@ -77,7 +77,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
         (H200, {"has_flashinfer": False}, "triton", "V2", "not installed"),
         (H200, {"dtype": "float32"}, "triton", "V2", "float32"),
         (H200, {"model": {"head_dim": 32}}, "triton", "V2", "head_dim 32"),
-        (H200, {"has_triton": False}, "flashinfer", "V1", "fastest"),
+        (H200, {"has_triton": False}, "torch", "V1", "triton"),
         (H200, {"has_triton": False, "has_flashinfer": False}, "torch", "V1", "triton cannot run"),
         (H200, {"model": {"head_dim": 96}}, "torch", "V1", "head_dim 96"),
         (H200, {"env": {VARIABLE: "0"}}, "flashinfer", "V1", "fastest"),
@@ -105,7 +105,8 @@ def test_auto_backend_and_runner(
     [
         (HOST, {"attention_backend": "flashinfer"}, ["flashinfer", "CUDA GPU", "torch"]),
         (HOST, {"attention_backend": "triton"}, ["triton", "TRITON_INTERPRET=1", "torch"]),
-        (H200, {"attention_backend": "triton", "has_triton": False}, ["not installed", "flashinfer"]),
+        (H200, {"attention_backend": "triton", "has_triton": False}, ["not installed", "torch"]),
+        (H200, {"attention_backend": "flashinfer", "has_triton": False}, ["triton", "not installed", "torch"]),
         (H200, {"attention_backend": "triton", "model": {"head_dim": 96}}, ["96", "torch"]),
         (H200, {"attention_backend": "flashinfer", "has_flashinfer": False}, ["not installed", "triton"]),
         (H200, {"attention_backend": "flashinfer", "dtype": "float32"}, ["float32", "bfloat16"]),
