@@ -1,6 +1,7 @@
-"""Writes the checkpoint that CPU figures are measured on: Qwen3's shape with 27 M parameters, random weights, bf16.
+"""Writes checkpoints of the shapes that figures are measured on: random weights in bf16, or the config alone.
 
-    python bench/make_checkpoint.py /tmp/qwen3-27m
+    python bench/make_checkpoint.py /tmp/qwen3-27m                                       for CPUs
+    python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
 Tokenizer and chat template are those of the embedded model, so that it can be served. Any field of config.json can be
 given another value: ``--set num_hidden_layers=4``.
@@ -18,53 +19,94 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.model_config import load_model_config
+from pdserve.model_config import load_model_config, num_parameters
 from runner.linear import Placement
 from runner.models.decoder import Decoder
 
-SHAPE: dict[str, Any] = {
+_QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "dtype": "bfloat16",
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
     "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-27m": _QWEN3
+    | {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3-0.6b": _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
 }
 STANDARD_DEVIATION = 0.02
 
 
-def make(directory: Path, changes: dict[str, Any]) -> None:
+def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for file in EMBEDDED_MODEL.iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, directory)
-    (directory / "config.json").write_text(json.dumps(SHAPE | changes, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    if weights:
+        save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
+    size = num_parameters(load_model_config(directory))
+    print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
+
+
+def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
     place = Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
     model = Decoder(load_model_config(directory), place, use_triton=False)
     generator = torch.Generator().manual_seed(0)
-    tensors = {
+    return {
         name: torch.randn(tensor.shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
         for name, tensor in model.named_tensors()
     }
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    size = sum(tensor.numel() for tensor in tensors.values())
-    print(f"{directory}: {size / 1e6:.1f} M parameters")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-27m")
+    parser.add_argument("--config-only", action="store_true", help="no weights: serve it with --load-format dummy")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", help="a field of config.json")
     args = parser.parse_args()
-    make(args.directory, {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)})
+    changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
+    make(args.directory, SHAPES[args.shape] | changes, weights=not args.config_only)
 
 
 if __name__ == "__main__":

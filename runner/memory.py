@@ -8,29 +8,25 @@ import torch
 
 from pdserve.errors import CapacityError
 from pdserve.kv import KVLayout
-from pdserve.model_config import ModelConfig
+from pdserve.model_config import ModelConfig, num_parameters
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room(config: ModelConfig, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise CapacityError unless weights in ``dtype`` and the KV cache fit what is free on the device."""
+def check_room(config: ModelConfig, layout: KVLayout | None, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise CapacityError unless weights in ``dtype`` and the KV cache fit what is free on the device.
+
+    Without a layout the cache will take what is left.
+    """
     weights = num_parameters(config) * dtype.itemsize
+    cache = 0 if layout is None else layout.total_bytes
     free = free_memory(device)
-    if free is not None and weights + layout.total_bytes > free:
+    if free is not None and weights + cache > free:
         raise CapacityError(
-            f"weights ({_gib(weights)}) and KV cache ({_gib(layout.total_bytes)}) need more than the {_gib(free)} that "
+            f"weights ({_gib(weights)}) and KV cache ({_gib(cache)}) need more than the {_gib(free)} that "
             f"are free on {device}; lower --kv-cache-memory, choose a smaller model or end other processes"
         )
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Parameters held: of tied models too, the output projection counts beside the embedding."""
-    hidden, head = config.hidden_size, config.head_dim
-    attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    mlp = 3 * hidden * config.intermediate_size
-    return config.num_layers * (attention + mlp) + 2 * config.vocab_size * hidden
 
 
 def free_memory(device: torch.device) -> int | None:
