@@ -1,0 +1,70 @@
+"""Attention as Triton kernels: for GPUs without FlashInfer, and on CPU tensors in Triton's interpreter.
+
+Sequences with one new token are attended by one kernel, longer chunks by another; a mixed batch runs both, each of
+which passes over the other's sequences. Lengths and pages are read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.errors import ConfigError
+from pdserve.model_config import ModelConfig
+from runner.attention import AttentionBatch, HeadNorms, HeadTurn
+from runner.kernels.decode_attention import SplitDecode
+from runner.kernels.prefill_attention import prefill_attention
+from runner.kernels.rope_store import rope_store
+from runner.kernels.tiles import choose_tiles
+from runner.kv_cache import KVCache
+from runner.linear import Placement
+
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class _Step:
+    batch: AttentionBatch
+    has_decodes: bool  # sequences with one token
+    has_chunks: bool  # with several
+
+
+class PagedTritonAttention:
+    """Implements AttentionBackend, with grouped queries and sliding windows, for heads of 16 to 256 numbers."""
+
+    supports_graphs = True
+
+    def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
+        layout = cache.layout
+        if layout.head_dim not in _HEAD_DIMS:
+            raise ConfigError(
+                f"attention backend 'triton' supports heads of {', '.join(map(str, _HEAD_DIMS))} numbers, the model's "
+                f"have {layout.head_dim}; choose backend 'torch'"
+            )
+        self._layers = cache.layers
+        self._windows = config.sliding_windows
+        self._heads = config.num_heads
+        self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, place)
+        self._decode = SplitDecode(
+            config.num_heads, layout.num_kv_heads, layout.head_dim, self._tiles, cache.tensor.device
+        )
+        self._step: _Step | None = None
+
+    def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
+        lengths = np.diff(batch.query_starts)
+        self._step = _Step(batch, bool((lengths == 1).any()), bool((lengths > 1).any()))
+
+    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+        step = self._step
+        assert step is not None, "plan comes first"
+        cache, window = self._layers[layer], self._windows[layer]
+        q = rope_store(qkv, self._heads, turn, norms, step.batch.slots, cache)
+        out = torch.empty_like(q)
+        if step.has_decodes:
+            self._decode(q, cache, step.batch, window, out)
+        if step.has_chunks:
+            prefill_attention(q, cache, step.batch, window, self._tiles, out)
+        return out.view(out.shape[0], -1)

@@ -1,0 +1,30 @@
+"""SiLU of the gate times the other half. The reference is ``runner.models.ops.TorchOps``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bfloat16
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (tokens, blocks of a row)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up [tokens, size] of gate_up [tokens, 2 * size], computed in float32."""
+    assert gate_up.is_contiguous()
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, size)
+    _silu_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4)
+    return out

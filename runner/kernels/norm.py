@@ -1,0 +1,55 @@
+"""RMS norm of rows, with the sum that precedes it. The reference is ``runner/norm.py``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """A program per row; all tensors are contiguous."""
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        row += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = row.to(residual.dtype.element_ty)
+        tl.store(residual + at, rounded, mask=mask)
+        row = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
+    scaled = row * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [rows, size] normed and scaled by weight [size], computed in float32."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to ``residual`` in place; the norm of that sum as it was rounded. All [rows, size]."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    assert x.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    rows, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADD=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return out

@@ -1,0 +1,180 @@
+"""Attention of several tokens per sequence over the paged cache: causal, in tiles of queries (arXiv 2307.08691)."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.attention import AttentionBatch
+from runner.kernels.tiles import AttentionTiles
+
+
+@triton.jit
+def _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES: tl.constexpr):
+    """The sequence that a tile belongs to.
+
+    Sequence r is given the tiles from ``query_starts[r] // BLOCK_QUERIES + r`` on: enough for its queries, and found
+    without a list that the host would have to make. Some of them are empty.
+    """
+    low = 0
+    high = rows
+    while low < high:
+        middle = (low + high) // 2
+        is_behind = tl.load(query_starts + middle) // BLOCK_QUERIES + middle <= tile
+        low = tl.where(is_behind, middle + 1, low)
+        high = tl.where(is_behind, high, middle)
+    return low - 1
+
+
+@triton.jit
+def _attend(
+    queries,  # [BLOCK_ROWS, HEAD_DIM]
+    top,
+    total,
+    result,
+    begin,
+    end,
+    positions,  # [BLOCK_ROWS] of the queries
+    keys_of_head,
+    page_stride,
+    v_stride,
+    pages,
+    seq_len,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Take in the keys from ``begin`` to ``end``. Without MASKED every query must see them all."""
+    columns = tl.arange(0, HEAD_DIM)
+    for block in range(begin, end, BLOCK_KEYS):
+        keys = block + tl.arange(0, BLOCK_KEYS)
+        if MASKED:
+            held = keys < seq_len
+            page = tl.load(pages + keys // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
+            k = tl.load(at[None, :] + columns[:, None], mask=held[None, :], other=0.0).to(DOT)
+            v = tl.load(at[:, None] + v_stride + columns[None, :], mask=held[:, None], other=0.0).to(DOT)
+        else:
+            page = tl.load(pages + keys // PAGE_SIZE).to(tl.int64)
+            at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
+            k = tl.load(at[None, :] + columns[:, None]).to(DOT)
+            v = tl.load(at[:, None] + v_stride + columns[None, :]).to(DOT)
+        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        if MASKED:
+            seen = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        # A query may not have seen any key yet, where its window begins behind this block.
+        base = tl.where(new_top > float("-inf"), new_top, 0.0) if MASKED else new_top
+        shrunk = tl.exp2(top - base)
+        shares = tl.exp2(scores - base[:, None])
+        total = total * shrunk + tl.sum(shares, axis=1)
+        result = result * shrunk[:, None] + tl.dot(shares.to(DOT), v, input_precision="ieee")
+        top = new_top
+    return top, total, result
+
+
+@triton.jit(do_not_specialize=["page_table_stride", "rows"])
+def _prefill_attention_kernel(
+    q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
+    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], the last two dense
+    page_stride,
+    head_stride,
+    v_stride,  # from K to V
+    page_table,  # [rows, …] int32
+    page_table_stride,
+    query_starts,  # [rows + 1] int32
+    seq_lens,  # [rows] int32
+    out,  # out [tokens, KV_HEADS * GROUP, HEAD_DIM]
+    scale,  # of scores, times log2(e)
+    rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # tokens, 0 for none
+    BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DOT: tl.constexpr,  # dtype of products
+):
+    """Grid (tiles, KV_HEADS). A tile is BLOCK_QUERIES tokens with all query heads that share keys.
+
+    Sequences of one query are passed over.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys and must not be the last to start
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES)
+    query_start = tl.load(query_starts + row)
+    num_queries = tl.load(query_starts + row + 1) - query_start
+    first = (tile - (query_start // BLOCK_QUERIES + row)) * BLOCK_QUERIES
+    if (num_queries == 1) | (first >= num_queries):
+        return
+    seq_len = tl.load(seq_lens + row)
+    members = tl.arange(0, BLOCK_QUERIES * BLOCK_GROUP)
+    queries_at = first + members // BLOCK_GROUP
+    positions = seq_len - num_queries + queries_at
+    columns = tl.arange(0, HEAD_DIM)
+    mask = ((queries_at < num_queries) & (members % BLOCK_GROUP < GROUP))[:, None]
+    heads = ((query_start + queries_at).to(tl.int64) * KV_HEADS + kv_head) * GROUP + members % BLOCK_GROUP
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=mask, other=0.0).to(DOT)
+    keys_of_head = cache + kv_head * head_stride
+    pages = page_table + row.to(tl.int64) * page_table_stride
+
+    top = tl.full((BLOCK_QUERIES * BLOCK_GROUP,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_QUERIES * BLOCK_GROUP,), tl.float32)
+    result = tl.zeros((BLOCK_QUERIES * BLOCK_GROUP, HEAD_DIM), tl.float32)
+    first_position = seq_len - num_queries + first
+    end = tl.minimum(first_position + BLOCK_QUERIES, seq_len)
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
+    else:
+        begin = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
+        top, total, result = _attend(
+            queries, top, total, result, 0, begin, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
+            scale, HEAD_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
+        )  # fmt: skip
+    top, total, result = _attend(
+        queries, top, total, result, begin, end, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
+        scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
+    )  # fmt: skip
+    result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only where nothing is stored
+    tl.store(out + heads[:, None] * HEAD_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: Tensor, cache: Tensor, batch: AttentionBatch, window: int | None, tiles: AttentionTiles, out: Tensor
+) -> None:
+    """Write to ``out`` what queries ``q`` of sequences with several tokens see.
+
+    Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
+    """
+    _, kv_heads, _, page_size, head_dim = cache.shape
+    rows = batch.device_seq_lens.shape[0]
+    _prefill_attention_kernel[(q.shape[0] // tiles.queries + rows, kv_heads)](
+        q,
+        cache,
+        *cache.stride()[:3],
+        batch.page_table,
+        batch.page_table.stride(0),
+        batch.device_query_starts,
+        batch.device_seq_lens,
+        out,
+        head_dim**-0.5 * math.log2(math.e),
+        rows,
+        KV_HEADS=kv_heads,
+        GROUP=q.shape[1] // kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        **tiles.prefill,
+    )

@@ -1,0 +1,57 @@
+"""How attention kernels cut their work on a device: sizes of tiles, warps and pipeline stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runner.linear import Placement
+
+_INTERPRETED_PROCESSORS = 4
+_KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
+_LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
+_MATRIX_ROWS = 16  # the fewest that tensor cores multiply
+_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """``decode`` and ``prefill`` hold the launch options of the two kernels."""
+
+    processors: int
+    queries: int  # tokens of a prefill tile
+    decode: dict[str, Any]
+    prefill: dict[str, Any]
+
+
+def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
+    """For ``group`` query heads per key head, and products in the dtype of ``place``."""
+    processors, large = _INTERPRETED_PROCESSORS, True
+    if place.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(place.device)
+        processors = properties.multi_processor_count
+        large = properties.shared_memory_per_block_optin >= _LARGE_SHARED_MEMORY
+    exact = place.dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
+    keys = min(max(_KEY_TILE_BYTES // (head_dim * place.dtype.itemsize), 16), 128)
+    stages = 1 if exact else 3 if large else 2
+    # numpy, in which the interpreter multiplies, has no bfloat16.
+    dot = tl.float32 if place.device.type == "cpu" else _DOT[place.dtype]
+    block_group = triton.next_power_of_2(group)
+    rows = 32 if exact else 128 if large and head_dim <= 128 else 64
+    queries = max(rows // block_group, 1)
+    common = {"BLOCK_KEYS": keys, "DOT": dot, "num_stages": stages}
+    return AttentionTiles(
+        processors=processors,
+        queries=queries,
+        decode={**common, "BLOCK_GROUP": max(block_group, _MATRIX_ROWS), "num_warps": 4},
+        prefill={
+            **common,
+            "BLOCK_GROUP": block_group,
+            "BLOCK_QUERIES": queries,
+            "num_warps": 8 if queries * block_group >= 128 else 4,
+        },
+    )

@@ -1,0 +1,181 @@
+"""Random steps for attention backends, and what the reference in plain torch makes of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.kv import KVLayout
+from pdserve.model_config import ModelConfig, RopeConfig
+from runner.attention import AttentionBackend, AttentionBatch, HeadNorms, HeadTurn
+from runner.attention.build import build_backend
+from runner.kv_cache import KVCache
+from runner.linear import Placement
+
+_ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
+_NUM_PAGES = 160
+MAX_SEQS, MAX_TOKENS = 64, 4096
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's attention. One layer per sliding window."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    page: int = 16
+    windows: tuple[int | None, ...] = (None,)
+    has_norms: bool = False
+
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            architecture="Qwen3ForCausalLM" if self.has_norms else "LlamaForCausalLM",
+            vocab_size=8,
+            hidden_size=self.heads * self.head_dim,
+            intermediate_size=8,
+            num_layers=len(self.windows),
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-6,
+            rope=RopeConfig(theta=1e4),
+            max_position_embeddings=4096,
+            dtype="float32",
+            qk_norm=self.has_norms,
+            sliding_windows=self.windows,
+        )
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        return KVLayout(
+            num_blocks=_NUM_PAGES,
+            block_size=self.page,
+            kernel_block_size=self.page,
+            num_layers=len(self.windows),
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+
+@dataclass
+class Inputs:
+    """Device tensors of a step, at addresses that stay while ``fill`` replaces their contents."""
+
+    shape: Shape
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    tokens: int
+    max_pages: int = 40
+    batch: AttentionBatch = field(init=False)
+    qkv: list[Tensor] = field(init=False)  # per layer
+    turn: HeadTurn = field(init=False)
+
+    def __post_init__(self) -> None:
+        def zeros(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*size, dtype=dtype, device=self.device)
+
+        width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
+        half = self.shape.head_dim // 2
+        self.qkv = [zeros(self.tokens, width, dtype=self.dtype) for _ in self.shape.windows]
+        self.turn = HeadTurn(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
+        self.batch = AttentionBatch(
+            query_starts=np.zeros(1, dtype=np.int32),
+            seq_lens=np.zeros(0, dtype=np.int32),
+            device_query_starts=zeros(self.rows + 1, dtype=torch.int32),
+            device_seq_lens=zeros(self.rows, dtype=torch.int32),
+            # Rows further apart than they are long, as in a table of more columns than a step needs.
+            page_table=zeros(self.rows, self.max_pages + 3, dtype=torch.int32)[:, : self.max_pages],
+            slots=zeros(self.tokens, dtype=torch.int64),
+        )
+
+    def fill(self, sequences: list[tuple[int, int]], seed: int) -> None:
+        """Sequences as (tokens in the cache, new tokens); rows beyond them pad the batch."""
+        draw = random.Random(seed)
+        pages = draw.sample(range(_NUM_PAGES), _NUM_PAGES)
+        table = np.full((self.rows, self.max_pages), _ANY_PAGE, dtype=np.int32)
+        slots = np.full(self.tokens, -1, dtype=np.int64)
+        starts = np.arange(self.rows + 1, dtype=np.int32)
+        lens = np.zeros(self.rows, dtype=np.int32)
+        token = 0
+        for row, (cached, new) in enumerate(sequences):
+            lens[row] = cached + new
+            count = -(-(cached + new) // self.shape.page)
+            table[row, :count] = [pages.pop() for _ in range(count)]
+            positions = np.arange(cached, cached + new)
+            slots[token : token + new] = table[row, positions // self.shape.page].astype(np.int64) * self.shape.page
+            slots[token : token + new] += positions % self.shape.page
+            token += new
+            starts[row + 1 :] += new - 1
+        generator = torch.Generator().manual_seed(seed)
+        for qkv in self.qkv:
+            qkv.copy_(torch.randn(qkv.shape, generator=generator))
+        angles = torch.randn(self.turn.cos.shape, generator=generator)
+        self.turn.cos.copy_(angles.cos())
+        self.turn.sin.copy_(angles.sin())
+        batch = self.batch
+        batch.device_query_starts.copy_(torch.from_numpy(starts))
+        batch.device_seq_lens.copy_(torch.from_numpy(lens))
+        batch.page_table.copy_(torch.from_numpy(table))
+        batch.slots.copy_(torch.from_numpy(slots))
+        self.batch = AttentionBatch(
+            starts[: len(sequences) + 1],
+            lens[: len(sequences)],
+            batch.device_query_starts,
+            batch.device_seq_lens,
+            batch.page_table,
+            batch.slots,
+        )
+
+
+def make_inputs(
+    shape: Shape, sequences: list[tuple[int, int]], device: str, dtype: torch.dtype, padding: int = 0
+) -> Inputs:
+    """A filled step; ``padding`` rows follow its sequences."""
+    tokens = sum(new for _, new in sequences) + padding
+    inputs = Inputs(shape, torch.device(device), dtype, len(sequences) + padding, tokens)
+    inputs.fill(sequences, seed=1)
+    return inputs
+
+
+class Side:
+    """A backend with a cache of its own. All sides of a shape begin with the same contents."""
+
+    def __init__(self, name: str, shape: Shape, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
+        self.cache = KVCache(shape.layout(dtype), device)
+        generator = torch.Generator().manual_seed(3)
+        self.cache.tensor.copy_(torch.randn(self.cache.tensor.shape, generator=generator))
+        place = Placement(device, dtype, compute)
+        self.compute = compute
+        self.backend: AttentionBackend = build_backend(name, shape.config(), self.cache, place, MAX_SEQS, MAX_TOKENS)
+        weights = torch.randn(2, shape.head_dim, generator=generator).to(device, compute)
+        self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
+
+    def run(self, inputs: Inputs) -> list[Tensor]:
+        """What every layer makes of planned inputs, [tokens, heads * head_dim] each."""
+        return [
+            self.backend.run(layer, qkv.to(self.compute), inputs.turn, self.norms)
+            for layer, qkv in enumerate(inputs.qkv)
+        ]
+
+
+def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """Outputs in float32, and the cache afterwards."""
+    side = Side("torch", inputs.shape, inputs.device, inputs.dtype, torch.float32)
+    side.backend.plan(inputs.batch)
+    return side.run(inputs), side.cache.tensor
+
+
+def assert_matches_reference(side: Side, inputs: Inputs, outputs: list[Tensor], tolerance: float) -> None:
+    """Outputs of sequences and the cache agree; padding is finite."""
+    expected, cache = reference(inputs)
+    tokens = int(inputs.batch.query_starts[-1])
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours[:tokens].float(), theirs[:tokens], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(side.cache.tensor.float(), cache.float(), atol=tolerance, rtol=tolerance)

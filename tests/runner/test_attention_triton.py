@@ -1,0 +1,58 @@
+"""The Triton backend against plain torch: in Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_steps import Shape, Side, assert_matches_reference, make_inputs
+
+from pdserve.errors import ConfigError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+SHAPES = {
+    "alone": Shape(heads=2, kv_heads=2, head_dim=16, page=16),
+    "pairs": Shape(heads=4, kv_heads=2, head_dim=32, page=32, has_norms=True),
+    "fours": Shape(heads=4, kv_heads=1, head_dim=64, page=64),
+    "threes": Shape(heads=6, kv_heads=2, head_dim=16, page=16),
+    "windows": Shape(heads=2, kv_heads=1, head_dim=16, page=16, windows=(None, 20, 3)),
+}
+
+# (tokens in the cache, new tokens) of each sequence
+STEPS = {
+    "one": [(0, 1)],
+    "long": [(500, 1)],
+    "decodes": [(15, 1), (16, 1), (0, 1), (63, 1), (64, 1), (130, 1)],
+    "prompt": [(0, 70)],
+    "chunks": [(0, 5), (31, 33), (64, 2)],
+    "mixed": [(40, 1), (0, 17), (129, 1), (100, 40), (0, 1)],
+}
+
+
+def check(shape: Shape, sequences: list[tuple[int, int]], dtype: torch.dtype, tolerance: float, padding: int) -> None:
+    inputs = make_inputs(shape, sequences, DEVICE, dtype, padding)
+    compute = dtype if DEVICE == "cuda" else torch.float32
+    side = Side("triton", shape, inputs.device, dtype, compute)
+    side.backend.plan(inputs.batch)
+    assert_matches_reference(side, inputs, side.run(inputs), tolerance)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_step_in_float32(shape: str, step: str) -> None:
+    check(SHAPES[shape], STEPS[step], torch.float32, 2e-5, padding=0)
+
+
+@pytest.mark.parametrize("step", ["one", "decodes"])
+def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
+    check(SHAPES["windows"], STEPS[step], torch.float32, 2e-5, padding=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_of_16_bits(dtype: torch.dtype) -> None:
+    check(SHAPES["pairs"], STEPS["mixed"], dtype, 2e-2, padding=0)
+
+
+def test_heads_of_another_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'triton' supports heads of 16, 32, 64, 128, 256 numbers.*have 24.*'torch'"):
+        Side("triton", Shape(head_dim=24), torch.device(DEVICE), torch.float32, torch.float32)
