@@ -18,6 +18,7 @@ from engine.messages import (
     Submit,
     ToEngine,
 )
+from engine.pipeline import Pipeline
 from engine.rank import Rank
 from engine.scheduler import Scheduler
 
@@ -27,24 +28,29 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, rank: Rank, channel: Channel) -> None:
         self._scheduler = scheduler
-        self._rank = rank
+        self._pipeline = Pipeline(rank)
         self._channel = channel
         self._stopped = False
 
     def run(self) -> None:
         """Serve until told to stop. Raises ChannelClosed when the front has gone."""
         while not self._stopped:
-            self.obey(self._channel.receive(wait=self._scheduler.idle))
+            self.obey(self._channel.receive(wait=self.idle))
             self.step()
 
+    @property
+    def idle(self) -> bool:
+        """True when a step would have nothing to do, now and until a command comes or the connector has news."""
+        return self._pipeline.empty and self._scheduler.idle
+
     def step(self) -> None:
-        """One turn: plan, load KV and execute, apply, emit."""
+        """One turn: plan, load KV and launch; apply the step that is due, emit."""
         plan = self._scheduler.plan()
-        output = self._rank.execute(plan)
-        self._scheduler.apply(plan, output)
-        report = self._scheduler.take_report()
-        if report is not None:
-            self._channel.send(report)
+        self._emit()  # who was reserved or refused need not wait for the device
+        landed = self._pipeline.push(plan)
+        if landed is not None:
+            self._scheduler.apply(*landed)
+            self._emit()
 
     def obey(self, messages: list[ToEngine]) -> None:
         """Carry out commands, in their order."""
@@ -53,7 +59,7 @@ class Engine:
                 case Submit():
                     self._scheduler.submit(message, array("I", message.token_ids).tolist())
                 case StartRead():
-                    self._scheduler.start_read(message)
+                    self._scheduler.reservations.start_read(message)
                 case KVConfirmed(rid):
                     self._scheduler.kv_confirmed(rid)
                 case PrefillLocally(rid, first):
@@ -70,3 +76,8 @@ class Engine:
                     self._stopped = True
                 case Configure():
                     raise AssertionError("a running engine cannot be configured again")
+
+    def _emit(self) -> None:
+        report = self._scheduler.take_report()
+        if report is not None:
+            self._channel.send(report)

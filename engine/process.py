@@ -14,6 +14,7 @@ import socket
 import sys
 
 from engine.channel import Channel, ChannelClosed
+from engine.draft import FULL_STEP
 from engine.engine import Engine
 from engine.messages import Configure, Progress, Ready, Shutdown, StartFailed
 from engine.rank import Rank
@@ -92,6 +93,7 @@ def _scheduler(config: NodeConfig) -> Scheduler:
         block_size=config.kv_layout.block_size,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
+        full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
         eos_token_ids=config.model.eos_token_ids,
     )

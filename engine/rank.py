@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from pdserve.protocols import KVConnector, ModelRunner
-from pdserve.records import ModelRunnerOutput, StepOutput, StepPlan
+from dataclasses import dataclass
+
+from pdserve.protocols import KVConnector, ModelRunner, PendingStep
+from pdserve.records import ModelRunnerOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOutput:
+    """A step that was launched on a rank."""
+
+    _step: PendingStep
+    _connector: KVConnector
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens, and ask what the connector has to tell by then. Called once."""
+        return ModelRunnerOutput(self._step.result(), self._connector.poll())
 
 
 class Rank:
@@ -13,11 +27,15 @@ class Rank:
         self._runner = runner
         self._connector = connector
 
-    def execute(self, plan: StepPlan) -> ModelRunnerOutput:
-        """Order transfers, run the model, and ask what the connector has to tell."""
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be launched without their results having been taken."""
+        return self._runner.max_in_flight
+
+    def launch(self, plan: StepPlan) -> PendingOutput:
+        """Order transfers and start the model."""
         self._load_kv(plan)
-        step = self._runner.execute(plan) if plan.scheduled or plan.finished else StepOutput(plan.step)
-        return ModelRunnerOutput(step, self._connector.poll())
+        return PendingOutput(self._runner.launch(plan), self._connector)
 
     def close(self) -> None:
         self._connector.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from engine.blocks import BlockPool, Use
 from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
 
 
@@ -32,8 +34,9 @@ class Report:
             or self.status_changed
         )
 
-    def batch(self, status: Status) -> Batch:
-        return Batch(
+    def take(self, status: Status) -> Batch:
+        """All of it as one message; the report is empty afterwards."""
+        batch = Batch(
             status=status,
             outputs=tuple(self.outputs),
             reserved=tuple(self.reserved),
@@ -43,6 +46,14 @@ class Report:
             connected=tuple(self.connected),
             failed_peers=tuple(self.failed_peers),
         )
+        entries: list[Any]
+        for entries in (
+            *(self.outputs, self.reserved, self.refused, self.reads),
+            *(self.leased, self.connected, self.failed_peers),
+        ):
+            entries.clear()
+        self.status_changed = False
+        return batch
 
 
 @dataclass(slots=True)
@@ -55,3 +66,22 @@ class Totals:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+    def status(self, pool: BlockPool, *, waiting: int, reading: int, running: int) -> Status:
+        """Together with what there is at present."""
+        return Status(
+            free=pool.count(Use.FREE),
+            held=pool.count(Use.HELD),
+            leased=pool.count(Use.LEASED),
+            quarantined=pool.count(Use.QUARANTINED),
+            total=pool.total,
+            waiting=waiting,
+            reading=reading,
+            running=running,
+            steps=self.steps,
+            preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
+            cached_tokens=self.cached_tokens,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+        )

@@ -25,17 +25,34 @@ class Request:
     branches: dict[int, int] = field(default_factory=dict)  # choice → first token, where it waits for the prompt's KV
     read_id: int | None = None  # the read in flight for it
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of a choice when it ends here at the latest. On P that is with the first token."""
+        return len(self.prompt) + (1 if self.mode is Mode.LEASE else self.sampling.max_tokens)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice: its tokens, how many of them have KV, and the blocks that hold it."""
+    """One choice: its tokens, how many of them have KV, and the blocks that hold it.
+
+    Steps are launched before the results of earlier ones are known, so a sequence has two ends:
+
+        token_ids                          ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░    █ computed, ▒ known, ░ being sampled
+        num_computed (steps applied)       ██████████████
+        num_launched (steps launched)      ██████████████████████
+    """
 
     seq: int
     request: Request
     choice: int
     token_ids: list[int]
     hashes: BlockHashes
-    num_computed: int = 0
+    max_length: int
+    num_computed: int = 0  # tokens whose KV is there
+    num_launched: int = 0  # … or will be, once the steps in flight have ended
+    num_sampling: int = 0  # tokens that steps in flight sample for it
+    in_flight: int = 0  # launched steps that include it
+    ended: bool = False  # results of steps still in flight are nobody's, but these write to its blocks until they end
     blocks: list[int] = field(default_factory=list)
     known_blocks: int = -1  # how many of its blocks the runner was told; -1: it does not know the sequence
     remembered: int = 0  # leading blocks that were offered to the prefix cache
@@ -49,14 +66,20 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt)
 
     @property
+    def length(self) -> int:
+        """Tokens it has once the steps in flight have ended."""
+        return len(self.token_ids) + self.num_sampling
+
+    @property
     def missing(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that no launched step computes: 1 while decoding, 0 when its last token is being sampled."""
+        length = len(self.token_ids) + self.num_sampling
+        return length - self.num_launched if length < self.max_length else 0
 
     @property
     def samples_due(self) -> int:
         """How many tokens to draw when the last missing token has been computed."""
-        return self.request.sampling.n if self.num_outputs == 0 else 1
+        return self.request.sampling.n if self.length == self.prompt_len else 1
 
     def introduction(self) -> NewSequence:
         """What a runner must know to take it up."""

@@ -1,11 +1,13 @@
 """A model whose next token is a digest of every token it can see through its paged KV cache.
 
 One misplaced block, stale slot or token too many, and its output differs from ``reference``: it checks bookkeeping to
-the bit, in microseconds per token.
+the bit, in microseconds per token. It works as late as a device may: when the result of a step is asked for. What is
+given to somebody else before is overwritten then, and it also says so by itself.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -21,52 +23,127 @@ def next_token(token_ids: np.ndarray, choice: int) -> int:
     return crc32(np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes(), choice) % VOCAB
 
 
-def reference(prompt: list[int], choice: int, num_outputs: int) -> list[int]:
+def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = ()) -> list[int]:
     """What a sequence must produce."""
     tokens = list(prompt)
     for _ in range(num_outputs):
         tokens.append(next_token(np.array(tokens), choice))
+        if tokens[-1] in stop:
+            break
     return tokens[len(prompt) :]
 
 
 @dataclass
 class _State:
+    """``num_launched`` runs ahead of ``num_computed`` by the steps in flight."""
+
+    seq: int
     token_ids: list[int]
     num_computed: int
     blocks: list[int] = field(default_factory=list)
     choice: int = 0
+    num_launched: int = 0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One sequence's part of a step. The state stays even if the runner has been told to forget the sequence."""
+
+    state: _State
+    num_tokens: int
+    num_samples: int
+    writes: frozenset[int]  # blocks
+
+
+@dataclass(frozen=True)
+class ToyStep:
+    """A PendingStep."""
+
+    runner: ToyRunner
+    step: int
+    work: tuple[_Work, ...]
+
+    def result(self) -> StepOutput:
+        return self.runner.compute(self)
 
 
 class ToyRunner:
     """A ModelRunner over host memory; K holds token ids, V their positions."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_in_flight: int = 1) -> None:
+        self.max_in_flight = max_in_flight
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, 1, 1, "float32")
+        self.launched: list[StepPlan] = []
+        self.num_overlapped = 0  # results that were taken when a later forward pass had been launched
         self._cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
+        self._in_flight: deque[ToyStep] = deque()
 
     @property
     def kv_region(self) -> KVRegion:
         return KVRegion(self._cache.ctypes.data, self._cache.nbytes, "cpu", 0)
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    @property
+    def num_tokens(self) -> int:
+        """Computed since the start."""
+        return sum(plan.num_tokens for plan in self.launched)
+
+    @property
+    def writing(self) -> dict[int, int]:
+        """Blocks that steps in flight write to, with the sequences they do it for."""
+        return {block: work.state.seq for step in self._in_flight for work in step.work for block in work.writes}
+
+    def launch(self, plan: StepPlan) -> ToyStep:
+        assert len(self._in_flight) < self.max_in_flight
+        self.launched.append(plan)
+        for read in plan.connector.reads:
+            assert not self.writing.keys() & set(read.local_blocks), "a read is ordered into blocks that a step writes"
         for seq in plan.finished:
             del self._states[seq]
         for new in plan.new:
-            self._states[new.seq] = _State(list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
+            assert new.seq not in self._states
+            assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
+            state = _State(new.seq, list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
+            state.num_launched = new.num_computed
+            self._states[new.seq] = state
+        step = ToyStep(self, plan.step, tuple(self._take_in(plan)))
+        self._in_flight.append(step)
+        return step
+
+    def compute(self, step: ToyStep) -> StepOutput:
+        """What the device does. Samples are on it at once, for the steps launched meanwhile."""
+        assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
+        self.num_overlapped += any(later.work for later in self._in_flight)
         outputs = []
-        for item in plan.scheduled:
-            state = self._states[item.seq]
-            state.blocks += item.new_block_ids
-            for position in range(state.num_computed, state.num_computed + item.num_tokens):
+        for work in step.work:
+            state = work.state
+            for position in range(state.num_computed, state.num_computed + work.num_tokens):
                 self._slot(state, position)[:] = state.token_ids[position], position
-            state.num_computed += item.num_tokens
-            if item.num_samples:
-                outputs.append(SequenceOutput(item.seq, self._sample(state, item.num_samples)))
-        return StepOutput(plan.step, tuple(outputs))
+            state.num_computed += work.num_tokens
+            if work.num_samples:
+                outputs.append(SequenceOutput(state.seq, self._sample(state, work.num_samples)))
+        return StepOutput(step.step, tuple(outputs))
+
+    def reload_weights(self, model_dir: str) -> None:
+        """It has none."""
 
     def close(self) -> None:
         self._states.clear()
+
+    def _take_in(self, plan: StepPlan) -> list[_Work]:
+        works = []
+        others = self.writing
+        for item in plan.scheduled:
+            state = self._states[item.seq]
+            state.blocks += item.new_block_ids
+            first, end = state.num_launched, state.num_launched + item.num_tokens
+            size = self.kv_layout.block_size
+            writes = frozenset(state.blocks[first // size : -(-end // size)])
+            assert all(others.get(block, item.seq) == item.seq for block in state.blocks), "two write to one block"
+            others |= dict.fromkeys(writes, item.seq)
+            state.num_launched = end
+            works.append(_Work(state, item.num_tokens, item.num_samples, writes))
+        return works
 
     def _sample(self, state: _State, num_samples: int) -> tuple[Sample, ...]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])

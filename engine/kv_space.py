@@ -1,0 +1,92 @@
+"""The KV blocks of sequences: cached ones found again, fresh ones handed out, full ones remembered, all given back."""
+
+from __future__ import annotations
+
+from engine.blocks import BlockPool, Use
+from engine.requests import Sequence
+from engine.transfers import Transfers
+
+
+class KVSpace:
+    """Who of the sequences holds which blocks of the pool."""
+
+    def __init__(self, pool: BlockPool, transfers: Transfers, block_size: int) -> None:
+        self._pool = pool
+        self._transfers = transfers
+        self._block_size = block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether a sequence without blocks would get them if they were asked for now."""
+        return self._find(sequence) is not None
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens it has: cached ones first, then adjacent ones. False if there are too few."""
+        found = self._find(sequence)
+        if found is None:
+            return False
+        cached, wanted = found
+        self._pool.hold(cached)
+        fresh = self._pool.take(wanted, after=cached[-1] if cached else None)
+        assert fresh is not None
+        sequence.blocks = cached + fresh
+        sequence.remembered = len(cached)
+        sequence.num_computed = sequence.num_launched = len(cached) * self._block_size
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """A block for the token to be computed next, where there is none yet. False if none is free."""
+        while len(sequence.blocks) * self._block_size < sequence.length:
+            blocks = self._pool.take(1, after=sequence.blocks[-1])
+            if blocks is None:
+                return False
+            sequence.blocks += blocks
+        return True
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of ``num_tokens`` more tokens is there; blocks that are full now become findable."""
+        sequence.num_computed += num_tokens
+        if sequence.num_computed // self._block_size == sequence.remembered:
+            return
+        hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
+        for index in range(sequence.remembered, len(hashes)):
+            self._pool.remember(hashes[index], sequence.blocks[index])
+        sequence.remembered = len(hashes)
+
+    def received(self, sequence: Sequence) -> None:
+        """The KV of the whole prompt is there: what was not cached has been read from a peer."""
+        self.computed(sequence, sequence.prompt_len - sequence.num_computed)
+        sequence.num_launched = sequence.num_computed
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Its blocks are free again, but for those a transfer may still write to. No step in flight may include it."""
+        assert not sequence.in_flight, f"sequence {sequence.seq} gives blocks back that a step still writes to"
+        request, blocks = sequence.request, sequence.blocks
+        if request.read_id is not None:
+            quarantined = set(self._transfers.abandon(request.read_id))
+            request.read_id = None
+            blocks = [block for block in blocks if block not in quarantined]
+        self._pool.drop(blocks, Use.HELD)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_launched = sequence.remembered = 0
+
+    def lease(self, sequence: Sequence) -> list[int]:
+        """The blocks that a peer lacks are kept for it from now on. Returns them."""
+        request = sequence.request
+        leased = sequence.blocks[request.skip_tokens // self._block_size :]
+        sequence.blocks = sequence.blocks[: len(sequence.blocks) - len(leased)]
+        self._transfers.lease(request.rid, leased)
+        return leased
+
+    def _find(self, sequence: Sequence) -> tuple[list[int], int] | None:
+        """The blocks of its cached prefix, and how many more it needs; None if there are too few.
+
+        The last token is always computed: its logits are needed.
+        """
+        cached = self._pool.match(sequence.hashes.upto(sequence.token_ids, len(sequence.token_ids) - 1))
+        wanted = self.blocks_for(len(sequence.token_ids)) - len(cached)
+        if wanted > self._pool.count(Use.FREE) - self._pool.count_free(cached):
+            return None
+        return cached, wanted

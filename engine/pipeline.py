@@ -1,0 +1,43 @@
+"""Steps between launch and result: step n+1 is launched before the tokens of step n are on the host.
+
+    plan n+1 ──launch──► [ n+1, n ] ──result of n──► apply n, emit, plan n+2 while the device computes n+1
+
+How many steps may be in flight is the runner's to say; with one, a step is taken in where it was launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.rank import PendingOutput, Rank
+from pdserve.records import NO_ORDERS, ModelRunnerOutput, StepPlan
+
+
+class Pipeline:
+    """The steps in flight on a rank, oldest first."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._in_flight: deque[tuple[StepPlan, PendingOutput]] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not self._in_flight
+
+    def push(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
+        """Launch a step, and return the oldest one with its output if that is due.
+
+        It is due when no more steps may be in flight, and also when ``plan`` computes nothing: then what could be
+        planned next depends on results. A plan without anything in it is launched only where nothing else is in flight,
+        to ask the connector for news.
+        """
+        if not self._in_flight or _has_orders(plan):
+            self._in_flight.append((plan, self._rank.launch(plan)))
+        if plan.scheduled and len(self._in_flight) < self._rank.max_in_flight:
+            return None
+        oldest, pending = self._in_flight.popleft()
+        return oldest, pending.result()
+
+
+def _has_orders(plan: StepPlan) -> bool:
+    return bool(plan.scheduled or plan.finished) or plan.connector != NO_ORDERS

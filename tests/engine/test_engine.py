@@ -1,0 +1,64 @@
+"""The step loop: steps overlap where the runner allows it, and it rests only when nothing is in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+
+import pytest
+from toy import reference
+from toy_node import Node
+
+from engine.messages import Mode, Shutdown, StartRead, Submit
+from pdserve.records import FinishReason, Sample, SamplingParams
+
+
+@pytest.mark.parametrize(("depth", "overlapped"), [(1, 0), (2, 9)])
+def test_the_next_step_is_launched_before_the_last_ones_tokens_are_taken(depth: int, overlapped: int) -> None:
+    node = Node(16, depth)
+    node.submit(0, [1, 2, 3], SamplingParams(max_tokens=10), Mode.LOCAL)
+    node.run()
+    assert node.tokens[0, 0] == reference([1, 2, 3], 0, 10)
+    assert node.scheduler.status().steps == 10
+    assert node.runner.num_overlapped == overlapped
+    node.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_orders_are_carried_out_when_there_is_nothing_more_to_compute(depth: int) -> None:
+    """Also while the last step is in flight: a read is ordered, and its end heard of."""
+    node = Node(16, depth)
+    node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
+    node.submit(1, [2] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
+    node.turn()
+    node.obey(StartRead(0, "nobody", (1, 2, 3), (Sample(5),)))
+    reads = [read for _ in range(3) for read in node.turn().reads]
+    while not reads:
+        time.sleep(0.001)  # the connector's thread is at work
+        reads += node.turn().reads
+    assert [(read.rid, "no connection" in read.error) for read in reads] == [(0, True)]
+    node.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_loop_serves_until_it_is_told_to_stop(depth: int) -> None:
+    node = Node(16, depth)
+    loop = threading.Thread(target=node.engine.run)
+    loop.start()
+    tokens = []
+    for rid in range(3):
+        node.send(Submit(rid, array("I", [rid] * 6).tobytes(), SamplingParams(max_tokens=5), Mode.LOCAL))
+        ended = None
+        while ended is not FinishReason.LENGTH:
+            time.sleep(0.001)
+            for output in (output for batch in node.received() for output in batch.outputs):
+                assert output.sample is not None
+                tokens.append((output.rid, output.sample.token_id))
+                ended = output.finish
+    node.send(Shutdown())
+    loop.join()
+    assert tokens == [(rid, token) for rid in range(3) for token in reference([rid] * 6, 0, 5)]
+    # Besides the steps that compute: one per request that tells the runner of its end, the first turn, and the last.
+    assert sum(not plan.scheduled for plan in node.runner.launched) <= 3 + 2
+    node.close()

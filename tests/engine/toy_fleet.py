@@ -1,0 +1,130 @@
+"""P and D with the toy runner, a connector between them, and what a front does to bring a request through both."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from toy import reference
+from toy_node import Node
+
+from engine.messages import Cancel, Connect, FreeLease, KVConfirmed, Leased, Mode, PrefillLocally, StartRead
+from pdserve.records import Peer, Sample, SamplingParams
+
+STAGES = ("reserved", "leased", "reading", "read")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request to D. ``what`` ("cancel" or "give up") happens to it ``when``: at a stage, or turns after arrival."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    mode: Mode = Mode.HANDOFF
+    arrival: int = 0
+    what: str = ""
+    when: str | int = ""
+
+    def expected(self, choice: int) -> list[int]:
+        return reference(self.prompt, choice, self.sampling.max_tokens, self.sampling.stop_token_ids)
+
+
+@dataclass
+class Fleet:
+    """Requests by number. ``settled`` ones have been cancelled, or given back to D for good."""
+
+    p: Node
+    d: Node
+    jobs: list[Job]
+    now: int = 0
+    first: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
+    reserved: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
+
+    def run(self) -> None:
+        """All requests to their ends; then everybody's tokens must be right, and every block back."""
+        self.d.obey(Connect(Peer("p", self.p.epoch, (self.p.kv,))))
+        last = max(job.arrival for job in self.jobs)
+        for _ in range(3000):
+            self._turn()
+            if self._idle and self.now > last:
+                break
+        else:
+            raise AssertionError("the fleet does not come to rest")
+        for rid, job in enumerate(self.jobs):
+            for choice in range(job.sampling.n):
+                tokens, expected = self.d.tokens[rid, choice], job.expected(choice)
+                assert tokens == (expected[: len(tokens)] if rid in self.cancelled else expected), (rid, choice, job)
+        self.d.assert_all_free()
+        self.p.assert_all_free()
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+
+    @property
+    def _idle(self) -> bool:
+        status = self.d.scheduler.status()
+        if not (self.d.engine.idle and self.p.engine.idle):
+            return False
+        if status.reading or status.quarantined:
+            time.sleep(0.0005)  # the connector's thread is at work
+            return False
+        return True
+
+    def _turn(self) -> None:
+        for rid, job in enumerate(self.jobs):
+            if job.arrival == self.now:
+                self.d.submit(rid, job.prompt, job.sampling, job.mode)
+            if isinstance(job.when, int) and job.arrival + job.when == self.now:
+                self._intervene(rid)
+        self.now += 1
+        self._turn_of_d()
+        self._turn_of_p()
+
+    def _turn_of_d(self) -> None:
+        batch = self.d.turn()
+        for reserved in batch.reserved:
+            self.reserved.add(reserved.rid)
+            if not self._fate(reserved.rid, "reserved"):
+                job = self.jobs[reserved.rid]
+                self.p.submit(reserved.rid, job.prompt, job.sampling, Mode.LEASE, reserved.cached_tokens)
+        for ended in batch.reads:
+            assert not ended.error
+            self.p.obey(FreeLease(ended.rid))
+            if not self._fate(ended.rid, "read"):
+                self.d.obey(KVConfirmed(ended.rid))
+                self.settled.add(ended.rid)
+
+    def _turn_of_p(self) -> None:
+        batch = self.p.turn()
+        for leased in batch.leased:
+            outputs = sorted((o for o in batch.outputs if o.rid == leased.rid), key=lambda o: o.choice)
+            self._lease(leased, tuple(o.sample for o in outputs if o.sample))
+
+    def _lease(self, leased: Leased, first: tuple[Sample, ...]) -> None:
+        rid = leased.rid
+        self.first[rid] = first
+        for choice, sample in enumerate(first):
+            self.d.tokens[rid, choice].append(sample.token_id)
+        if self._fate(rid, "leased"):
+            return
+        self.d.obey(StartRead(rid, self.p.epoch, leased.block_ids, first))
+        self._fate(rid, "reading")
+
+    def _fate(self, rid: int, stage: str) -> bool:
+        """Whether what is to happen to the request happened to it now."""
+        if self.jobs[rid].when != stage:
+            return False
+        self._intervene(rid)
+        return True
+
+    def _intervene(self, rid: int) -> None:
+        self.p.obey(Cancel(rid))
+        if self.jobs[rid].what == "cancel":
+            self.d.obey(Cancel(rid))
+            self.cancelled.add(rid)
+        elif rid in self.reserved and rid not in self.settled:
+            self.d.obey(PrefillLocally(rid, self.first.get(rid, ())))
+            self.settled.add(rid)

@@ -1,0 +1,129 @@
+"""An engine with the toy runner, driven turn by turn, and what its front would hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from array import array
+from collections import defaultdict
+from itertools import chain, count
+
+import msgspec
+from toy import ToyRunner
+
+import connector
+from engine.channel import Channel
+from engine.engine import Engine
+from engine.messages import FRAME_HEADER, Batch, Cancel, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.rank import Rank
+from engine.scheduler import Scheduler
+from pdserve.records import FinishReason, RankKV, SamplingParams
+
+BLOCK = 4
+BATCH_TOKENS = 16
+_names = count()
+
+
+class Node:
+    """``turn`` is one pass of its step loop. After every turn and command, the accounts of its blocks are checked."""
+
+    def __init__(self, num_blocks: int, depth: int, *, max_num_seqs: int = 8, full_step: int = 12) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=BATCH_TOKENS,
+            full_step=full_step,
+            max_waiting=100,
+        )
+        self.epoch = f"toy-{next(_names)}"
+        self.runner = ToyRunner(num_blocks, BLOCK, depth)
+        self.connector = connector.build("local", self.epoch)
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._incoming = bytearray()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._channel = Channel(theirs)
+        self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
+        self.rank = Rank(self.runner, self.connector)
+        self.engine = Engine(self.scheduler, self.rank, self._channel)
+        self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[int, int], FinishReason] = {}
+        self.leased: dict[int, tuple[int, ...]] = {}
+
+    def submit(self, rid: int, prompt: list[int], sampling: SamplingParams, mode: Mode, skip: int = 0) -> None:
+        self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, skip_tokens=skip))
+
+    def obey(self, message: ToEngine) -> None:
+        if isinstance(message, FreeLease | Cancel):
+            self.leased.pop(message.rid, None)
+        self.engine.obey([message])
+        self._check()
+
+    def turn(self) -> Batch:
+        self.engine.step()
+        batches = self.received()
+        batch = Batch(
+            self.scheduler.status(),
+            *(
+                tuple(chain.from_iterable(getattr(part, name) for part in batches))
+                for name in Batch.__struct_fields__[1:]
+            ),
+        )
+        for output in batch.outputs:
+            assert output.sample is not None
+            assert (output.rid, output.choice) not in self.finished, "a token came after the end"
+            self.tokens[output.rid, output.choice].append(output.sample.token_id)
+            if output.finish:
+                self.finished[output.rid, output.choice] = output.finish
+        self.leased.update((leased.rid, leased.block_ids) for leased in batch.leased)
+        self._check()
+        return batch
+
+    def run(self, turns: int = 2000) -> None:
+        for _ in range(turns):
+            if self.engine.idle:
+                return
+            self.turn()
+        raise AssertionError("the engine does not come to rest")
+
+    def close(self) -> None:
+        self.rank.close()
+        self._channel.close()
+        self._socket.close()
+
+    def assert_all_free(self) -> None:
+        status = self.scheduler.status()
+        assert (status.free, status.waiting, status.reading, status.running) == (status.total, 0, 0, 0)
+
+    def _check(self) -> None:
+        status = self.scheduler.status()
+        assert status.free + status.held + status.leased + status.quarantined == status.total
+        assert all(plan.num_tokens <= BATCH_TOKENS for plan in self.runner.launched[-1:])
+        writing = self.runner.writing.keys()
+        assert self.scheduler.pool.count_free(writing) == 0, "a block is free that a step in flight writes to"
+        for rid, blocks in self.leased.items():
+            assert not writing & set(blocks), f"a step in flight writes to blocks leased for {rid}"
+
+    # ------------------------------------------------------------ the front's end of the socket
+
+    def send(self, message: ToEngine) -> None:
+        """A command for an engine that runs by itself, in a thread."""
+        body = msgspec.msgpack.encode(message)
+        self._socket.sendall(FRAME_HEADER.pack(len(body)) + body)
+
+    def received(self) -> list[Batch]:
+        """What the engine has sent since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := self._socket.recv(1 << 20):
+                self._incoming += chunk
+        batches, size = [], FRAME_HEADER.size
+        while len(self._incoming) >= size:
+            end = size + FRAME_HEADER.unpack_from(self._incoming)[0]
+            if end > len(self._incoming):
+                break
+            message = self._decoder.decode(self._incoming[size:end])
+            assert isinstance(message, Batch)
+            batches.append(message)
+            del self._incoming[:end]
+        return batches
