@@ -85,7 +85,7 @@ class Choices:
         self, request: Request, choice: int, token_ids: list[int], digests: Collection[bytes] = ()
     ) -> Sequence:
         hashes = BlockHashes(self._block_size, request.cache_salt, tuple(digests))
-        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, request.max_length)
+        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, len(request.prompt), request.max_length)
         self._next_seq += 1
         request.sequences[choice] = sequence
         return sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.requests import Sequence
 from pdserve.records import KVConnectorPlan, NewSequence, ScheduledSequence, StepPlan
 
-# Tokens of prompts, by kind of device, from which on a step takes as long as there are tokens in it.
+# Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
 FULL_STEP = {"cpu": 512, "cuda": 2048}
 
 

@@ -35,11 +35,11 @@ class Request:
 class Sequence:
     """One choice: its tokens, how many of them have KV, and the blocks that hold it.
 
-    Steps are launched before the results of earlier ones are known, so a sequence has two ends:
+    Steps are launched before the results of earlier ones are known. While decoding with one step in flight:
 
-        token_ids                          ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░    █ computed, ▒ known, ░ being sampled
-        num_computed (steps applied)       ██████████████
-        num_launched (steps launched)      ██████████████████████
+        ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░   length: token_ids ▒, and what is being sampled ░
+        ████████████████    num_launched: the next step computes what is missing
+        ███████████████     num_computed
     """
 
     seq: int
@@ -47,6 +47,7 @@ class Sequence:
     choice: int
     token_ids: list[int]
     hashes: BlockHashes
+    prompt_len: int
     max_length: int
     num_computed: int = 0  # tokens whose KV is there
     num_launched: int = 0  # … or will be, once the steps in flight have ended
@@ -58,12 +59,8 @@ class Sequence:
     remembered: int = 0  # leading blocks that were offered to the prefix cache
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_outputs(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt)
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def length(self) -> int:
