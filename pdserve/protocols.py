@@ -41,8 +41,15 @@ class ModelRunner(Protocol):
         A sequence may be scheduled for the token that an earlier step, still in flight, is sampling for it.
         """
 
+    def reload_weights(self, model_dir: str) -> None:
+        """Read another checkpoint of the same architecture and shape; no step may be in flight.
+
+        KV that was computed before stays in the cache; whoever shares prefixes has to forget them. Raises
+        CheckpointError; only another reload makes the runner usable then.
+        """
+
     def close(self) -> None:
-        """Free device memory. Idempotent."""
+        """Free device memory. Idempotent; the runner cannot be used afterwards."""
 
 
 class KVConnector(Protocol):

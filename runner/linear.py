@@ -16,6 +16,7 @@ Measured on two cores of a Sapphire Rapids Xeon (torch 2.13), all products of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class Placement:
     device: torch.device
     stored: torch.dtype  # of embeddings and linear weights as loaded: the dtype a model is served in
     dtype: torch.dtype
+    use_triton: bool = False
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -63,10 +65,13 @@ class Linear:
         self._blocked: Tensor | None = None  # for oneDNN
         self._narrow: torch.ScriptObject | None = None  # for FBGEMM, with the bias
         self._scale: Tensor | None = None  # [out_features], of what ``_narrow`` yields
+        self._use_triton = place.use_triton
+        self._gemv: Callable[[Tensor, Tensor], Tensor] | None = None  # for a single token
 
     def seal(self) -> None:
         """Bring the weight into the form it is used in. On CPUs the plain weight is dropped."""
         if self.weight.device.type != "cpu":
+            self._choose_gemv()
             return
         weight = self.weight.to(self._dtype)
         if self.weight.dtype != self._dtype and _has_float16_kernel():
@@ -86,7 +91,16 @@ class Linear:
         if self._blocked is not None:
             y = torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
             return y
+        if self._gemv is not None and x.shape[0] == 1:
+            return self._gemv(x, self.weight)
         return F.linear(x, self.weight, self.bias)
+
+    def _choose_gemv(self) -> None:
+        """Triton is imported only where it is used."""
+        if self._use_triton and self.bias is None and self.weight.dtype != torch.float32:
+            from runner.kernels import gemv
+
+            self._gemv = gemv.gemv if gemv.fits(self.weight) else None
 
     def _pack_narrow(self, weight: Tensor) -> None:
         bias = self.bias

@@ -22,7 +22,9 @@ class LoadedModel:
         device = config.device.kind if config.device.kind == "cpu" else f"cuda:{config.device.index}"
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(device)
-        self.place = Placement(self.device, dtype, compute_dtype(self.device, dtype))
+        self.place = Placement(
+            self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
+        )
         self._config = config
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)

@@ -105,6 +105,7 @@ def node_config(
     threads: int = 1,
     attention_backend: str = "torch",
     load_format: str = "auto",
+    runner: str = "V1",
 ) -> NodeConfig:
     """A resolved configuration for a checkpoint, without going through ``pdserve.config.resolve``."""
     model = load_model_config(model_dir)
@@ -129,8 +130,8 @@ def node_config(
         measure_kv_memory=False,
         gpu_memory_utilization=0.9,
         attention_backend=attention_backend,
-        decision=Decision(runner="V1", reasons=("test",)),
-        cuda_graphs=False,
+        decision=Decision(runner=runner, reasons=("test",)),
+        cuda_graphs=runner == "V2" and device == "cuda",
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         max_waiting=1024,

@@ -81,8 +81,10 @@ class RunnerV1:
         self._sequences.num_computed[rows] += lengths
         return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, lengths, hidden)))
 
+    def reload_weights(self, model_dir: str) -> None:
+        self._loaded.reload(model_dir)
+
     def close(self) -> None:
-        """Drop weights and cache. Idempotent; the runner cannot be used afterwards."""
         for name in ("_loaded", "_cache", "_attention", "_sampler"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":

@@ -1,0 +1,146 @@
+"""What only V2 can do: steps launched before the tokens of the last one are known."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config
+from stepper import GREEDY, Stepper
+
+import runner
+from pdserve.protocols import ModelRunner, PendingStep
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
+
+
+def build(checkpoint: Path, version: str = "V2", max_num_seqs: int = 8) -> ModelRunner:
+    backend, device = ("triton", DEVICE) if version == "V2" else ("torch", "cpu")
+    config = node_config(
+        checkpoint, runner=version, attention_backend=backend, device=device, max_num_seqs=max_num_seqs
+    )
+    return runner.build(config, lambda stage, fraction: None)
+
+
+def prompt_of(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(128), k=length))
+
+
+def reference(checkpoint: Path, prompt: tuple[int, ...], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
+    (sequence,) = Stepper(build(checkpoint, "V1")).generate([prompt], count, sampling)
+    return sequence.output[:count]
+
+
+class Overlapped:
+    """Launches steps of one token each, and takes a result only when a third step would be in flight."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self.runner = model_runner
+        self.outputs: dict[int, list[int]] = {}
+        self._pending: deque[PendingStep] = deque()
+        self._step = 0
+
+    def launch(self, scheduled: list[ScheduledSequence], new: list[NewSequence] = [], finished: list[int] = []) -> None:  # noqa: B006
+        self._pending.append(self.runner.launch(StepPlan(self._step, tuple(finished), tuple(new), tuple(scheduled))))
+        self._step += 1
+        if len(self._pending) == self.runner.max_in_flight:
+            self.take()
+
+    def take(self) -> None:
+        for output in self._pending.popleft().result().outputs:
+            self.outputs.setdefault(output.seq, []).extend(sample.token_id for sample in output.samples[:1])
+
+    def drain(self) -> None:
+        while self._pending:
+            self.take()
+
+
+def introduce(seq: int, prompt: tuple[int, ...], first_block: int, sampling: SamplingParams = GREEDY) -> NewSequence:
+    blocks = tuple(range(first_block, first_block + (len(prompt) + 24) // BLOCK + 1))
+    return NewSequence(seq, prompt, len(prompt), 0, blocks, sampling)
+
+
+def one(seq: int) -> ScheduledSequence:
+    return ScheduledSequence(seq, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, SamplingParams(1, temperature=1.2, seed=5, top_k=40, frequency_penalty=0.4, min_tokens=3)],
+)
+def test_steps_in_flight_continue_with_tokens_the_host_has_not_seen(checkpoint: Path, sampling: SamplingParams) -> None:
+    prompts = [prompt_of(length, length) for length in (5, 16, 33)]
+    steps = Overlapped(build(checkpoint))
+    steps.launch(
+        [ScheduledSequence(seq, len(prompt), 1) for seq, prompt in enumerate(prompts)],
+        new=[introduce(seq, prompt, 10 * seq, sampling) for seq, prompt in enumerate(prompts)],
+    )
+    for _ in range(5):
+        steps.launch([one(seq) for seq in range(3)])
+    steps.drain()
+    for seq, prompt in enumerate(prompts):
+        assert steps.outputs[seq] == reference(checkpoint, prompt, 6, sampling)
+
+
+def test_a_slot_is_reused_while_the_last_step_of_its_owner_is_in_flight(checkpoint: Path) -> None:
+    """With a single slot the next sequence gets it at once; neither one's tokens reach the other."""
+    steps = Overlapped(build(checkpoint, max_num_seqs=1))
+    old, new = prompt_of(20, 1), prompt_of(7, 2)
+    steps.launch([ScheduledSequence(0, len(old), 1)], new=[introduce(0, old, 0)])
+    for _ in range(3):
+        steps.launch([one(0)])
+    steps.launch([ScheduledSequence(1, len(new), 1)], new=[introduce(1, new, 10)], finished=[0])
+    for _ in range(5):
+        steps.launch([one(1)])
+    steps.drain()
+    assert steps.outputs[0] == reference(checkpoint, old, 4)
+    assert steps.outputs[1] == reference(checkpoint, new, 6)
+
+
+def test_a_prompt_joins_sequences_that_decode(checkpoint: Path) -> None:
+    steps = Overlapped(build(checkpoint))
+    first, second = prompt_of(20, 1), prompt_of(40, 2)
+    steps.launch([ScheduledSequence(0, 20, 1)], new=[introduce(0, first, 0)])
+    steps.launch([one(0), ScheduledSequence(1, 25, 0)], new=[introduce(1, second, 10)])
+    steps.launch([one(0), ScheduledSequence(1, 15, 1)])
+    for _ in range(4):
+        steps.launch([one(1), one(0)])
+    steps.drain()
+    assert steps.outputs[0] == reference(checkpoint, first, 7)
+    assert steps.outputs[1] == reference(checkpoint, second, 5)
+
+
+def test_logprobs_are_those_of_v1(checkpoint: Path) -> None:
+    sampling = SamplingParams(1, temperature=0.0, logprobs=4)
+    prompt = prompt_of(9, 3)
+    (ours,) = Stepper(build(checkpoint)).generate([prompt], 5, sampling)
+    (theirs,) = Stepper(build(checkpoint, "V1")).generate([prompt], 5, sampling)
+    for a, b in zip(ours.samples, theirs.samples, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        assert a.logprobs.top_ids == b.logprobs.top_ids
+        assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-5)
+        assert a.logprobs.top_logprobs == pytest.approx(b.logprobs.top_logprobs, abs=1e-5)
+
+
+def test_other_weights_are_read_into_place(checkpoint: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", seed=1, num_hidden_layers=2)
+    prompt = prompt_of(12, 4)
+    expected = reference(other, prompt, 6)
+    for version in ("V1", "V2"):
+        model_runner = build(checkpoint, version)
+        assert Stepper(model_runner).generate([prompt], 6)[0].output[:6] != expected
+        model_runner.reload_weights(str(other))
+        stepper = Stepper(model_runner)
+        stepper._next = 100  # the runner has seen the others
+        assert stepper.generate([prompt], 6)[0].output[:6] == expected
