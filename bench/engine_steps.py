@@ -1,10 +1,11 @@
 """Speed of one engine process without router and gRPC: decode step time per batch size, prefill time per prompt length.
 
-    python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,1024] [any flag of a node]
+    python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,64x1024] [any flag of a node]
 
 A step here is the whole engine's: command over the socket, schedule, plan, forward pass, sampling, token back at the
 front. Prompts are random token ids, so nothing is found in the prefix cache. A decode step is (time of N+K tokens -
-time of K tokens) / N, best of ``--repeat``; prefill is the time to a prompt's first token, best of three.
+time of K tokens) / N, best of ``--repeat``; of it, ``host_ms`` is what scheduling, planning and launching take.
+Prefill (of one prompt, or of several at once: 64x1024) is the time until all have their first token, best of three.
 """
 
 from __future__ import annotations
@@ -58,13 +59,17 @@ class Bench:
         await done.wait()
         return time.perf_counter() - start
 
-    async def decode_step(self, batch: int, steps: int, repeat: int) -> float:
+    async def decode_step(self, batch: int, steps: int, repeat: int) -> tuple[float, float]:
+        """Seconds of a step, and of the host's work in it."""
         short = min([await self.run(batch, 64, SHORT) for _ in range(repeat)])
+        before = self._link.status
         long = min([await self.run(batch, 64, SHORT + steps) for _ in range(repeat)])
-        return (long - short) / steps
+        after = self._link.status
+        host = (after.host_seconds - before.host_seconds) / (after.steps - before.steps)
+        return (long - short) / steps, host
 
-    async def prefill(self, prompt: int) -> float:
-        return min([await self.run(1, prompt, 1) for _ in range(3)])
+    async def prefill(self, batch: int, prompt: int) -> float:
+        return min([await self.run(batch, prompt, 1) for _ in range(3)])
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -79,13 +84,13 @@ async def run(args: argparse.Namespace) -> None:
         bench = Bench(link, config.model.vocab_size)
         await bench.run(1, 32, 8)
         for batch in args.batches:
-            step = await bench.decode_step(batch, args.steps, args.repeat)
-            row = {"decode_batch": batch, "ms_per_step": round(step * 1e3, 3), "tok_per_s": round(batch / step)}
-            print(json.dumps(row), flush=True)
-        for prompt in args.prompts:
-            seconds = await bench.prefill(prompt)
-            row = {"prefill_tokens": prompt, "ms": round(seconds * 1e3, 2), "tok_per_s": round(prompt / seconds)}
-            print(json.dumps(row), flush=True)
+            step, host = await bench.decode_step(batch, args.steps, args.repeat)
+            figures = {"ms_per_step": round(step * 1e3, 3), "tok_per_s": round(batch / step)}
+            print(json.dumps({"decode_batch": batch} | figures | {"host_ms": round(host * 1e3, 3)}), flush=True)
+        for batch, prompt in args.prompts:
+            seconds = await bench.prefill(batch, prompt)
+            figures = {"ms": round(seconds * 1e3, 2), "tok_per_s": round(batch * prompt / seconds)}
+            print(json.dumps({"prompts": batch, "prefill_tokens": prompt} | figures), flush=True)
     finally:
         await link.shutdown()
 
@@ -94,18 +99,24 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _prompts(text: str) -> list[tuple[int, int]]:
+    """(how many, tokens of each) from "256,64x1024"."""
+    pairs = [part.rpartition("x") for part in text.split(",")]
+    return [(int(count or 1), int(tokens)) for count, _, tokens in pairs]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_node_flags(parser)
     parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
-    parser.add_argument("--prompts", type=_numbers, default=[256, 1024])
+    parser.add_argument("--prompts", type=_prompts, default=[(1, 256), (1, 1024)])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=2)
     args = parser.parse_args()
     try:
         asyncio.run(run(args))
     except PdserveError as exc:
-        print(f"engine.py: {exc}", file=sys.stderr)
+        print(f"engine_steps.py: {exc}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 
 from engine.channel import Channel
@@ -35,8 +36,12 @@ class Engine:
     def run(self) -> None:
         """Serve until told to stop. Raises ChannelClosed when the front has gone."""
         while not self._stopped:
-            self.obey(self._channel.receive(wait=self.idle))
+            messages = self._channel.receive(wait=self.idle)
+            start, waited = time.perf_counter(), self._pipeline.waited
+            self.obey(messages)
             self.step()
+            busy = time.perf_counter() - start - (self._pipeline.waited - waited)
+            self._scheduler.totals.host_seconds += busy
 
     @property
     def idle(self) -> bool:

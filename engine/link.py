@@ -64,10 +64,10 @@ class EngineLink:
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._started: asyncio.Future[tuple[RankKV, ...]] = asyncio.get_running_loop().create_future()
+        self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
-        total = config.kv_layout.num_blocks
-        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, 0)
+        self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_unclaimed: Handler = lambda event: None  # an event of a request that was closed here meanwhile
@@ -92,7 +92,10 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Frames(self._receive, self._socket_ended), sock=ours)
         self.send(Configure(self._config, self._agent))
-        self.ranks = await self._started
+        ready = await self._started
+        self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
+        total = ready.kv_layout.num_blocks
+        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, 0)
 
     async def shutdown(self, seconds: float = 1.0) -> None:
         """End the engine: ask, then terminate, then kill. Takes little more than twice ``seconds``. Idempotent."""
@@ -135,8 +138,8 @@ class EngineLink:
                 self._dispatch(message)
             case Progress():
                 self.on_progress(message)
-            case Ready(ranks) if not self._started.done():  # else nobody waits any more: told to stop while loading
-                self._started.set_result(ranks)
+            case Ready() if not self._started.done():  # else nobody waits any more: told to stop while loading
+                self._started.set_result(message)
             case StartFailed(kind, text) if not self._started.done():
                 self._started.set_exception(_error(kind, text))
 

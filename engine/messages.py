@@ -28,6 +28,7 @@ from enum import StrEnum
 import msgspec
 
 from pdserve.config import NodeConfig
+from pdserve.kv import KVLayout
 from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
 
 FRAME_HEADER = struct.Struct("<I")
@@ -118,6 +119,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
+    kv_layout: KVLayout  # as allocated: where the runner measured memory, the configuration's was an estimate
     ranks: tuple[RankKV, ...]  # empty without connector
 
 
@@ -182,6 +184,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    host_seconds: float = 0.0
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,7 @@ from pdserve.device import detect_device
 from pdserve.errors import NodeError
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from
+from pdserve.kv import KVLayout
 from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
 
@@ -146,7 +147,7 @@ async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: 
         node.state = State.READY
         await health.set_serving(True)
         status.ready()
-        _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config))
+        _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config, node.link.kv_layout))
         await _unless(stop, node.link, asyncio.Event().wait())
         node.state = State.DRAINING
         await health.set_serving(False)
@@ -202,8 +203,7 @@ def _stop_event() -> asyncio.Event:
     return stop
 
 
-def _describe_cache(config: NodeConfig) -> str:
-    layout = config.kv_layout
+def _describe_cache(config: NodeConfig, layout: KVLayout) -> str:
     return (
         f"runner {config.decision.runner}, {layout.num_blocks} KV blocks of {layout.block_size} tokens "
         f"(kernel pages of {layout.kernel_block_size}), up to {config.max_model_len} tokens"

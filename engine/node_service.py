@@ -58,7 +58,7 @@ class NodeService(pb_grpc.NodeServicer):
             compat_hash=node.compat_hash,
             runner=config.decision.runner,
             runner_reasons=config.decision.reasons,
-            kv_layout=layout_to_pb(config.kv_layout),
+            kv_layout=layout_to_pb(node.link.kv_layout),
             max_model_len=config.max_model_len,
             vocab_size=config.model.vocab_size,
             connected_peers=node.role.connected_peers(),
@@ -84,6 +84,7 @@ def engine_counters(status: Status) -> dict[str, float]:
     return {
         "pdserve_preemptions_total": status.preemptions,
         "pdserve_recomputed_tokens_total": status.recomputed_tokens,
+        "pdserve_host_seconds_total": status.host_seconds,
         "pdserve_prefix_cached_tokens_total": status.cached_tokens,
         "pdserve_prompt_tokens_total": status.prompt_tokens,
         "pdserve_output_tokens_total": status.output_tokens,

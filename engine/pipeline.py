@@ -7,6 +7,7 @@ How many steps may be in flight is the runner's to say; with one, a step is take
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from engine.rank import PendingOutput, Rank
@@ -19,6 +20,7 @@ class Pipeline:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._in_flight: deque[tuple[StepPlan, PendingOutput]] = deque()
+        self.waited = 0.0  # seconds, for results
 
     @property
     def empty(self) -> bool:
@@ -36,7 +38,10 @@ class Pipeline:
         if plan.scheduled and len(self._in_flight) < self._rank.max_in_flight:
             return None
         oldest, pending = self._in_flight.popleft()
-        return oldest, pending.result()
+        start = time.perf_counter()
+        output = pending.result()
+        self.waited += time.perf_counter() - start
+        return oldest, output
 
 
 def _has_orders(plan: StepPlan) -> bool:

@@ -21,6 +21,7 @@ from engine.rank import Rank
 from engine.scheduler import Scheduler
 from pdserve.config import NodeConfig
 from pdserve.errors import PdserveError
+from pdserve.kv import KVLayout
 from pdserve.records import RankKV
 
 _log = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ def _serve(channel: Channel) -> int:
         channel.send(StartFailed(type(exc).__name__ if expected else "EngineDied", text))
         channel.drain()
         return 1
-    engine = Engine(_scheduler(configure.config), rank, channel)
+    engine = Engine(_scheduler(configure.config, rank.kv_layout), rank, channel)
     gc.collect()
     gc.freeze()
-    channel.send(Ready(ranks))
+    channel.send(Ready(rank.kv_layout, ranks))
     try:
         engine.obey(rest)
         engine.run()
@@ -87,10 +88,10 @@ def _build(configure: Configure, channel: Channel) -> tuple[Rank, tuple[RankKV, 
     return Rank(model_runner, kv_connector), (registered,) if configure.agent else ()
 
 
-def _scheduler(config: NodeConfig) -> Scheduler:
+def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
     return Scheduler(
-        num_blocks=config.kv_layout.num_blocks,
-        block_size=config.kv_layout.block_size,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],

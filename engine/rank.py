@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep
 from pdserve.records import ModelRunnerOutput, StepPlan
 
@@ -31,6 +32,10 @@ class Rank:
     def max_in_flight(self) -> int:
         """How many steps may be launched without their results having been taken."""
         return self._runner.max_in_flight
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._runner.kv_layout
 
     def launch(self, plan: StepPlan) -> PendingOutput:
         """Order transfers and start the model."""

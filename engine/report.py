@@ -66,6 +66,7 @@ class Totals:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    host_seconds: float = 0.0  # of the step loop, without waiting for results
 
     def status(self, pool: BlockPool, *, waiting: int, reading: int, running: int) -> Status:
         """Together with what there is at present."""
@@ -84,4 +85,5 @@ class Totals:
             cached_tokens=self.cached_tokens,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
+            host_seconds=self.host_seconds,
         )
