@@ -44,7 +44,10 @@ class HeadTurn:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms of every query and key head before they are turned (Qwen3)."""
+    """RMS norms of every query and key head before they are turned (Qwen3).
+
+    Weights that were read anew come in a new object, so that a backend may keep what it derives from them.
+    """
 
     q_weight: Tensor  # [head_dim]
     k_weight: Tensor  # [head_dim]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.errors import ConfigError
+from pdserve.backends import fits_triton
 from pdserve.model_config import ModelConfig
 from runner.attention import AttentionBatch, HeadNorms, HeadTurn
 from runner.kernels.decode_attention import SplitDecode
@@ -21,8 +21,6 @@ from runner.kernels.rope_store import rope_store
 from runner.kernels.tiles import choose_tiles
 from runner.kv_cache import KVCache
 from runner.linear import Placement
-
-_HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -33,17 +31,14 @@ class _Step:
 
 
 class PagedTritonAttention:
-    """Implements AttentionBackend, with grouped queries and sliding windows, for heads of 16 to 256 numbers."""
+    """Implements AttentionBackend, with grouped queries and sliding windows. Heads hold 16 numbers or a larger power of
+    two."""
 
     supports_graphs = True
 
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
         layout = cache.layout
-        if layout.head_dim not in _HEAD_DIMS:
-            raise ConfigError(
-                f"attention backend 'triton' supports heads of {', '.join(map(str, _HEAD_DIMS))} numbers, the model's "
-                f"have {layout.head_dim}; choose backend 'torch'"
-            )
+        assert fits_triton(layout.head_dim), layout.head_dim
         self._layers = cache.layers
         self._windows = config.sliding_windows
         self._heads = config.num_heads

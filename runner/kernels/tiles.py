@@ -37,21 +37,27 @@ def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
         large = properties.shared_memory_per_block_optin >= _LARGE_SHARED_MEMORY
     exact = place.dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
     keys = min(max(_KEY_TILE_BYTES // (head_dim * place.dtype.itemsize), 16), 128)
-    stages = 1 if exact else 3 if large else 2
     # numpy, in which the interpreter multiplies, has no bfloat16.
-    dot = tl.float32 if place.device.type == "cpu" else _DOT[place.dtype]
+    dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[place.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
     queries = max(rows // block_group, 1)
-    common = {"BLOCK_KEYS": keys, "DOT": dot, "num_stages": stages}
+    common = {"BLOCK_KEYS": keys, "DOT": dot}
     return AttentionTiles(
         processors=processors,
         queries=queries,
-        decode={**common, "BLOCK_GROUP": max(block_group, _MATRIX_ROWS), "num_warps": 4},
+        decode={
+            **common,
+            "BLOCK_GROUP": max(block_group, _MATRIX_ROWS),
+            "num_warps": 4,
+            # Of keys ahead of the product there are two less: their pages are loaded a stage earlier yet.
+            "num_stages": 1 if exact else 4 if large else 3,
+        },
         prefill={
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": queries,
             "num_warps": 8 if queries * block_group >= 128 else 4,
+            "num_stages": 1 if exact else 3 if large else 2,
         },
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -37,22 +38,24 @@ class Attention:
         rows = (self._heads + 2 * self._kv_heads) * self._head_dim
         self.qkv = Linear(config.hidden_size, rows, config.attention_bias, place)
         self.out = Linear(self._heads * self._head_dim, config.hidden_size, config.attention_bias, place)
-        self.norms = _head_norms(config, place) if config.qk_norm else None
+        self._norms = _head_norms(config, place) if config.qk_norm else None
 
     def __call__(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
-        return self.out(backend.run(self._layer, self.qkv(x), turn, self.norms))
+        return self.out(backend.run(self._layer, self.qkv(x), turn, self._norms))
 
     def named_tensors(self) -> NamedTensors:
         sizes = [n * self._head_dim for n in (self._heads, self._kv_heads, self._kv_heads)]
         yield from _parts(self.qkv, ("q_proj", "k_proj", "v_proj"), sizes)
         yield from _parts(self.out, ("o_proj",), [self.out.weight.shape[0]])
-        if self.norms is not None:
-            yield "q_norm.weight", self.norms.q_weight
-            yield "k_norm.weight", self.norms.k_weight
+        if self._norms is not None:
+            yield "q_norm.weight", self._norms.q_weight
+            yield "k_norm.weight", self._norms.k_weight
 
     def seal(self) -> None:
         self.qkv.seal()
         self.out.seal()
+        if self._norms is not None:
+            self._norms = replace(self._norms)
 
 
 class MLP:

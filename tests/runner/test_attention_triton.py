@@ -6,8 +6,6 @@ import pytest
 import torch
 from attention_steps import Shape, Side, assert_matches_reference, make_inputs
 
-from pdserve.errors import ConfigError
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SHAPES = {
@@ -51,8 +49,3 @@ def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_16_bits(dtype: torch.dtype) -> None:
     check(SHAPES["pairs"], STEPS["mixed"], dtype, 2e-2, padding=0)
-
-
-def test_heads_of_another_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'triton' supports heads of 16, 32, 64, 128, 256 numbers.*have 24.*'torch'"):
-        Side("triton", Shape(head_dim=24), torch.device(DEVICE), torch.float32, torch.float32)
