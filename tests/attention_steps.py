@@ -18,7 +18,7 @@ from runner.linear import Placement
 
 _ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
 _NUM_PAGES = 160
-MAX_SEQS, MAX_TOKENS = 64, 4096
+_MAX_SEQS = 64
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Side:
         self.cache.tensor.copy_(torch.randn(self.cache.tensor.shape, generator=generator))
         place = Placement(device, dtype, compute)
         self.compute = compute
-        self.backend: AttentionBackend = build_backend(name, shape.config(), self.cache, place, MAX_SEQS, MAX_TOKENS)
+        self.backend: AttentionBackend = build_backend(name, shape.config(), self.cache, place, _MAX_SEQS)
         weights = torch.randn(2, shape.head_dim, generator=generator).to(device, compute)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
 

@@ -9,11 +9,11 @@ from runner.linear import Placement
 
 
 def build_backend(
-    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_tokens: int
+    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int
 ) -> AttentionBackend:
     """The backend of ``pdserve.backends.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
 
-    ``max_num_seqs`` and ``max_tokens`` bound the rows and the tokens of a step.
+    ``max_num_seqs`` bounds the rows of a step.
     """
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
@@ -26,4 +26,4 @@ def build_backend(
     assert name == "flashinfer", name
     from runner.attention.flashinfer import FlashInferAttention
 
-    return FlashInferAttention(config, cache, place, max_num_seqs, max_tokens)
+    return FlashInferAttention(config, cache, place, max_num_seqs)

@@ -50,8 +50,8 @@ def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
             **common,
             "BLOCK_GROUP": max(block_group, _MATRIX_ROWS),
             "num_warps": 4,
-            # Of keys ahead of the product there are two less: their pages are loaded a stage earlier yet.
-            "num_stages": 1 if exact else 4 if large else 3,
+            # A tile takes two stages, its pages and then its keys: 5 keep two tiles under way, 3 one.
+            "num_stages": 1 if exact else 5 if large else 3,
         },
         prefill={
             **common,

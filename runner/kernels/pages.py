@@ -1,0 +1,79 @@
+"""Page tables as FlashInfer reads them: the pages of all sequences one after the other, and where each begins."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.attention import AttentionBatch
+
+_PAGE_CHUNK = 1024
+_ROW_CHUNK = 1024
+
+
+@triton.jit(do_not_specialize=["page_table_stride"])
+def _list_pages_kernel(
+    seq_lens,  # [rows] int32
+    page_table,  # [rows, …] int32
+    page_table_stride,
+    starts,  # out [rows + 1] int32
+    last_lens,  # out [rows] int32
+    pages,  # out [starts[rows]] int32
+    PAGE_SIZE: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
+    PAGE_CHUNK: tl.constexpr,
+):
+    """Grid (rows, chunks of the longest sequence's pages). Every program adds up the rows before its own."""
+    row = tl.program_id(0)
+    start = 0
+    for first in range(0, row, ROW_CHUNK):
+        others = first + tl.arange(0, ROW_CHUNK)
+        lens = tl.load(seq_lens + others, mask=others < row, other=0)
+        counts = tl.maximum((lens + PAGE_SIZE - 1) // PAGE_SIZE, 1)
+        start += tl.sum(tl.where(others < row, counts, 0), axis=0)
+    seq_len = tl.load(seq_lens + row)
+    held = (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
+    count = tl.maximum(held, 1)
+    if tl.program_id(1) == 0:
+        tl.store(starts + row + 1, start + count)
+        tl.store(last_lens + row, tl.maximum(seq_len - (count - 1) * PAGE_SIZE, 1))
+        if row == 0:
+            tl.store(starts, 0)
+    at = tl.program_id(1) * PAGE_CHUNK + tl.arange(0, PAGE_CHUNK)
+    page = tl.load(page_table + row.to(tl.int64) * page_table_stride + at, mask=at < held, other=0)
+    tl.store(pages + start + at, page, mask=at < count)
+
+
+class PageLists:
+    """Buffers whose addresses stay, so that captured graphs may read them, once a batch was as wide as any will be."""
+
+    def __init__(self, max_rows: int, page_size: int, device: torch.device) -> None:
+        self._max_rows, self._page_size = max_rows, page_size
+        self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.last_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def build(self, batch: AttentionBatch, longest: int) -> None:
+        """List the pages of sequences of up to ``longest`` tokens. Rows without tokens get page 0, with one token."""
+        rows, columns = batch.page_table.shape
+        if self.pages.shape[0] < self._max_rows * columns:
+            self.pages = self.pages.new_zeros(self._max_rows * columns)
+        chunks = triton.cdiv(triton.cdiv(max(longest, 1), self._page_size), _PAGE_CHUNK)
+        _list_pages_kernel[(rows, chunks)](
+            batch.device_seq_lens,
+            batch.page_table,
+            batch.page_table.stride(0),
+            self.starts,
+            self.last_lens,
+            self.pages,
+            PAGE_SIZE=self._page_size,
+            ROW_CHUNK=_ROW_CHUNK,
+            PAGE_CHUNK=_PAGE_CHUNK,
+            num_warps=4,
+        )
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Starts [rows + 1] and last lengths [rows] of some rows; starts count from the first row of all."""
+        return self.starts[rows.start : rows.stop + 1], self.last_lens[rows]
