@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdserve.kv import KVLayout
 from pdserve.model_config import ModelConfig, RopeConfig
@@ -17,7 +19,6 @@ from runner.kv_cache import KVCache
 from runner.linear import Placement
 
 _ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
-_NUM_PAGES = 160
 _MAX_SEQS = 64
 
 
@@ -31,6 +32,7 @@ class Shape:
     page: int = 16
     windows: tuple[int | None, ...] = (None,)
     has_norms: bool = False
+    num_pages: int = 160
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -52,7 +54,7 @@ class Shape:
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         return KVLayout(
-            num_blocks=_NUM_PAGES,
+            num_blocks=self.num_pages,
             block_size=self.page,
             kernel_block_size=self.page,
             num_layers=len(self.windows),
@@ -71,7 +73,6 @@ class Inputs:
     dtype: torch.dtype
     rows: int
     tokens: int
-    max_pages: int = 40
     batch: AttentionBatch = field(init=False)
     qkv: list[Tensor] = field(init=False)  # per layer
     turn: HeadTurn = field(init=False)
@@ -90,15 +91,15 @@ class Inputs:
             device_query_starts=zeros(self.rows + 1, dtype=torch.int32),
             device_seq_lens=zeros(self.rows, dtype=torch.int32),
             # Rows further apart than they are long, as in a table of more columns than a step needs.
-            page_table=zeros(self.rows, self.max_pages + 3, dtype=torch.int32)[:, : self.max_pages],
+            page_table=zeros(self.rows, self.shape.num_pages + 3, dtype=torch.int32)[:, :-3],
             slots=zeros(self.tokens, dtype=torch.int64),
         )
 
     def fill(self, sequences: list[tuple[int, int]], seed: int) -> None:
         """Sequences as (tokens in the cache, new tokens); rows beyond them pad the batch."""
         draw = random.Random(seed)
-        pages = draw.sample(range(_NUM_PAGES), _NUM_PAGES)
-        table = np.full((self.rows, self.max_pages), _ANY_PAGE, dtype=np.int32)
+        pages = draw.sample(range(self.shape.num_pages), self.shape.num_pages)
+        table = np.full((self.rows, self.shape.num_pages), _ANY_PAGE, dtype=np.int32)
         slots = np.full(self.tokens, -1, dtype=np.int64)
         starts = np.arange(self.rows + 1, dtype=np.int32)
         lens = np.zeros(self.rows, dtype=np.int32)
@@ -123,23 +124,28 @@ class Inputs:
         batch.device_seq_lens.copy_(torch.from_numpy(lens))
         batch.page_table.copy_(torch.from_numpy(table))
         batch.slots.copy_(torch.from_numpy(slots))
-        self.batch = AttentionBatch(
-            starts[: len(sequences) + 1],
-            lens[: len(sequences)],
-            batch.device_query_starts,
-            batch.device_seq_lens,
-            batch.page_table,
-            batch.slots,
-        )
+        self.batch = replace(batch, query_starts=starts[: len(sequences) + 1], seq_lens=lens[: len(sequences)])
+
+    def take(self, other: Inputs) -> None:
+        """Replace the contents by those of inputs of the same shape, on the device and without waiting for it."""
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        for mine, theirs in pairs:
+            mine.copy_(theirs)
+        self.batch = replace(self.batch, query_starts=other.batch.query_starts, seq_lens=other.batch.seq_lens)
+
+    def _tensors(self) -> list[Tensor]:
+        batch = self.batch
+        of_batch = [batch.device_query_starts, batch.device_seq_lens, batch.page_table, batch.slots]
+        return [*self.qkv, self.turn.cos, self.turn.sin, *of_batch]
 
 
 def make_inputs(
-    shape: Shape, sequences: list[tuple[int, int]], device: str, dtype: torch.dtype, padding: int = 0
+    shape: Shape, sequences: list[tuple[int, int]], device: str, dtype: torch.dtype, padding: int = 0, seed: int = 1
 ) -> Inputs:
     """A filled step; ``padding`` rows follow its sequences."""
     tokens = sum(new for _, new in sequences) + padding
     inputs = Inputs(shape, torch.device(device), dtype, len(sequences) + padding, tokens)
-    inputs.fill(sequences, seed=1)
+    inputs.fill(sequences, seed)
     return inputs
 
 
@@ -148,13 +154,16 @@ class Side:
 
     def __init__(self, name: str, shape: Shape, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
         self.cache = KVCache(shape.layout(dtype), device)
-        generator = torch.Generator().manual_seed(3)
-        self.cache.tensor.copy_(torch.randn(self.cache.tensor.shape, generator=generator))
+        self.reset()
         place = Placement(device, dtype, compute)
         self.compute = compute
         self.backend: AttentionBackend = build_backend(name, shape.config(), self.cache, place, _MAX_SEQS)
-        weights = torch.randn(2, shape.head_dim, generator=generator).to(device, compute)
+        weights = torch.randn(2, shape.head_dim, generator=torch.Generator().manual_seed(4)).to(device, compute)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
+
+    def reset(self) -> None:
+        """Bring the cache back to what it first held."""
+        self.cache.tensor.normal_(generator=torch.Generator(self.cache.tensor.device).manual_seed(3))
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """What every layer makes of planned inputs, [tokens, heads * head_dim] each."""
@@ -168,14 +177,16 @@ def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
     """Outputs in float32, and the cache afterwards."""
     side = Side("torch", inputs.shape, inputs.device, inputs.dtype, torch.float32)
     side.backend.plan(inputs.batch)
-    return side.run(inputs), side.cache.tensor
+    # On a GPU other kernels might round to less than float32.
+    with sdpa_kernel(SDPBackend.MATH) if inputs.device.type == "cuda" else nullcontext():
+        return side.run(inputs), side.cache.tensor
 
 
-def assert_matches_reference(side: Side, inputs: Inputs, outputs: list[Tensor], tolerance: float) -> None:
-    """Outputs of sequences and the cache agree; padding is finite."""
-    expected, cache = reference(inputs)
+def assert_matches_reference(inputs: Inputs, outputs: list[Tensor], cache: Tensor, tolerance: float) -> None:
+    """Outputs of sequences and the cache afterwards agree; padding is finite."""
+    expected, expected_cache = reference(inputs)
     tokens = int(inputs.batch.query_starts[-1])
     for ours, theirs in zip(outputs, expected, strict=True):
         assert ours.isfinite().all()
         torch.testing.assert_close(ours[:tokens].float(), theirs[:tokens], atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(side.cache.tensor.float(), cache.float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(cache, expected_cache, atol=tolerance, rtol=tolerance)

@@ -7,13 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.kernels.chain import chained, wait_for_predecessor
+
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _norm_kernel(
+    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr
+):
     """A program per row; all tensors are contiguous."""
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_predecessor(CHAINED)
     row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
@@ -21,8 +27,7 @@ def _norm_kernel(x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.co
         tl.store(residual + at, rounded, mask=mask)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / SIZE + eps)
-    scaled = row * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, (row * scale * weights).to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,6 +55,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 256, 1), 16),  # a thread loads 16 bytes of bfloat16 at once
+        **chained(out),
     )
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from runner.attention import AttentionBatch
 
 _PAGE_CHUNK = 1024
-_ROW_CHUNK = 1024
+_ROW_CHUNK = 256
 
 
 @triton.jit(do_not_specialize=["page_table_stride"])

@@ -32,9 +32,10 @@ def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
     """For ``group`` query heads per key head, and products in the dtype of ``place``."""
     processors, large = _INTERPRETED_PROCESSORS, True
     if place.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(place.device)
-        processors = properties.multi_processor_count
-        large = properties.shared_memory_per_block_optin >= _LARGE_SHARED_MEMORY
+        index = torch.cuda.current_device() if place.device.index is None else place.device.index
+        properties = triton.runtime.driver.active.utils.get_device_properties(index)
+        processors = properties["multiprocessor_count"]
+        large = properties["max_shared_mem"] >= _LARGE_SHARED_MEMORY
     exact = place.dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
     keys = min(max(_KEY_TILE_BYTES // (head_dim * place.dtype.itemsize), 16), 128)
     # numpy, in which the interpreter multiplies, has no bfloat16.

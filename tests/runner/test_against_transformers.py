@@ -136,6 +136,21 @@ def test_sixteen_requests_at_once(tmp_path: Path, build: Callable[..., ModelRunn
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 20}), ("qwen3", {"num_key_value_heads": 1})]
+)
+def test_triton_kernels_give_the_same_tokens(
+    family: str, overrides: dict[str, Any], tmp_path: Path, build: Callable[..., ModelRunner]
+) -> None:
+    directory = make_checkpoint(tmp_path / "model", family, num_hidden_layers=2, **overrides)
+    reference = reference_model(directory)
+    prompts = prompts_of((1, 17, 40))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stepper = Stepper(build(directory, attention_backend="triton", device=device))
+    results = stepper.generate(prompts, NUM_TOKENS, chunk=30, stagger=1)
+    assert [r.output for r in results] == [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+
+
 @pytest.mark.parametrize("native", [False, True])
 def test_bfloat16_stays_close_to_float32(
     native: bool, tmp_path: Path, build: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch

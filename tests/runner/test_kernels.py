@@ -1,0 +1,118 @@
+"""Every Triton kernel against plain torch: in Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_steps import Shape, make_inputs
+from torch import Tensor
+
+from runner.attention import HeadNorms, HeadTurn
+from runner.kernels.ops import TritonOps
+from runner.kernels.pages import PageLists
+from runner.kernels.rope_store import rope_store
+from runner.linear import Placement
+from runner.models.ops import TorchOps
+from runner.norm import rms_norm
+from runner.rope import apply_rotary, widen
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPS = 1e-5
+# Kernels round once, torch after every operation.
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def random(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def reference_ops(dtype: torch.dtype) -> TorchOps:
+    return TorchOps(EPS, Placement(DEVICE, dtype, dtype, use_triton=False))
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 100), (3, 1536)])
+def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    assert_close(TritonOps(EPS).norm(x, weight), reference_ops(dtype).norm(x, weight))
+
+
+@dtypes
+def test_norm_of_a_sum_changes_the_residual(dtype: torch.dtype) -> None:
+    x, residual, weight = (random(3, 200, dtype=dtype, seed=seed) for seed in range(3))
+    weight, expected = weight[0].contiguous(), residual.clone()
+    normed = reference_ops(dtype).add_norm(x, expected, weight)
+    assert_close(TritonOps(EPS).add_norm(x, residual, weight), normed)
+    assert_close(residual, expected)
+
+
+def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
+    x, weight = random(4, 96, dtype=torch.bfloat16), random(96, dtype=torch.bfloat16, seed=1)
+    together = TritonOps(EPS).norm(x, weight)
+    assert torch.equal(together[2:3], TritonOps(EPS).norm(x[2:3].clone(), weight))
+
+
+@dtypes
+@pytest.mark.parametrize("size", [32, 1024, 1500])
+def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * size, dtype=dtype) * 4
+    assert_close(TritonOps(EPS).silu_mul(gate_up), reference_ops(dtype).silu_mul(gate_up))
+
+
+@dtypes
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 4, 16, 16), (6, 2, 64, 32), (40, 10, 32, 64)])
+def test_rope_store(heads: int, kv_heads: int, head_dim: int, page: int, has_norms: bool, dtype: torch.dtype) -> None:
+    slots = torch.tensor([3 * page, -1, 5 * page - 1, 1, -1], device=DEVICE)
+    qkv = random(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # as in a table: a row holds cos, then sin
+    turn = HeadTurn(*angles.chunk(2, dim=1))
+    weights = random(2, head_dim, dtype=dtype, seed=2)
+    norms = HeadNorms(weights[0], weights[1], EPS) if has_norms else None
+    pages = random(6, kv_heads, 3, 2, page, head_dim, dtype=dtype, seed=3)  # of three layers
+    expected_pages = pages.clone()
+
+    q = rope_store(qkv, heads, turn, norms, slots, pages[:, :, 1])
+
+    expected, k, v = torch.split(qkv.view(len(slots), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        eps = torch.tensor(EPS, device=DEVICE)
+        expected, k = rms_norm(expected, norms.q_weight, eps), rms_norm(k, norms.k_weight, eps)
+    cos, sin = widen(turn, dtype)
+    expected, k = apply_rotary(expected, cos, sin), apply_rotary(k, cos, sin)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected_pages[slot // page, :, 1, 0, slot % page] = k[token]
+            expected_pages[slot // page, :, 1, 1, slot % page] = v[token]
+    scale = 4 if has_norms else 1  # what is rounded before it is turned is larger
+    torch.testing.assert_close(q, expected, atol=scale * TOLERANCE[dtype], rtol=scale * TOLERANCE[dtype])
+    torch.testing.assert_close(pages, expected_pages, atol=scale * TOLERANCE[dtype], rtol=scale * TOLERANCE[dtype])
+
+
+def test_pages_in_lists() -> None:
+    sequences = [(16, 1), (0, 16), (100, 8)]
+    inputs = make_inputs(Shape(page=16), sequences, str(DEVICE), torch.float32, padding=2)
+    lists = PageLists(8, 16, DEVICE)
+    lists.build(inputs.batch, longest=108)
+    counts = [2, 1, 7, 1, 1]
+    expected = [inputs.batch.page_table[row, :count].tolist() for row, count in enumerate(counts[:3])]
+    assert lists.starts[:6].tolist() == [0, 2, 3, 10, 11, 12]
+    assert lists.last_lens[:5].tolist() == [1, 16, 12, 1, 1]
+    assert lists.pages[:12].tolist() == [page for pages in expected for page in pages] + [0, 0]
+
+
+def test_lists_of_many_rows_and_long_sequences() -> None:
+    rows = 300  # more than a program adds up at once
+    shape = Shape(page=16, num_pages=1030, kv_heads=1, head_dim=16)
+    inputs = make_inputs(shape, [(0, 1)] * 2 + [(16 * 1025, 1)], str(DEVICE), torch.float32, padding=rows - 3)
+    lists = PageLists(rows, 16, DEVICE)
+    lists.build(inputs.batch, longest=16 * 1025 + 1)
+    assert lists.starts.tolist() == [0, 1, 2, *range(2 + 1026, 2 + 1026 + rows - 2)]
+    assert lists.pages[2 : 2 + 1026].tolist() == inputs.batch.page_table[2, :1026].tolist()
