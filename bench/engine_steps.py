@@ -61,12 +61,17 @@ class Bench:
 
     async def decode_step(self, batch: int, steps: int, repeat: int) -> tuple[float, float]:
         """Seconds of a step, and of the host's work in it."""
-        short = min([await self.run(batch, 64, SHORT) for _ in range(repeat)])
-        before = self._link.status
-        long = min([await self.run(batch, 64, SHORT + steps) for _ in range(repeat)])
-        after = self._link.status
-        host = (after.host_seconds - before.host_seconds) / (after.steps - before.steps)
-        return (long - short) / steps, host
+        short, short_host = await self._best(batch, SHORT, repeat)
+        long, long_host = await self._best(batch, SHORT + steps, repeat)
+        return (long - short) / steps, (long_host - short_host) / steps
+
+    async def _best(self, batch: int, output: int, repeat: int) -> tuple[float, float]:
+        runs = []
+        for _ in range(repeat):
+            before = self._link.status.host_seconds
+            seconds = await self.run(batch, 64, output)
+            runs.append((seconds, self._link.status.host_seconds - before))
+        return min(seconds for seconds, _ in runs), min(host for _, host in runs)
 
     async def prefill(self, batch: int, prompt: int) -> float:
         return min([await self.run(batch, prompt, 1) for _ in range(3)])

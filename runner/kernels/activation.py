@@ -6,12 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.kernels.chain import chained, wait_for_predecessor
+
 _BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bfloat16
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Grid (tokens, blocks of a row)."""
+    wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -26,5 +29,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4)
+    _silu_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+        gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **chained(out)
+    )
     return out

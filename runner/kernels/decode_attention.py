@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.attention import AttentionBatch
+from runner.kernels.chain import chained, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
 _MAX_SPLITS = 32
@@ -40,8 +41,10 @@ def _decode_attention_kernel(
     BLOCK_GROUP: tl.constexpr,  # GROUP as a product of matrices takes it
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
+    CHAINED: tl.constexpr,
 ):
     """Grid (rows, KV_HEADS, num_splits). Sequences with other than one query are passed over."""
+    wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -109,8 +112,10 @@ def _combine_splits_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (rows, KV_HEADS * GROUP). Sequences with other than one query are passed over."""
+    wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(query_starts + row).to(tl.int64)
@@ -170,6 +175,7 @@ class SplitDecode:
             PAGE_SIZE=cache.shape[3],
             WINDOW=window or 0,
             **self._tiles.decode,
+            **chained(out),
         )
         if num_splits > 1:
             _combine_splits_kernel[(rows, self._kv_heads * self._group)](
@@ -183,4 +189,5 @@ class SplitDecode:
                 HEAD_DIM=self._head_dim,
                 BLOCK_SPLITS=_MAX_SPLITS,
                 num_warps=4,
+                **chained(out),
             )

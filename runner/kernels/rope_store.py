@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.attention import HeadNorms, HeadTurn
+from runner.kernels.chain import chained, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program, in whole heads
 
@@ -84,6 +85,7 @@ def _rope_store_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid (tokens, blocks of query heads, then of key heads, then of value heads)."""
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -93,6 +95,7 @@ def _rope_store_kernel(
     queries = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     keys = queries + HEADS * HEAD_DIM
     values = keys + KV_HEADS * HEAD_DIM
+    wait_for_predecessor(CHAINED)
     cos += token * turn_stride
     sin += token * turn_stride
     slot = tl.load(slots + token)
@@ -150,5 +153,6 @@ def rope_store(
         BLOCK_HEADS=block_heads,
         HAS_NORMS=norms is not None,
         num_warps=4,
+        **chained(q),
     )
     return q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,8 +26,12 @@ class TokensInFlight:
         if self.arrived is not None:
             self.arrived.synchronize()
         logprobs = self._logprobs()
-        samples = iter([Sample(token, logprobs.get(i)) for i, token in enumerate(self.copied.tokens.tolist())])
-        outputs = [SequenceOutput(s.seq, tuple(next(samples) for _ in range(s.num_samples))) for s in self.sampling]
+        samples = [Sample(token, logprobs.get(i)) for i, token in enumerate(self.copied.tokens.tolist())]
+        if len(samples) == len(self.sampling):
+            outputs = [SequenceOutput(s.seq, (sample,)) for s, sample in zip(self.sampling, samples, strict=True)]
+        else:
+            rest = iter(samples)
+            outputs = [SequenceOutput(s.seq, tuple(islice(rest, s.num_samples))) for s in self.sampling]
         return StepOutput(self.step, tuple(outputs))
 
     def _logprobs(self) -> dict[int, TokenLogprobs]:
