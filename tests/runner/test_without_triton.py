@@ -1,0 +1,32 @@
+"""V1 on a CPU needs plain torch only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from checkpoints import make_checkpoint
+
+SCRIPT = """
+import sys
+
+sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fails
+from pdserve.config import NodeOptions, resolve
+from pdserve.device import detect_device
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+import runner
+
+options = NodeOptions(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 22)
+config = resolve(options, detect_device("cpu"), {"PDSERVE_USE_V2_MODEL_RUNNER": "0"})
+model = runner.build(config, lambda stage, fraction: None)
+new = NewSequence(0, (1, 2, 3), 3, 0, (0,), SamplingParams(max_tokens=1))
+output = model.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 3, 1),))).result()
+print(len(output.outputs))
+"""
+
+
+def test_a_step_of_v1(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "qwen3")
+    result = subprocess.run([sys.executable, "-c", SCRIPT, str(directory)], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr
