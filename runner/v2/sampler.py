@@ -85,7 +85,8 @@ class SamplingBatch:
 
     @property
     def changes_logits(self) -> bool:
-        return not (self.bias is self.ends is self.penalties is self.truncation is None)
+        stages = (self.bias, self.ends, self.penalties, self.truncation)
+        return any(stage is not None for stage in stages)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class DeviceState:
     def offset(self, table: Tensor, *index: int) -> int:
         """Where an element of one of the tables lies in ``flat``."""
         within = sum(i * stride for i, stride in zip(index, table.stride(), strict=True))
-        return table.storage_offset() + within
+        return int(table.storage_offset()) + within
 
 
 @dataclass(frozen=True)
