@@ -20,8 +20,8 @@ class AttentionBatch:
     """The tokens of one step. Sequence r owns tokens ``query_starts[r] … query_starts[r + 1] - 1``, the last of its
     ``seq_lens[r]`` tokens; all earlier ones are in the cache.
 
-    A batch of single tokens may be padded (for CUDA graphs): then the device's tensors have more rows than there are
-    sequences, those with ``seq_lens`` 0 and slot -1. Their output is unspecified, but finite.
+    A batch may be padded (for CUDA graphs): then the device's tensors have more rows than there are sequences, without
+    tokens, and more tokens than sequences own, with slot -1. What attention yields for those is unspecified.
     """
 
     query_starts: NDArray[np.int32]  # [num_seqs + 1], host

@@ -59,7 +59,12 @@ class PagedTritonAttention:
         q = rope_store(qkv, self._heads, turn, norms, step.batch.slots, cache)
         out = torch.empty_like(q)
         if step.has_decodes:
-            self._decode(q, cache, step.batch, window, out)
+            self.attend_singles(layer, q, out)
         if step.has_chunks:
             prefill_attention(q, cache, step.batch, window, self._tiles, out)
         return out.view(out.shape[0], -1)
+
+    def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Write to ``out`` what queries of sequences with one token see, both [tokens, num_heads, head_dim]."""
+        assert self._step is not None, "plan comes first"
+        self._decode(q, self._layers[layer], self._step.batch, self._windows[layer], out)

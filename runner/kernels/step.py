@@ -24,10 +24,10 @@ def apply_writes_kernel(state, words, CHUNK: tl.constexpr):
     tl.store(state + destination + at, tl.load(words + source + at, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "idx_mapping_at", "query_starts_at", "token_stride", "block_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "slots_at", "query_starts_at", "token_stride", "block_stride", "tokens"])
 def build_inputs_kernel(
     words,  # [*] int32: the upload
-    idx_mapping_at,  # its words: the slot of each sequence [num_seqs]
+    slots_at,  # its words: the slot of each sequence [num_seqs]
     query_starts_at,  # and where its tokens begin [num_seqs + 1]
     num_seqs,
     token_ids,  # state: [slots, token_stride]
@@ -40,25 +40,28 @@ def build_inputs_kernel(
     slot_mapping,  # out [tokens] int64
     seq_lens,  # out [rows] int32
     query_starts,  # out [rows + 1] int32
+    tokens,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program per row. Rows beyond the sequences pad a batch of single tokens: they compute, but store no KV."""
+    """Grid (rows + 1,): a program per row, those beyond the sequences without tokens, and one for padding tokens."""
     row = tl.program_id(0)
-    if row >= num_seqs:
-        token = tl.load(words + query_starts_at + num_seqs) + row - num_seqs
-        tl.store(input_ids + token, 0)
-        tl.store(positions + token, 0)
-        tl.store(slot_mapping + token, -1)
+    num_tokens = tl.load(words + query_starts_at + num_seqs)
+    if row == tl.num_programs(0) - 1:
+        for begin in range(num_tokens, tokens, CHUNK):
+            at = begin + tl.arange(0, CHUNK)
+            tl.store(input_ids + at, 0, mask=at < tokens)
+            tl.store(positions + at, 0, mask=at < tokens)
+            tl.store(slot_mapping + at, -1, mask=at < tokens)
+        tl.store(query_starts, 0)
+    elif row >= num_seqs:
         tl.store(seq_lens + row, 0)
-        tl.store(query_starts + row + 1, token + 1)
+        tl.store(query_starts + row + 1, num_tokens)
     else:
-        slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+        slot = tl.load(words + slots_at + row).to(tl.int64)
         begin = tl.load(words + query_starts_at + row)
         end = tl.load(words + query_starts_at + row + 1)
         computed = tl.load(num_computed + slot)
-        if row == 0:
-            tl.store(query_starts, 0)
         tl.store(query_starts + row + 1, end)
         tl.store(seq_lens + row, computed + end - begin)
         for chunk in range(0, end - begin, CHUNK):
@@ -72,10 +75,10 @@ def build_inputs_kernel(
             tl.store(slot_mapping + begin + at, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "idx_mapping_at", "block_stride", "page_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "slots_at", "block_stride", "page_stride"])
 def build_page_table_kernel(
     words,
-    idx_mapping_at,
+    slots_at,
     num_seqs,
     blocks,  # state: [slots, block_stride]
     block_stride,
@@ -91,7 +94,7 @@ def build_page_table_kernel(
     pages = (tl.load(seq_lens + row) + PAGE_SIZE - 1) // PAGE_SIZE
     begin = tl.program_id(1) * CHUNK
     if (row < num_seqs) & (begin < pages):
-        slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+        slot = tl.load(words + slots_at + row).to(tl.int64)
         at = begin + tl.arange(0, CHUNK)
         mask = at < pages
         block = tl.load(blocks + slot * block_stride + at // PAGES_PER_BLOCK, mask=mask, other=0)
@@ -99,10 +102,10 @@ def build_page_table_kernel(
         tl.store(page_table + row.to(tl.int64) * page_stride + at, page, mask=mask)
 
 
-@triton.jit(do_not_specialize=["idx_mapping_at", "query_starts_at", "draw_of_row_at", "token_stride"])
+@triton.jit(do_not_specialize=["slots_at", "query_starts_at", "draw_of_row_at", "token_stride"])
 def take_samples_kernel(
     words,
-    idx_mapping_at,
+    slots_at,
     query_starts_at,
     draw_of_row_at,  # words: which of the drawn tokens continues each sequence, -1 for none [num_seqs]
     sampled,  # [draws] int32
@@ -113,7 +116,7 @@ def take_samples_kernel(
 ):
     """The end of a step: its tokens are computed, its samples are known. A program per sequence."""
     row = tl.program_id(0)
-    slot = tl.load(words + idx_mapping_at + row).to(tl.int64)
+    slot = tl.load(words + slots_at + row).to(tl.int64)
     length = tl.load(words + query_starts_at + row + 1) - tl.load(words + query_starts_at + row)
     tl.store(num_computed + slot, tl.load(num_computed + slot) + length)
     draw = tl.load(words + draw_of_row_at + row)

@@ -50,9 +50,10 @@ def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
         decode={
             **common,
             "BLOCK_GROUP": max(block_group, _MATRIX_ROWS),
-            "num_warps": 4,
-            # A tile takes two stages, its pages and then its keys: 5 keep two tiles under way, 3 one.
-            "num_stages": 1 if exact else 5 if large else 3,
+            # On an H200 with 32 heads on 8 of 128: 29 µs for 128 sequences of 150 tokens and 125 for 64 of 2,000 (all
+            # there is to read at 4.2 TB/s), where 4 warps and 5 stages take 41 and 174.
+            "num_warps": 2,
+            "num_stages": 1 if exact else 3,
         },
         prefill={
             **common,

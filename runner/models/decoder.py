@@ -40,8 +40,9 @@ class Attention:
         self.out = Linear(self._heads * self._head_dim, config.hidden_size, config.attention_bias, place)
         self._norms = _head_norms(config, place) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
-        return self.out(backend.run(self._layer, self.qkv(x), turn, self._norms))
+    def attend(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
+        """What the heads of each token see, before ``out``: [tokens, num_heads * head_dim]. Stores keys and values."""
+        return backend.run(self._layer, self.qkv(x), turn, self._norms)
 
     def named_tensors(self) -> NamedTensors:
         sizes = [n * self._head_dim for n in (self._heads, self._kv_heads, self._kv_heads)]
@@ -86,13 +87,18 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(config.hidden_size, place, ops)
         self.mlp = MLP(config, place, ops)
 
-    def __call__(self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
-        """What is to be added to ``residual`` next, from x, its norm; all are [tokens, hidden_size].
+    def __call__(
+        self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What is to be added to the residual next, and the residual, from x, its norm; all are [tokens, hidden_size].
 
-        The sum of attention is added here, in place; the caller adds the result, together with the norm that follows.
+        What attention adds is added here, in place; the caller adds the result, together with the norm that follows.
+        ``keep`` [kept] names the tokens to go on with after attention: the results are [kept, hidden_size].
         """
-        x = self.attention(x, turn, backend)
-        return self.mlp(self.mlp_norm.add(x, residual))
+        heads = self.attention.attend(x, turn, backend)
+        if keep is not None:
+            heads, residual = heads.index_select(0, keep), residual.index_select(0, keep)
+        return self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual
 
     def named_tensors(self) -> NamedTensors:
         yield "input_layernorm.weight", self.attention_norm.weight
@@ -116,24 +122,36 @@ class Decoder:
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, device=place.device, dtype=place.stored)
         self.layers = [DecoderLayer(config, layer, place, ops) for layer in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, place, ops)
-        self._next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        self._next_norms = [layer.attention_norm for layer in self.layers[1:]]
         self.head = Linear(config.hidden_size, config.vocab_size, False, place)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, place)
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, lengths: Tensor | None, backend: AttentionBackend
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        lengths: Tensor | None,
+        backend: AttentionBackend,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden_size], normed for ``logits``, of input_ids and positions [tokens], integers.
 
-        ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. Nothing waits for the device, so
-        that on a GPU the call can be captured into a graph.
+        ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names the tokens
+        whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the last layer than their
+        keys and values. Nothing waits for the device, so that on a GPU the call can be captured into a graph.
         """
         turn = self.rotary.turn(positions, lengths)
         residual = F.embedding(input_ids, self.embedding).to(self._dtype)
         x = self.layers[0].attention_norm(residual)
-        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            x = next_norm.add(layer(x, residual, turn, backend), residual)
-        return x
+        *others, last = self.layers
+        for layer, next_norm in zip(others, self._next_norms, strict=True):
+            x, residual = layer(x, residual, turn, backend)
+            x = next_norm.add(x, residual)
+        if keep is not None and not len(keep):
+            last.attention.attend(x, turn, backend)
+            return x[:0]
+        x, residual = last(x, residual, turn, backend, keep)
+        return self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] from rows of hidden states [rows, hidden_size]."""

@@ -76,9 +76,10 @@ class RunnerV1:
             return FinishedStep(StepOutput(plan.step))
         rows = self._sequences.rows(plan.scheduled)
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
-        hidden = self._forward(rows, lengths)
+        sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
+        hidden = self._forward(rows, lengths, sampling)
         self._sequences.num_computed[rows] += lengths
-        return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, lengths, hidden)))
+        return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, sampling, hidden)))
 
     def reload_weights(self, model_dir: str) -> None:
         self._loaded.reload(model_dir)
@@ -98,8 +99,8 @@ class RunnerV1:
             if s.new_block_ids:
                 self._sequences.add_blocks(s.seq, s.new_block_ids)
 
-    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
-        """Hidden states [tokens, hidden_size] of the next ``lengths`` tokens of each sequence."""
+    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], sampling: list[int]) -> Tensor:
+        """Compute the next ``lengths`` tokens of each sequence; of those that sample, the last hidden state."""
         table = self._sequences
         starts = table.num_computed[rows]
         seq_lens = starts + lengths
@@ -125,6 +126,7 @@ class RunnerV1:
             self._to_device(positions),
             self._rope_lengths(rows, lengths, positions),
             self._attention,
+            None if len(sampling) == len(positions) else self._to_device(query_starts[1:][sampling] - 1),
         )
 
     def _rope_lengths(
@@ -139,11 +141,11 @@ class RunnerV1:
         self,
         scheduled: tuple[ScheduledSequence, ...],
         rows: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        sampling: list[int],
         hidden: Tensor,
     ) -> tuple[SequenceOutput, ...]:
+        """Draw for the sequences ``sampling``, whose hidden states [sampling, hidden_size] are given."""
         table = self._sequences
-        sampling = [i for i, s in enumerate(scheduled) if s.num_samples > 0]
         if not sampling:
             return ()
         draws: list[SampleRow] = []
@@ -154,9 +156,7 @@ class RunnerV1:
             for n in range(scheduled[i].num_samples):
                 choice = n if several else record.choice
                 draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
-        last = lengths.cumsum()[sampling] - 1
-        logits = self._loaded.decoder.logits(hidden if len(last) == len(hidden) else hidden[self._to_device(last)])
-        samples = iter(self._sampler.sample(logits, draws))
+        samples = iter(self._sampler.sample(self._loaded.decoder.logits(hidden), draws))
         outputs = []
         for i in sampling:
             drawn = tuple(next(samples) for _ in range(scheduled[i].num_samples))

@@ -1,52 +1,78 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds."""
+"""Small steps as CUDA graphs: one launch instead of hundreds."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+_MIXED_ROWS = 16  # sequences of a small step with prompts in it
+_MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
-def padded_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The batch sizes that graphs are captured for: 1, 2, 4, multiples of 8, and the largest."""
-    sizes = [size for size in (1, 2, 4) if size < max_num_seqs] + list(range(8, max_num_seqs, 8))
-    return (*sizes, max_num_seqs)
+
+class StepShape(NamedTuple):
+    """What a step is padded to. With as many tokens as rows, every sequence has one token."""
+
+    rows: int
+    tokens: int
+
+
+def decode_shapes(max_num_seqs: int) -> tuple[StepShape, ...]:
+    """Steps of one token per sequence: 1, 2, 4, multiples of 8, and the most that there can be."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs] + list(range(8, max_num_seqs, 8)) + [max_num_seqs]
+    return tuple(StepShape(size, size) for size in sizes)
+
+
+def mixed_shapes(max_num_seqs: int, max_batch_tokens: int) -> tuple[StepShape, ...]:
+    """Small steps with prompts: above 512 tokens a GPU has so much to do that launching is no longer felt."""
+    rows = min(_MIXED_ROWS, max_num_seqs)
+    return tuple(StepShape(rows, tokens) for tokens in _MIXED_TOKENS if rows < tokens <= max_batch_tokens)
 
 
 @dataclass
-class DecodeGraphs:
-    """Graphs by batch size. ``sizes`` is empty where none are wanted: then every step runs as it is."""
+class StepGraphs:
+    """Graphs by shape. Without shapes every step runs as it is."""
 
-    sizes: tuple[int, ...]
-    _graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    shapes: tuple[StepShape, ...]
+    _graphs: dict[StepShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
-    def size_for(self, num_seqs: int) -> int | None:
-        """The smallest captured size that holds ``num_seqs``, None if there is none."""
-        return next((size for size in self.sizes if size >= num_seqs), None)
+    def shape_for(self, rows: int, tokens: int) -> StepShape | None:
+        """The smallest captured shape that holds such a step, None if there is none."""
+        single = rows == tokens
+        fitting = (
+            shape
+            for shape in self.shapes
+            if shape.rows >= rows and shape.tokens >= tokens and (shape.rows == shape.tokens) == single
+        )
+        return min(fitting, key=lambda shape: shape.tokens, default=None)
 
     def capture(
-        self, prepare: Callable[[int], None], forward: Callable[[int], None], progress: Callable[[float], None]
+        self,
+        prepare: Callable[[StepShape], None],
+        forward: Callable[[StepShape], None],
+        on_progress: Callable[[float], None],
     ) -> None:
-        """Capture ``forward(size)`` for every size, the largest first: the smaller ones fit into its memory pool.
+        """Capture ``forward(shape)`` for every shape, the largest first: the smaller ones fit into its memory pool.
 
-        ``prepare(size)`` is called before each and may compute on the device; ``forward`` must not wait for it.
+        ``prepare(shape)`` is called before each and may compute on the device; ``forward`` must not wait for it.
         """
-        if not self.sizes:
+        if not self.shapes:
             return
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         gc.collect()
-        for done, size in enumerate(reversed(self.sizes)):
-            progress(done / len(self.sizes))
-            prepare(size)
-            forward(size)  # what is compiled or allocated at first use happens here
+        for done, shape in enumerate(sorted(self.shapes, key=lambda shape: -shape.tokens)):
+            on_progress(done / len(self.shapes))
+            prepare(shape)
+            forward(shape)  # what is compiled or allocated at first use happens here
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                forward(size)
-            self._graphs[size] = graph
+                forward(shape)
+            self._graphs[shape] = graph
 
-    def replay(self, size: int) -> None:
-        self._graphs[size].replay()
+    def replay(self, shape: StepShape) -> None:
+        self._graphs[shape].replay()

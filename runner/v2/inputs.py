@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout
 from runner.attention import AttentionBatch
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
+from runner.v2.graphs import StepShape
 from runner.v2.slots import ScheduledBatch
 from runner.v2.state import DeviceState, Upload
 
@@ -25,16 +27,17 @@ class StepInputs:
         self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
 
-    def build(self, batch: ScheduledBatch, rows: int, state: DeviceState, upload: Upload) -> AttentionBatch:
-        """Fill the buffers on the device's stream. Rows beyond the batch's sequences are padding.
+    def build(self, batch: ScheduledBatch, shape: StepShape, state: DeviceState, upload: Upload) -> AttentionBatch:
+        """Fill the buffers on the device's stream, padded to ``shape``.
 
         The upload's first two arrays are the batch's slots and query starts.
         """
-        idx_at, starts_at = upload.arrays_at[:2]
-        layout, num_seqs = self._layout, len(batch.slots)
-        build_inputs_kernel[(rows,)](
+        assert shape.tokens <= len(self.input_ids), f"a step of {shape.tokens} tokens, made for {len(self.input_ids)}"
+        slots_at, starts_at = upload.arrays_at[:2]
+        layout, num_seqs = self._layout, batch.form.num_seqs
+        build_inputs_kernel[(shape.rows + 1,)](
             upload.words,
-            idx_at,
+            slots_at,
             starts_at,
             num_seqs,
             state.token_ids,
@@ -47,13 +50,14 @@ class StepInputs:
             self._slot_mapping,
             self._seq_lens,
             self._query_starts,
+            shape.tokens,
             BLOCK_SIZE=layout.block_size,
             CHUNK=_TOKEN_CHUNK,
         )
         longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK))](
             upload.words,
-            idx_at,
+            slots_at,
             num_seqs,
             state.blocks,
             state.blocks.stride(0),
@@ -64,28 +68,28 @@ class StepInputs:
             PAGES_PER_BLOCK=layout.pages_per_block,
             CHUNK=_PAGE_CHUNK,
         )
-        return AttentionBatch(
-            query_starts=batch.query_starts,
-            seq_lens=batch.seq_lens,
-            device_query_starts=self._query_starts[: rows + 1],
-            device_seq_lens=self._seq_lens[:rows],
-            page_table=self._page_table[:rows],
-            slots=self._slot_mapping[: batch.num_tokens + rows - num_seqs],
-        )
+        return self._batch(batch.form.query_starts, batch.seq_lens, shape)
 
-    def padding(self, rows: int) -> AttentionBatch:
-        """A batch of single tokens at position 0 that store nothing."""
-        self.input_ids[:rows] = 0
-        self.positions[:rows] = 0
-        self._slot_mapping[:rows] = -1
-        self._seq_lens[:rows] = 1
-        self._query_starts[: rows + 1] = torch.arange(rows + 1, dtype=torch.int32)
-        self._page_table[:rows, 0] = 0
+    def padding(self, shape: StepShape) -> AttentionBatch:
+        """A batch of that shape at position 0 that stores nothing. The first sequence has the tokens to spare."""
+        rows, tokens = shape.rows, shape.tokens
+        lengths = np.ones(rows, dtype=np.int32)
+        lengths[0] = tokens - rows + 1
+        query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
+        self.input_ids[:tokens] = 0
+        self.positions[:tokens] = 0
+        self._slot_mapping[:tokens] = -1
+        self._seq_lens[:rows] = torch.from_numpy(lengths)
+        self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
+        self._page_table[:rows] = 0
+        return self._batch(query_starts, lengths, shape)
+
+    def _batch(self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: StepShape) -> AttentionBatch:
         return AttentionBatch(
-            query_starts=np.arange(rows + 1, dtype=np.int32),
-            seq_lens=np.ones(rows, dtype=np.int32),
-            device_query_starts=self._query_starts[: rows + 1],
-            device_seq_lens=self._seq_lens[:rows],
-            page_table=self._page_table[:rows],
-            slots=self._slot_mapping[:rows],
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            device_query_starts=self._query_starts[: shape.rows + 1],
+            device_seq_lens=self._seq_lens[: shape.rows],
+            page_table=self._page_table[: shape.rows],
+            slots=self._slot_mapping[: shape.tokens],
         )

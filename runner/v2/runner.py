@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
-from pdserve.records import KVRegion, StepOutput, StepPlan
+from pdserve.records import KVRegion, ScheduledSequence, StepOutput, StepPlan
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kernels.step import take_samples_kernel
@@ -18,11 +18,11 @@ from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
 from runner.pending import FinishedStep
-from runner.v2.graphs import DecodeGraphs, padded_sizes
+from runner.v2.graphs import StepGraphs, StepShape, decode_shapes, mixed_shapes
 from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
 from runner.v2.sampler import DeviceSampler, Draw, Sampled, SamplingBatch
-from runner.v2.slots import ScheduledBatch, Slots
+from runner.v2.slots import BatchForm, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
 from runner.warmup import run_largest_steps, run_small_steps
 
@@ -45,7 +45,8 @@ class RunnerV2:
             progress("compiling kernels", -1.0)
             run_largest_steps(self, config)
             run_small_steps(self, config)
-        self._capture(padded_sizes(config.max_num_seqs) if config.cuda_graphs else (), progress)
+        if config.cuda_graphs:
+            self._capture(_shapes(config), lambda fraction: progress("capturing CUDA graphs", fraction))
         self._cache.clear()
         assert not len(self._slots), "warming up left a sequence behind"
 
@@ -70,11 +71,10 @@ class RunnerV2:
         )
         self._sampler = DeviceSampler(model.vocab_size, model.eos_token_ids, self._state)
         self._to_host = ToHost(device)
-        self._graphs = DecodeGraphs(())
-        self._hidden = torch.empty(
-            config.max_num_seqs, model.hidden_size, dtype=self._loaded.place.dtype, device=device
-        )
-        self._last_asked: tuple[object, SamplingBatch] | None = None
+        self._graphs = StepGraphs(())
+        most = max(shape.tokens for shape in _shapes(config))
+        self._hidden = torch.empty(most, model.hidden_size, dtype=self._loaded.place.dtype, device=device)
+        self._last_asked: tuple[BatchForm, SamplingBatch] | None = None
 
     def _try_out(self, config: NodeConfig, layout: KVLayout) -> int:
         """Run the largest steps on a small cache and free it again. Returns the bytes that CUDA graphs will keep."""
@@ -84,9 +84,9 @@ class RunnerV2:
         if config.cuda_graphs:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(self._device)[0]
-            sizes = padded_sizes(config.max_num_seqs)
-            self._capture(sizes[-2:], lambda stage, fraction: None)
-            # They share a pool; each further graph costs its kernel nodes, of which two are a generous measure.
+            largest = sorted(_shapes(config), key=lambda shape: -shape.tokens)[:2]
+            self._capture(tuple(largest), lambda fraction: None)
+            # Further graphs fit into the pool of these and cost their nodes alone, for which as much again is plenty.
             kept = (before - torch.cuda.mem_get_info(self._device)[0]) * 2
         self._free()
         return kept
@@ -108,12 +108,10 @@ class RunnerV2:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def _capture(self, sizes: tuple[int, ...], progress: Callable[[str, float], None]) -> None:
-        graphs = DecodeGraphs(sizes)
+    def _capture(self, shapes: tuple[StepShape, ...], on_progress: Callable[[float], None]) -> None:
+        graphs = StepGraphs(shapes)
         graphs.capture(
-            lambda size: self._backend.plan(self._inputs.padding(size), graph=True),
-            self._forward_padded,
-            lambda fraction: progress("capturing CUDA graphs", fraction),
+            lambda shape: self._backend.plan(self._inputs.padding(shape), graph=True), self._forward_padded, on_progress
         )
         self._graphs = graphs
 
@@ -136,16 +134,20 @@ class RunnerV2:
         if not plan.scheduled:
             return FinishedStep(StepOutput(plan.step))
         batch = self._slots.schedule(plan.scheduled)
-        size = self._graphs.size_for(len(batch.slots)) if batch.decodes_only else None
-        upload = self._uploader.send(batch.slots, batch.query_starts, batch.draw_of_row, batch.last_tokens)
+        form = batch.form
+        shape = self._graphs.shape_for(form.num_seqs, form.num_tokens)
+        upload = self._uploader.send(form.slots, form.query_starts, form.draw_of_row, form.last_tokens)
         self._uploader.apply(upload, self._state)
-        attention = self._inputs.build(batch, size or len(batch.slots), self._state, upload)
-        hidden = self._forward(batch, attention, size)
-        sampled, asked = self._sample(batch, upload, hidden)
-        self._take_in(batch, upload, sampled)
-        if sampled is None or asked is None:
+        unpadded = StepShape(form.num_seqs, form.num_tokens)
+        attention = self._inputs.build(batch, shape or unpadded, self._state, upload)
+        hidden = self._forward(form, upload, attention, shape)
+        if not len(form.sampling):
+            self._take_in(form, upload, None)
             return FinishedStep(StepOutput(plan.step))
-        return self._to_host.send(plan.step, batch.sampling_sequences, asked, sampled)
+        asked = self._asked(plan.scheduled, form)
+        sampled = self._sampler.sample(self._loaded.decoder.logits(hidden), asked, batch.longest)
+        self._take_in(form, upload, sampled)
+        return self._to_host.send(plan.step, form.sampling_of(plan.scheduled), asked, sampled)
 
     def reload_weights(self, model_dir: str) -> None:
         self._loaded.reload(model_dir)
@@ -168,52 +170,41 @@ class RunnerV2:
             if s.new_block_ids:
                 self._slots.add_blocks(s.seq, s.new_block_ids)
 
-    def _forward(self, batch: ScheduledBatch, attention: AttentionBatch, size: int | None) -> Tensor:
-        """Hidden states [tokens, hidden_size] of every token; by a graph of ``size`` rows where one is given."""
-        if size is not None:
-            self._backend.plan(attention, graph=True)
-            self._graphs.replay(size)
-            return self._hidden[: batch.num_tokens]
-        self._backend.plan(attention)
-        return self._decode(batch.num_tokens)
+    def _forward(self, form: BatchForm, upload: Upload, attention: AttentionBatch, shape: StepShape | None) -> Tensor:
+        """Hidden states [sampling rows, hidden_size]; by the graph of ``shape`` where one is given."""
+        keep = None if form.every_token_samples else upload.array(_LAST_TOKENS, len(form.sampling))
+        if shape is None:
+            self._backend.plan(attention)
+            return self._decode(form.num_tokens, keep)
+        self._backend.plan(attention, graph=True)
+        self._graphs.replay(shape)
+        hidden = self._hidden[: form.num_tokens]
+        return hidden if keep is None else hidden.index_select(0, keep)
 
-    def _forward_padded(self, size: int) -> None:
-        """What a graph of ``size`` rows captures."""
-        self._hidden[:size].copy_(self._decode(size))
+    def _forward_padded(self, shape: StepShape) -> None:
+        """What the graph of a shape captures."""
+        self._hidden[: shape.tokens].copy_(self._decode(shape.tokens, None))
 
-    def _decode(self, tokens: int) -> Tensor:
+    def _decode(self, tokens: int, keep: Tensor | None) -> Tensor:
         inputs = self._inputs
-        return self._loaded.decoder(inputs.input_ids[:tokens], inputs.positions[:tokens], None, self._backend)
+        return self._loaded.decoder(inputs.input_ids[:tokens], inputs.positions[:tokens], None, self._backend, keep)
 
-    def _sample(
-        self, batch: ScheduledBatch, upload: Upload, hidden: Tensor
-    ) -> tuple[Sampled | None, SamplingBatch | None]:
-        """The step's draws, and what was asked for in them."""
-        if not len(batch.sampling):
-            return None, None
-        if not batch.every_token_samples:
-            hidden = hidden.index_select(0, upload.array(_LAST_TOKENS, len(batch.sampling)))
-        asked = self._asked(batch)
-        longest = int(self._slots.num_tokens[batch.slots].max())
-        return self._sampler.sample(self._loaded.decoder.logits(hidden), asked, longest), asked
-
-    def _asked(self, batch: ScheduledBatch) -> SamplingBatch:
-        """What the step's draws ask for; that of the last step where it is the same."""
-        key = (batch.slots.tobytes(), tuple((s.seq, s.num_samples) for s in batch.scheduled))
-        if self._last_asked is None or key != self._last_asked[0]:
+    def _asked(self, scheduled: tuple[ScheduledSequence, ...], form: BatchForm) -> SamplingBatch:
+        """What the step's draws ask for; that of the last step where it has the same form."""
+        if self._last_asked is None or self._last_asked[0] is not form:
             draws = []
-            for row, (index, sequence) in enumerate(zip(batch.sampling, batch.sampling_sequences, strict=True)):
-                slot = int(batch.slots[index])
+            for row, sequence in enumerate(form.sampling_of(scheduled)):
+                slot = int(form.slots[form.sampling[row]])
                 record = self._slots.record(slot)
                 choices = range(sequence.num_samples) if sequence.num_samples > 1 else (record.choice,)
                 draws += [Draw(row, slot, record.sampling, choice, record.prompt_len) for choice in choices]
-            self._last_asked = (key, self._sampler.prepare(draws))
+            self._last_asked = (form, self._sampler.prepare(draws))
         return self._last_asked[1]
 
-    def _take_in(self, batch: ScheduledBatch, upload: Upload, sampled: Sampled | None) -> None:
-        """Let the state on the device, and what the host knows of it, be that after the step."""
+    def _take_in(self, form: BatchForm, upload: Upload, sampled: Sampled | None) -> None:
+        """Let the state on the device be that after the step."""
         state, at = self._state, upload.arrays_at
-        take_samples_kernel[(len(batch.slots),)](
+        take_samples_kernel[(form.num_seqs,)](
             upload.words,
             at[_SLOTS],
             at[_QUERY_STARTS],
@@ -224,4 +215,7 @@ class RunnerV2:
             state.num_tokens,
             state.token_ids.stride(0),
         )
-        self._slots.count_samples(batch)
+
+
+def _shapes(config: NodeConfig) -> tuple[StepShape, ...]:
+    return (*decode_shapes(config.max_num_seqs), *mixed_shapes(config.max_num_seqs, config.max_batch_tokens))

@@ -12,15 +12,19 @@ from runner.v2.state import DeviceState, Uploader
 
 
 @dataclass(frozen=True)
-class ScheduledBatch:
-    """The sequences of one step, on the host."""
+class BatchForm:
+    """What stays the same from step to step while the same sequences decode."""
 
-    scheduled: tuple[ScheduledSequence, ...]
     slots: NDArray[np.int32]  # [num_seqs]
+    lengths: NDArray[np.int32]  # [num_seqs]: tokens of this step
     query_starts: NDArray[np.int32]  # [num_seqs + 1]
-    seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
     sampling: NDArray[np.int64]  # rows that sample
+    last_tokens: NDArray[np.int32]  # of the rows that sample
     draw_of_row: NDArray[np.int32]  # [num_seqs]: which of the step's draws continues the sequence, -1 for none
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
 
     @property
     def num_tokens(self) -> int:
@@ -28,22 +32,25 @@ class ScheduledBatch:
 
     @property
     def decodes_only(self) -> bool:
-        return self.num_tokens == len(self.slots)
+        return self.num_tokens == self.num_seqs
 
     @property
     def every_token_samples(self) -> bool:
         return self.num_tokens == len(self.sampling)
 
-    @property
-    def last_tokens(self) -> NDArray[np.int32]:
-        """The last token of each sampling row."""
-        return self.query_starts[1:][self.sampling] - 1
+    def sampling_of(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[ScheduledSequence, ...]:
+        if len(self.sampling) == len(scheduled):
+            return scheduled
+        return tuple(scheduled[row] for row in self.sampling)
 
-    @property
-    def sampling_sequences(self) -> tuple[ScheduledSequence, ...]:
-        if len(self.sampling) == len(self.scheduled):
-            return self.scheduled
-        return tuple(self.scheduled[row] for row in self.sampling)
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """The sequences of one step, on the host."""
+
+    form: BatchForm
+    seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
+    longest: int  # tokens of the longest sequence, with the one that this step samples
 
 
 class Slots:
@@ -63,6 +70,7 @@ class Slots:
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self._last_form: tuple[list[tuple[int, int, int]], BatchForm] | None = None
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -72,6 +80,7 @@ class Slots:
         assert self._free, "more sequences than slots"
         slot = self._free.pop()
         self._slot_of[new.seq] = slot
+        self._last_form = None
         self._records[slot] = new
         state, write = self._state, self._uploader.write
         self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, len(new.token_ids), 0
@@ -91,6 +100,7 @@ class Slots:
         slot = self._slot_of.pop(seq, None)
         if slot is not None:
             self._records[slot] = None
+            self._last_form = None
             self._free.append(slot)
 
     def record(self, slot: int) -> NewSequence:
@@ -99,18 +109,30 @@ class Slots:
         return record
 
     def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> ScheduledBatch:
-        """Put a step together and count its tokens and samples as done."""
-        slots = np.array([self._slot_of[s.seq] for s in scheduled], dtype=np.int32)
-        lengths = np.array([s.num_tokens for s in scheduled], dtype=np.int32)
-        samples = np.array([s.num_samples for s in scheduled], dtype=np.int32)
-        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        self.num_computed[slots] += lengths
-        seq_lens = self.num_computed[slots]
-        assert (seq_lens <= self.num_tokens[slots]).all(), "a plan schedules tokens that do not exist yet"
-        draw_of_row = np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32)
-        return ScheduledBatch(scheduled, slots, query_starts, seq_lens, np.flatnonzero(samples), draw_of_row)
+        """Put a step together, and count its tokens and samples as done."""
+        form = self._form_of(scheduled)
+        self.num_computed[form.slots] += form.lengths
+        seq_lens = self.num_computed[form.slots]
+        known = self.num_tokens[form.slots]
+        assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
+        self.num_tokens[form.slots[form.sampling]] += 1
+        return ScheduledBatch(form, seq_lens, int(known.max()) + 1)
 
-    def count_samples(self, batch: ScheduledBatch) -> None:
-        """Each sampling sequence has one more token, known to the device alone for now."""
-        self.num_tokens[batch.slots[batch.sampling]] += 1
+    def _form_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchForm:
+        """The last step's where it fits, which spares most of the work."""
+        key = [(s.seq, s.num_tokens, s.num_samples) for s in scheduled]
+        if self._last_form is None or self._last_form[0] != key:
+            seqs, lengths, samples = np.array(key, dtype=np.int64).T
+            query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+            np.cumsum(lengths, out=query_starts[1:])
+            sampling = np.flatnonzero(samples)
+            form = BatchForm(
+                slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
+                lengths=lengths.astype(np.int32),
+                query_starts=query_starts,
+                sampling=sampling,
+                last_tokens=query_starts[1:][sampling] - 1,
+                draw_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
+            )
+            self._last_form = (key, form)
+        return self._last_form[1]
