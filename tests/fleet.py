@@ -16,10 +16,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import psutil
@@ -34,6 +35,8 @@ MODEL_NAME = "test-model"
 
 #: Two cores serve the whole suite, and a small cache starts quickly.
 NODE_FLAGS = ("--served-model-name", MODEL_NAME, "--threads", "1", "--kv-cache-memory", "64MiB", "--device", "cpu")
+
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 class Process:
@@ -75,8 +78,12 @@ class Process:
 class NodeProcess(Process):
     """A prefill or decode node; its gRPC answers are asked for anew each time."""
 
+    def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
+        super().__init__(fleet, child)
+        self.environ = environ  # beyond this process's
+
     def restart(self) -> None:
-        """Start it again at the same address, with the same flags, after it was killed."""
+        """Start it again at the same address, with the same flags and variables, after it was killed."""
         self._fleet.respawn(self)
 
     def status(self) -> pb.NodeStatus:
@@ -128,28 +135,25 @@ class Fleet:
         assert self.router is not None
         return f"http://{self.router.address}"
 
-    def start_prefill(self, model_dir: Path, flags: Sequence[str] = ()) -> NodeProcess:
+    def start_prefill(
+        self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
+    ) -> NodeProcess:
         """One more prefill node, as soon as it listens; ``wait_ready`` waits for more."""
-        node = NodeProcess(self, self._spawn(f"prefill-{len(self.prefill)}", "prefill_node", model_dir, flags))
-        self.prefill.append(node)
-        self._wait_listening(node)
-        return node
+        return self._start_node(self.prefill, "prefill", [str(model_dir), *NODE_FLAGS, *flags], environ)
 
-    def start_decode(self, model_dir: Path, flags: Sequence[str] = ()) -> NodeProcess:
+    def start_decode(
+        self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
+    ) -> NodeProcess:
         """One more decode node that knows all prefill nodes started so far."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
-        node = NodeProcess(self, self._spawn(f"decode-{len(self.decode)}", "decode_node", model_dir, [*peers, *flags]))
-        self.decode.append(node)
-        self._wait_listening(node)
-        return node
+        return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *peers, *flags], environ)
 
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
         """A router to all nodes started so far."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         peers += [word for node in self.decode for word in ("--decode", node.address)]
         argv = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0", *peers, *flags]
-        with self._lock:
-            self.router = Process(self, self._supervisor.spawn("router", "router", argv))
+        self.router = Process(self, self._spawn("router", "router", argv))
         return self.router
 
     def wait_ready(self) -> None:
@@ -187,9 +191,17 @@ class Fleet:
         self._listener.join()
         self._supervisor.stop()
 
-    def _spawn(self, name: str, module: str, model_dir: Path, flags: Sequence[str]) -> Child:
-        with self._lock:
-            return self._supervisor.spawn(name, module, [str(model_dir), *NODE_FLAGS, *flags])
+    def _start_node(
+        self, nodes: list[NodeProcess], role: str, argv: Sequence[str], environ: Mapping[str, str]
+    ) -> NodeProcess:
+        node = NodeProcess(self, self._spawn(f"{role}-{len(nodes)}", f"{role}_node", argv, environ), environ)
+        nodes.append(node)
+        self._wait_listening(node)
+        return node
+
+    def _spawn(self, name: str, module: str, argv: Sequence[str], environ: Mapping[str, str] = NO_VARIABLES) -> Child:
+        with self._lock, mock.patch.dict(os.environ, environ):
+            return self._supervisor.spawn(name, module, argv)
 
     def respawn(self, node: NodeProcess) -> None:
         """Start a killed node again at its address and wait until everything is ready."""
@@ -197,8 +209,7 @@ class Fleet:
         assert isinstance(args, list)
         argv = args[args.index(node.child.module) + 1 : args.index("--status-fd")]
         port = node.address.rpartition(":")[2]
-        with self._lock:
-            node.child = self._supervisor.spawn(node.child.name, node.child.module, [*argv, "--port", port])
+        node.child = self._spawn(node.child.name, node.child.module, [*argv, "--port", port], node.environ)
         self.wait_ready()
 
     def _wait_listening(self, node: NodeProcess) -> None:

@@ -22,6 +22,8 @@ from pdserve.records import KVRegion, NewSequence, ScheduledSequence, StepPlan
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is on where no GPU is")
+
 # What can run here, in Triton's interpreter where it has to, and what needs a GPU.
 HERE = [("V1", "torch"), ("V1", "triton"), ("V2", "triton")]
 ON_A_GPU = [("V1", "torch"), ("V1", "triton"), ("V1", "flashinfer"), ("V2", "triton"), ("V2", "flashinfer")]
@@ -83,6 +85,7 @@ def test_all_resolve_to_one_layout(checkpoint: Path, block_size: int, page: int)
         assert layout == layouts[0]
 
 
+@interpreted
 @pytest.mark.parametrize(("version", "backend"), HERE)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_what_is_registered_is_that_layout(checkpoint: Path, version: str, backend: str, block_size: int) -> None:
@@ -102,6 +105,7 @@ def test_what_is_registered_is_that_layout(checkpoint: Path, version: str, backe
             assert [set(row.tolist()) for row in read_block(region, layout, block)] == [{page} for page in pages]
 
 
+@interpreted
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_a_step_leaves_the_same_bytes_everywhere(checkpoint: Path, block_size: int) -> None:
     """Keys and values of every layer, head and token lie where the others have them."""

@@ -1,0 +1,171 @@
+"""Nodes with runner V2, in Triton's interpreter: handoffs from and to V1, and requests that are given up."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, reference_greedy, reference_model
+from fleet import Fleet, NodeProcess
+from node_client import Generated, RouterClient, greedy
+
+from pdserve.oracle import VARIABLE
+from pdserve.records import SamplingParams
+
+VOCABULARY = 128
+OUTPUT = 6  # tokens
+INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}
+# Of 32 tokens a step, so that longer prompts take several.
+FLAGS = ("--max-num-seqs", "8", "--max-batch-tokens", "32", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
+PAIRS = [("V1", "V2"), ("V2", "V1"), ("V2", "V2")]  # the runners of P and D
+
+pytestmark = pytest.mark.timeout(240)
+_seeds = itertools.count()
+
+
+@dataclass
+class Nodes:
+    prefill: dict[str, NodeProcess]  # by runner
+    decode: dict[str, NodeProcess]
+    model: Any
+
+    def wait_idle(self) -> None:
+        for node in (*self.prefill.values(), *self.decode.values()):
+            node.wait_idle(20.0)
+
+    def expected(self, prompt: list[int]) -> list[int]:
+        return reference_greedy(self.model, prompt, OUTPUT)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A P and a D of either runner, every P a peer of every D."""
+    path = tmp_path_factory.mktemp("model")
+    directory = make_checkpoint(path, "llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    with Fleet() as fleet:
+        environs: dict[str, dict[str, str]] = {"V1": {}, "V2": INTERPRETED}
+        prefill = {name: fleet.start_prefill(directory, FLAGS, environ) for name, environ in environs.items()}
+        flags = [*FLAGS, "--handoff-min-tokens", "0"]
+        decode = {name: fleet.start_decode(directory, flags, environ) for name, environ in environs.items()}
+        fleet.wait_ready()
+        yield Nodes(prefill, decode, reference_model(directory))
+
+
+def new_prompt(length: int) -> list[int]:
+    """Random tokens that no cache has seen."""
+    return random.Random(next(_seeds)).choices(range(3, VOCABULARY), k=length)
+
+
+def test_nodes_say_which_runner_they_have(nodes: Nodes) -> None:
+    for by_runner in (nodes.prefill, nodes.decode):
+        for version, node in by_runner.items():
+            description = node.describe()
+            assert description.runner == version
+            assert description.runner_reasons
+            assert description.kv_layout == nodes.decode["V1"].describe().kv_layout
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_handed_off_tokens_are_those_of_transformers(source: str, target: str, nodes: Nodes) -> None:
+    prefill, decode = nodes.prefill[source], nodes.decode[target]
+    before = decode.counter("handoffs")
+    prompts = [new_prompt(length) for length in (1, 15, 16, 17, 70)]
+    with RouterClient(decode.address) as client:
+        results = [client.send(prompt, greedy(OUTPUT), prefill.address) for prompt in prompts]
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.wait().tokens == nodes.expected(prompt), f"a prompt of {len(prompt)} tokens"
+    assert decode.counter("handoffs") == before + len(prompts)
+    assert decode.counter("handoff_failures") == 0
+    nodes.wait_idle()
+
+
+def at_once(nodes: Nodes) -> Callable[[Generated], bool]:
+    return lambda request: True
+
+
+def while_p_computes(nodes: Nodes) -> Callable[[Generated], bool]:
+    before = nodes.prefill["V2"].status().steps
+    return lambda request: nodes.prefill["V2"].status().steps > before
+
+
+def at_the_first_token(nodes: Nodes) -> Callable[[Generated], bool]:
+    return lambda request: request.started.is_set()
+
+
+def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool]:
+    """The engine, a step ahead of what it has sent, hears of it after the launch of the last one."""
+    return lambda request: len(request.choices.get(0, ())) >= OUTPUT - 2
+
+
+@pytest.mark.parametrize("moment", [at_once, while_p_computes, at_the_first_token, while_the_last_step_is_in_flight])
+def test_a_request_that_is_given_up(moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes) -> None:
+    """Whoever comes next gets its blocks and its slot at once, and tokens of its own."""
+    peer = nodes.prefill["V2"].address
+    prompt, following = new_prompt(120), new_prompt(35)
+    has_come = moment(nodes)
+    with RouterClient(nodes.decode["V2"].address) as client:
+        given_up = client.send(prompt, greedy(OUTPUT), peer)
+        wait_for(lambda: has_come(given_up))
+        client.cancel(given_up)
+        assert client.generate(following, greedy(OUTPUT), peer).tokens == nodes.expected(following)
+        nodes.wait_idle()
+        assert given_up.failure is None
+        tokens = given_up.choices.get(0, [])
+        assert tokens == nodes.expected(prompt)[: len(tokens)]
+        # Part of the prompt may be in the prefix caches; what is there must be right.
+        assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
+    nodes.wait_idle()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < end, "not within 20 s"
+        time.sleep(0.001)
+
+
+def leave_early(address: str, peer: str, seed: int) -> None:
+    """Send some requests of all kinds and close the stream while they run."""
+    chance = random.Random(seed)
+    with RouterClient(address) as client:
+        for _ in range(3):
+            prompt = chance.choices(range(3, VOCABULARY), k=chance.randint(1, 60))
+            heat = chance.choice([0.0, 1.0])
+            n = chance.choice([1, 1, 3]) if heat else 1
+            sampling = SamplingParams(chance.randint(1, 8), n=n, temperature=heat, seed=seed, ignore_eos=True)
+            client.send(prompt, sampling, peer if chance.random() < 0.8 else "")
+        time.sleep(chance.random())
+
+
+def stay_under_load(nodes: Nodes, source: str, target: str, rounds: int) -> None:
+    """Clients that leave at random moments, and one that stays and gets exact tokens all the while."""
+    address, peer = nodes.decode[target].address, nodes.prefill[source].address
+    with ThreadPoolExecutor(3) as pool, RouterClient(address) as client:
+        leaving = [pool.submit(leave_early, address, peer, seed) for seed in range(3 * rounds)]
+        while not all(each.done() for each in leaving):
+            prompt = new_prompt(40)
+            assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
+        for each in leaving:
+            each.result()
+    nodes.wait_idle()
+    prompt = new_prompt(40)
+    with RouterClient(address) as client:
+        assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
+    nodes.wait_idle()
+    assert nodes.decode[target].counter("handoff_failures") == 0
+
+
+def test_clients_that_leave_under_load(nodes: Nodes) -> None:
+    stay_under_load(nodes, "V2", "V2", rounds=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_many_clients_that_leave_under_load(source: str, target: str, nodes: Nodes) -> None:
+    stay_under_load(nodes, source, target, rounds=30)
