@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from array import array
+from typing import NamedTuple
 
 from engine.link import EngineLink, Event
 from engine.messages import Mode, Output, Refused, Submit
@@ -29,6 +30,11 @@ from pdserve.records import SamplingParams
 SHORT = 8  # tokens of the shorter of the two runs that a decode step is the difference of
 
 
+class Run(NamedTuple):
+    seconds: float
+    host: float  # seconds per step that the step loop worked, after the first tokens of each request
+
+
 class Bench:
     """Sends requests to an engine and waits until all are done."""
 
@@ -37,44 +43,40 @@ class Bench:
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    async def run(self, batch: int, prompt: int, output: int) -> float:
-        """Seconds until ``batch`` requests with ``prompt`` random tokens have ``output`` tokens each."""
+    async def run(self, batch: int, prompt: int, output: int) -> Run:
+        """Have ``batch`` requests with ``prompt`` random tokens generate ``output`` tokens each."""
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
         done = asyncio.Event()
-        remaining = batch
+        remaining, tokens, decoding = batch, 0, self._link.status
 
         def on_event(event: Event) -> None:
-            nonlocal remaining
+            nonlocal remaining, tokens, decoding
             if isinstance(event, Refused):
                 raise RuntimeError(event.message)
-            if isinstance(event, Output) and event.finish is not None:
-                remaining -= 1
-                if not remaining:
-                    done.set()
+            if isinstance(event, Output):
+                tokens += 1
+                remaining -= event.finish is not None
+            if tokens == SHORT * batch:
+                decoding = self._link.status
+            if not remaining:
+                done.set()
 
         start = time.perf_counter()
-        for tokens in prompts:
-            self._link.send(Submit(self._link.open(on_event), tokens.tobytes(), sampling, Mode.LOCAL))
+        for prompt_ids in prompts:
+            self._link.send(Submit(self._link.open(on_event), prompt_ids.tobytes(), sampling, Mode.LOCAL))
         await done.wait()
-        return time.perf_counter() - start
+        seconds, last = time.perf_counter() - start, self._link.status
+        return Run(seconds, (last.host_seconds - decoding.host_seconds) / max(last.steps - decoding.steps, 1))
 
-    async def decode_step(self, batch: int, steps: int, repeat: int) -> tuple[float, float]:
-        """Seconds of a step, and of the host's work in it."""
-        short, short_host = await self._best(batch, SHORT, repeat)
-        long, long_host = await self._best(batch, SHORT + steps, repeat)
-        return (long - short) / steps, (long_host - short_host) / steps
-
-    async def _best(self, batch: int, output: int, repeat: int) -> tuple[float, float]:
-        runs = []
-        for _ in range(repeat):
-            before = self._link.status.host_seconds
-            seconds = await self.run(batch, 64, output)
-            runs.append((seconds, self._link.status.host_seconds - before))
-        return min(seconds for seconds, _ in runs), min(host for _, host in runs)
+    async def decode_step(self, batch: int, steps: int, repeat: int) -> Run:
+        """A step, and the host's work in it."""
+        short = min([await self.run(batch, 64, SHORT) for _ in range(repeat)])
+        long = min([await self.run(batch, 64, SHORT + steps) for _ in range(repeat)])
+        return Run((long.seconds - short.seconds) / steps, long.host)
 
     async def prefill(self, batch: int, prompt: int) -> float:
-        return min([await self.run(batch, prompt, 1) for _ in range(3)])
+        return min([await self.run(batch, prompt, 1) for _ in range(3)]).seconds
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -89,9 +91,9 @@ async def run(args: argparse.Namespace) -> None:
         bench = Bench(link, config.model.vocab_size)
         await bench.run(1, 32, 8)
         for batch in args.batches:
-            step, host = await bench.decode_step(batch, args.steps, args.repeat)
-            figures = {"ms_per_step": round(step * 1e3, 3), "tok_per_s": round(batch / step)}
-            print(json.dumps({"decode_batch": batch} | figures | {"host_ms": round(host * 1e3, 3)}), flush=True)
+            step = await bench.decode_step(batch, args.steps, args.repeat)
+            figures = {"ms_per_step": round(step.seconds * 1e3, 3), "tok_per_s": round(batch / step.seconds)}
+            print(json.dumps({"decode_batch": batch} | figures | {"host_ms": round(step.host * 1e3, 3)}), flush=True)
         for batch, prompt in args.prompts:
             seconds = await bench.prefill(batch, prompt)
             figures = {"ms": round(seconds * 1e3, 2), "tok_per_s": round(batch * prompt / seconds)}
