@@ -20,21 +20,27 @@ from runner.loading import LoadedModel
 from runner.pending import FinishedStep
 from runner.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
-from runner.warmup import run_largest_steps
+from runner.warmup import run_largest_steps, run_small_steps
 
 
 class RunnerV1:
     """Weights, KV cache and sequences of one rank. Sequence state is on the host and copied to the device each step."""
 
     def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
-        """Load the model. Raises CapacityError before, CheckpointError while reading the weights."""
+        """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
         self._loaded = LoadedModel(config, progress)
         self._device = self._loaded.device
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout
         if config.measure_kv_memory:
+            progress("measuring memory", -1.0)
             layout = layout_that_fits(config, self._device, self._try_out)
         self._allocate(config, layout)
+        if self._device.type == "cuda":
+            progress("compiling kernels", -1.0)
+            run_largest_steps(self, config)
+            run_small_steps(self, config)
+            self._cache.clear()
 
     def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
         with torch.inference_mode():

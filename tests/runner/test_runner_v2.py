@@ -79,7 +79,7 @@ def one(seq: int) -> ScheduledSequence:
     [GREEDY, SamplingParams(1, temperature=1.2, seed=5, top_k=40, frequency_penalty=0.4, min_tokens=3)],
 )
 def test_steps_in_flight_continue_with_tokens_the_host_has_not_seen(checkpoint: Path, sampling: SamplingParams) -> None:
-    prompts = [prompt_of(length, length) for length in (5, 16, 33)]
+    prompts = [prompt_of(length, length) for length in (5, 16, 18)]
     steps = Overlapped(build(checkpoint))
     steps.launch(
         [ScheduledSequence(seq, len(prompt), 1) for seq, prompt in enumerate(prompts)],
@@ -109,10 +109,10 @@ def test_a_slot_is_reused_while_the_last_step_of_its_owner_is_in_flight(checkpoi
 
 def test_a_prompt_joins_sequences_that_decode(checkpoint: Path) -> None:
     steps = Overlapped(build(checkpoint))
-    first, second = prompt_of(20, 1), prompt_of(40, 2)
+    first, second = prompt_of(20, 1), prompt_of(25, 2)
     steps.launch([ScheduledSequence(0, 20, 1)], new=[introduce(0, first, 0)])
-    steps.launch([one(0), ScheduledSequence(1, 25, 0)], new=[introduce(1, second, 10)])
-    steps.launch([one(0), ScheduledSequence(1, 15, 1)])
+    steps.launch([one(0), ScheduledSequence(1, 15, 0)], new=[introduce(1, second, 10)])
+    steps.launch([one(0), ScheduledSequence(1, 10, 1)])
     for _ in range(4):
         steps.launch([one(1), one(0)])
     steps.drain()

@@ -18,6 +18,7 @@ import runner
 from pdserve.errors import CapacityError
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from runner.warmup import run_largest_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
 
@@ -50,24 +51,24 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
 
 
 def test_a_seeded_request_does_not_depend_on_its_batch(build: Build) -> None:
-    sampling = seeded(7, top_k=50, top_p=0.98, presence_penalty=0.3)
-    (alone,) = Stepper(build()).generate([prompt_of(40)], 8, sampling)
+    sampling = seeded(7, top_k=50, presence_penalty=0.3)
+    (alone,) = Stepper(build()).generate([prompt_of(20)], 6, sampling)
     crowd = Stepper(build(), seed=5)
     for seed in range(3):
-        crowd.add(prompt_of(10 + 13 * seed, seed + 1), seeded(seed))
-    crowd.step(chunk=17)
-    seq = crowd.add(prompt_of(40), sampling)
-    while len(crowd.live[seq].output) < 8:
-        crowd.step(chunk=17)
+        crowd.add(prompt_of(5 + 7 * seed, seed + 1), seeded(seed))
+    crowd.step(chunk=9)
+    seq = crowd.add(prompt_of(20), sampling)
+    while len(crowd.live[seq].output) < 6:
+        crowd.step(chunk=9)
     assert crowd.live[seq].output == alone.output
 
 
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(build: Build) -> None:
     sampling = seeded(3, repetition_penalty=1.2, frequency_penalty=0.1, min_tokens=5)
-    (undisturbed,) = Stepper(build()).generate([prompt_of(20)], 9, sampling)
+    (undisturbed,) = Stepper(build()).generate([prompt_of(14)], 7, sampling)
     stepper = Stepper(build())
-    seq = stepper.add(prompt_of(20), sampling)
-    for at in (1, 4, 6, 9):
+    seq = stepper.add(prompt_of(14), sampling)
+    for at in (1, 4, 7):
         while len(stepper.live[seq].output) < at:
             stepper.step(chunk=11)
         seq = stepper.preempt(seq)
@@ -77,21 +78,21 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(build: Build) ->
 def test_choices_share_a_prompt_and_differ(build: Build) -> None:
     sampling = seeded(11, n=4)
     stepper = Stepper(build())
-    first = stepper.add(prompt_of(20), sampling)
+    first = stepper.add(prompt_of(9), sampling)
     stepper.step(num_samples=4)
     drawn = [sample.token_id for sample in stepper.live[first].others[0]]
     assert len(set(drawn)) > 1
     seqs = [first] + [
-        stepper.add([*prompt_of(20), drawn[choice]], sampling, prompt_len=20, choice=choice) for choice in (1, 2, 3)
+        stepper.add([*prompt_of(9), drawn[choice]], sampling, prompt_len=9, choice=choice) for choice in (1, 2, 3)
     ]
-    while len(stepper.live[seqs[0]].output) < 6:
+    while len(stepper.live[seqs[0]].output) < 4:
         stepper.step()
-    outputs = [stepper.live[seq].output[:5] for seq in seqs]
+    outputs = [stepper.live[seq].output[:3] for seq in seqs]
     assert len({tuple(output) for output in outputs}) == 4
     # A choice that is run all by itself, from its first token on, draws the same.
     alone = Stepper(build())
-    seq = alone.add([*prompt_of(20), drawn[2]], sampling, prompt_len=20, choice=2)
-    while len(alone.live[seq].output) < 5:
+    seq = alone.add([*prompt_of(9), drawn[2]], sampling, prompt_len=9, choice=2)
+    while len(alone.live[seq].output) < 3:
         alone.step()
     assert alone.live[seq].output == outputs[2]
 
@@ -120,7 +121,7 @@ def test_blocks_copied_as_bytes_continue_on_another_runner(
     checkpoint: Path, source_version: str, target_version: str, block_size: int, page: int
 ) -> None:
     options = {"block_size": block_size, "kernel_block_size": page, "num_blocks": 30, "device": "cpu"}
-    prompt = prompt_of(70)
+    prompt = prompt_of(52)
     (expected,) = Stepper(build_runner(checkpoint, "V1", **options)).generate([prompt], 5)
     source = Stepper(build_runner(checkpoint, source_version, **options), seed=1)
     seq = source.add(prompt)
@@ -148,6 +149,17 @@ def test_min_tokens_hold_back_eos(build: Build) -> None:
     assert early[0].output == [2]
     late = Stepper(build()).generate([prompt_of(5)], 5, SamplingParams(1, temperature=0, logit_bias=bias, min_tokens=4))
     assert [token == 2 for token in late[0].output] == [False] * 4 + [True]
+
+
+def test_warming_up_leaves_nothing_behind(build: Build, checkpoint: Path) -> None:
+    """As many requests as there can be find room, and the tokens that they would have found without."""
+    limits: dict[str, Any] = {"max_num_seqs": 1, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
+    (expected,) = Stepper(build_runner(checkpoint, "V1")).generate([prompt_of(12)], 4)
+    model_runner = build(**limits)
+    run_largest_steps(model_runner, node_config(checkpoint, **limits))
+    run_small_steps(model_runner, node_config(checkpoint, **limits))
+    (found,) = Stepper(model_runner).generate([prompt_of(12)], 4)
+    assert found.output == expected.output
 
 
 def test_a_plan_without_work_updates_state_only(build: Build) -> None:
