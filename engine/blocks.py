@@ -27,6 +27,9 @@ class Use(IntEnum):
     QUARANTINED = 3
 
 
+_WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → other claims that a block may keep, strongest first
+
+
 class BlockPool:
     """The blocks of one node, with the prefix cache over them. Single-threaded."""
 
@@ -59,8 +62,12 @@ class BlockPool:
             self._forget(block)
             self._free.add(block)
         blocks = self._free.take(count, after)
+        users = self._users[Use.HELD]
         for block in blocks:
-            self._change(block, Use.HELD, 1)
+            users[block] = 1  # a free block has none
+            self._use[block] = Use.HELD
+        self._counts[Use.FREE] -= count
+        self._counts[Use.HELD] += count
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -68,19 +75,18 @@ class BlockPool:
         for block in blocks:
             if self._use[block] is Use.FREE:
                 del self._evictable[block]
-            self._change(block, Use.HELD, 1)
+            self._add_user(block, Use.HELD)
 
     def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
         """Turn one use of each block into another."""
         for block in blocks:
-            self._change(block, target, 1)
-            self._change(block, source, -1)
+            self._add_user(block, target)
+            self._end_use(block, source)
 
     def drop(self, blocks: Sequence[int], use: Use) -> None:
         """End one use of each block. The last block is given up first, so that prefixes are evicted from their ends."""
         for block in reversed(blocks):
-            self._change(block, use, -1)
-            if self._use[block] is Use.FREE:
+            if self._end_use(block, use) is Use.FREE:
                 if block in self._hash_of:
                     self._evictable[block] = None
                 else:
@@ -106,13 +112,21 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
 
-    def _change(self, block: int, use: Use, by: int) -> None:
+    def _add_user(self, block: int, use: Use) -> None:
+        self._users[use][block] += 1
+        if use > self._use[block]:
+            self._set_use(block, use)
+
+    def _end_use(self, block: int, use: Use) -> Use:
+        """One user less. Returns what keeps the block now."""
         users = self._users[use]
-        users[block] += by
+        users[block] -= 1
         assert users[block] >= 0, f"block {block} was given back more often than taken as {use.name}"
-        old = self._use[block]
-        new = next((u for u in (Use.QUARANTINED, Use.LEASED, Use.HELD) if self._users[u][block]), Use.FREE)
-        if new is not old:
-            self._use[block] = new
-            self._counts[old] -= 1
-            self._counts[new] += 1
+        if not users[block] and self._use[block] is use:
+            self._set_use(block, next((weaker for weaker in _WEAKER[use] if self._users[weaker][block]), Use.FREE))
+        return self._use[block]
+
+    def _set_use(self, block: int, use: Use) -> None:
+        self._counts[self._use[block]] -= 1
+        self._counts[use] += 1
+        self._use[block] = use

@@ -27,6 +27,7 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._full = False  # some of ``_outgoing`` is left, and that the socket takes more ends a wait, too
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._incoming = bytearray()
@@ -41,7 +42,6 @@ class Channel:
 
         Raises ChannelClosed once the front has gone.
         """
-        self._flush()
         for key, events in self._selector.select(None if wait else 0):
             if key.fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
@@ -77,8 +77,10 @@ class Channel:
             except (BrokenPipeError, ConnectionResetError) as exc:
                 raise ChannelClosed from exc
             del self._outgoing[:sent]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-        self._selector.modify(self._socket, events)
+        full = bool(self._outgoing)
+        if full is not self._full:  # seldom, so that the system call is not made for every step
+            self._full = full
+            self._selector.modify(self._socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if full else 0))
 
     def _read(self) -> None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from engine.hashing import BlockHashes
 from engine.messages import Output
-from engine.report import Report, Totals
+from engine.report import Report
 from engine.requests import Request, Sequence
 from pdserve.records import FinishReason, Sample
 from pdserve.stopping import finish_reason
@@ -22,33 +22,48 @@ from pdserve.stopping import finish_reason
 class Choices:
     """Makes sequences of requests, and outputs of samples."""
 
-    def __init__(self, block_size: int, eos_token_ids: Collection[int], report: Report, totals: Totals) -> None:
+    def __init__(self, block_size: int, eos_token_ids: Collection[int], report: Report) -> None:
         self._block_size = block_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._report = report
-        self._totals = totals
         self._next_seq = 1
 
     def lead(self, request: Request) -> Sequence:
         """The sequence that computes the prompt."""
+        sampling = request.sampling
+        request.stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            request.stop_ids |= self._eos_token_ids
         return self._sequence(request, 0, list(request.prompt))
 
-    def take(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Report what a step has sampled for a sequence; several samples are the first tokens of all choices.
+    def take(self, sequence: Sequence, sample: Sample) -> bool:
+        """Report the next token of a sequence that has some already. Returns whether the sequence goes on."""
+        request, token_ids = sequence.request, sequence.token_ids
+        token_ids.append(sample.token_id)
+        reason = None
+        if sample.token_id in request.stop_ids or len(token_ids) == sequence.max_length:
+            reason = self._reason(request, sample, sequence.num_outputs)
+        self._report.outputs.append(Output(request.rid, sequence.choice, sample, reason))
+        return reason is None
 
-        Returns whether the sequence goes on. Other choices that do are left in ``request.branches``.
+    def take_first(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Report the first tokens of all choices. Returns whether the sequence, which is choice 0, goes on.
+
+        Other choices that do are left in ``request.branches``.
         """
-        request, (own, *others) = sequence.request, samples
-        for choice, sample in enumerate(others, start=1):
-            if self._emit(request, choice, sample, 1) is None:
+        request = sequence.request
+        for choice, sample in enumerate(samples):
+            reason = self._reason(request, sample, 1)
+            self._report_first(request, choice, sample, reason)
+            if reason is None:
                 request.branches[choice] = sample.token_id
-        sequence.token_ids.append(own.token_id)
-        return self._emit(request, sequence.choice, own, sequence.num_outputs) is None
+        sequence.token_ids.append(samples[0].token_id)
+        return request.branches.pop(sequence.choice, None) is not None
 
     def take_for_peer(self, request: Request, samples: tuple[Sample, ...]) -> None:
         """Report the first tokens of all choices on P; which of them go on is the peer's to decide."""
         for choice, sample in enumerate(samples):
-            self._report_token(request, choice, sample, None, 1)
+            self._report_first(request, choice, sample, None)
 
     def take_from_peer(self, sequence: Sequence, first: tuple[Sample, ...]) -> bool:
         """Take over first tokens that P has sampled and D's front has passed on. Returns whether any choice goes on.
@@ -57,9 +72,7 @@ class Choices:
         """
         request = sequence.request
         live = {
-            choice: sample.token_id
-            for choice, sample in enumerate(first)
-            if finish_reason(sample.token_id, 1, request.sampling, self._eos_token_ids) is None
+            choice: sample.token_id for choice, sample in enumerate(first) if self._reason(request, sample, 1) is None
         }
         if not live:
             return False
@@ -67,6 +80,7 @@ class Choices:
         sequence.choice = min(live)
         request.sequences[sequence.choice] = sequence
         sequence.token_ids.append(live.pop(sequence.choice))
+        sequence.length += 1
         request.branches = live
         return True
 
@@ -90,14 +104,8 @@ class Choices:
         request.sequences[choice] = sequence
         return sequence
 
-    def _emit(self, request: Request, choice: int, sample: Sample, num_outputs: int) -> FinishReason | None:
-        reason = finish_reason(sample.token_id, num_outputs, request.sampling, self._eos_token_ids)
-        self._report_token(request, choice, sample, reason, num_outputs)
-        return reason
+    def _report_first(self, request: Request, choice: int, sample: Sample, reason: FinishReason | None) -> None:
+        self._report.outputs.append(Output(request.rid, choice, sample, reason, request.cached_tokens or 0))
 
-    def _report_token(
-        self, request: Request, choice: int, sample: Sample, reason: FinishReason | None, num_outputs: int
-    ) -> None:
-        cached = request.cached_tokens or 0 if num_outputs == 1 else 0
-        self._report.outputs.append(Output(request.rid, choice, sample, reason, cached))
-        self._totals.output_tokens += 1
+    def _reason(self, request: Request, sample: Sample, num_outputs: int) -> FinishReason | None:
+        return finish_reason(sample.token_id, num_outputs, request.sampling, self._eos_token_ids)

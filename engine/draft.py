@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 from engine.requests import Sequence
-from pdserve.records import KVConnectorPlan, NewSequence, ScheduledSequence, StepPlan
+from pdserve.records import KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
 FULL_STEP = {"cpu": 512, "cuda": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class Participants:
+    """Of a step. A decode computes one token and samples the next; other parts of a sequence count as prompts."""
+
+    decodes: list[Sequence] = field(default_factory=list)
+    prompts: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def among(cls, running: Iterable[Sequence]) -> Participants:
+        """Those that miss tokens."""
+        found = cls()
+        for sequence in running:
+            missing = sequence.missing
+            if missing == 1 and sequence.length > sequence.prompt_len:
+                found.decodes.append(sequence)
+            elif missing:
+                found.prompts.append(sequence)
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prompts)
 
 
 class StepDraft:
@@ -22,17 +48,24 @@ class StepDraft:
         self._full_step = full_step
         self._prompt_tokens = 0
         self._new: list[NewSequence] = []
+        self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
-        self.sequences: list[Sequence] = []  # in the order of the plan's ``scheduled``
+        self.participants = Participants()  # in the order of the plan's ``scheduled``
 
     @property
     def takes_prompts(self) -> bool:
         return self._tokens_left > 0 and self._prompt_tokens < self._full_step
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """The next token of a sequence that misses one. It waits where so many decode that the budget is used up."""
-        if self._tokens_left:
-            self._add(sequence, 1, ends=True)
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """One token of each, ahead of all prompts. No step is too small for all sequences that may run."""
+        for sequence in sequences:
+            if sequence.known_blocks != len(sequence.blocks):
+                self._tell_blocks(sequence)
+            self._scheduled.append(sequence.decode)
+            sequence.num_launched += 1
+            sequence.length += 1
+        self._tokens_left -= len(sequences)
+        self.participants.decodes.extend(sequences)
 
     def add_prompt(self, sequence: Sequence) -> None:
         """As many of its missing tokens as there is room for; ``takes_prompts`` must hold."""
@@ -41,24 +74,22 @@ class StepDraft:
             room = min(room, self._full_step - self._prompt_tokens)
         missing = sequence.missing
         num_tokens = min(missing, room)
+        num_samples = sequence.samples_due if num_tokens == missing else 0
+        self._tell_blocks(sequence)
+        self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
+        self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens
-        self._add(sequence, num_tokens, ends=num_tokens == missing)
+        sequence.num_launched += num_tokens
+        sequence.length += num_tokens == missing
+        self.participants.prompts.append(sequence)
 
     def plan(self, step: int, finished: tuple[int, ...], connector: KVConnectorPlan) -> StepPlan:
-        return StepPlan(step, finished, tuple(self._new), tuple(self._scheduled), connector)
+        return StepPlan(step, finished, tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks), connector)
 
-    def _add(self, sequence: Sequence, num_tokens: int, *, ends: bool) -> None:
-        """``ends``: nothing is missing after these tokens, so that the next ones can be sampled."""
-        new_blocks: tuple[int, ...] = ()
-        if sequence.known_blocks < 0:
+    def _tell_blocks(self, sequence: Sequence) -> None:
+        """The runner is told of all blocks of a sequence; together with the sequence where it does not know that."""
+        known, sequence.known_blocks = sequence.known_blocks, len(sequence.blocks)
+        if known < 0:
             self._new.append(sequence.introduction())
-        elif sequence.known_blocks < len(sequence.blocks):
-            new_blocks = tuple(sequence.blocks[sequence.known_blocks :])
-        sequence.known_blocks = len(sequence.blocks)
-        num_samples = sequence.samples_due if ends else 0
-        self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples, new_blocks))
-        self.sequences.append(sequence)
-        self._tokens_left -= num_tokens
-        sequence.num_launched += num_tokens
-        sequence.num_sampling += ends
-        sequence.in_flight += 1
+        elif known < len(sequence.blocks):
+            self._new_blocks.append(NewBlocks(sequence.seq, tuple(sequence.blocks[known:])))

@@ -24,19 +24,12 @@ class BlockHashes:
 
     def __init__(self, block_size: int, salt: str, digests: Sequence[bytes] = ()) -> None:
         self._block_size = block_size
-        self._root = root_digest(salt)
-        self._digests = list(digests)
+        self._chain = [root_digest(salt), *digests]
 
     def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
         """Digests of the full blocks within the first ``num_tokens`` tokens."""
-        size = self._block_size
+        chain, size = self._chain, self._block_size
         count = num_tokens // size
-        while len(self._digests) < count:
-            index = len(self._digests)
-            parent = self._digests[-1] if self._digests else self._root
-            self._digests.append(next_digest(parent, token_ids[index * size : (index + 1) * size]))
-        return self._digests[:count]
-
-    def at(self, index: int) -> bytes:
-        """Digest of block ``index``; it must have been computed by ``upto``."""
-        return self._digests[index]
+        for index in range(len(chain) - 1, count):
+            chain.append(next_digest(chain[-1], token_ids[index * size : (index + 1) * size]))
+        return chain[1 : count + 1]

@@ -32,33 +32,35 @@ class KVSpace:
         fresh = self._pool.take(wanted, after=cached[-1] if cached else None)
         assert fresh is not None
         sequence.blocks = cached + fresh
-        sequence.remembered = len(cached)
+        sequence.room = len(sequence.blocks) * self._block_size
         sequence.num_computed = sequence.num_launched = len(cached) * self._block_size
+        sequence.full_at = sequence.num_computed + self._block_size
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """A block for the token to be computed next, where there is none yet. False if none is free."""
-        while len(sequence.blocks) * self._block_size < sequence.length:
-            blocks = self._pool.take(1, after=sequence.blocks[-1])
-            if blocks is None:
-                return False
-            sequence.blocks += blocks
+    def grow(self, sequences: list[Sequence]) -> bool:
+        """A block for each one's next token, where it has none yet. False, and none for any, if too few are free."""
+        short = [sequence for sequence in sequences if sequence.length > sequence.room]
+        if not short:
+            return True
+        blocks = self._pool.take(len(short), after=short[0].blocks[-1])
+        if blocks is None:
+            return False
+        for sequence, block in zip(short, blocks, strict=True):
+            sequence.blocks.append(block)
+            sequence.room += self._block_size
         return True
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of ``num_tokens`` more tokens is there; blocks that are full now become findable."""
-        sequence.num_computed += num_tokens
-        if sequence.num_computed // self._block_size == sequence.remembered:
-            return
+    def filled(self, sequence: Sequence) -> None:
+        """So many tokens are computed that blocks are full: these become findable."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
-        for index in range(sequence.remembered, len(hashes)):
+        for index in range(sequence.full_at // self._block_size - 1, len(hashes)):
             self._pool.remember(hashes[index], sequence.blocks[index])
-        sequence.remembered = len(hashes)
+        sequence.full_at = (len(hashes) + 1) * self._block_size
 
     def received(self, sequence: Sequence) -> None:
         """The KV of the whole prompt is there: what was not cached has been read from a peer."""
-        self.computed(sequence, sequence.prompt_len - sequence.num_computed)
-        sequence.num_launched = sequence.num_computed
+        sequence.num_computed = sequence.num_launched = sequence.prompt_len
+        self.filled(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
         """Its blocks are free again, but for those a transfer may still write to. No step in flight may include it."""
@@ -70,7 +72,7 @@ class KVSpace:
             blocks = [block for block in blocks if block not in quarantined]
         self._pool.drop(blocks, Use.HELD)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_launched = sequence.remembered = 0
+        sequence.num_computed = sequence.num_launched = sequence.room = 0
 
     def lease(self, sequence: Sequence) -> list[int]:
         """The blocks that a peer lacks are kept for it from now on. Returns them."""

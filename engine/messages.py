@@ -136,7 +136,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     choice: int
     sample: Sample | None
-    finish: FinishReason | None
+    finish: FinishReason | None = None
     cached_tokens: int = 0  # on a request's first output
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.hashing import BlockHashes
 from engine.messages import Mode
-from pdserve.records import NewSequence, Sample, SamplingParams
+from pdserve.records import NewSequence, Sample, SamplingParams, ScheduledSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,7 @@ class Request:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     branches: dict[int, int] = field(default_factory=dict)  # choice → first token, where it waits for the prompt's KV
     read_id: int | None = None  # the read in flight for it
+    stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
 
     @property
     def max_length(self) -> int:
@@ -49,29 +50,33 @@ class Sequence:
     hashes: BlockHashes
     prompt_len: int
     max_length: int
+    length: int = field(init=False)  # tokens it has once the steps in flight have ended
     num_computed: int = 0  # tokens whose KV is there
     num_launched: int = 0  # … or will be, once the steps in flight have ended
-    num_sampling: int = 0  # tokens that steps in flight sample for it
-    in_flight: int = 0  # launched steps that include it
     ended: bool = False  # results of steps still in flight are nobody's, but these write to its blocks until they end
     blocks: list[int] = field(default_factory=list)
     known_blocks: int = -1  # how many of its blocks the runner was told; -1: it does not know the sequence
-    remembered: int = 0  # leading blocks that were offered to the prefix cache
+    room: int = 0  # tokens that fit into its blocks
+    full_at: int = 0  # so many computed tokens fill the next block that is to be offered to the prefix cache
+    decode: ScheduledSequence = field(init=False)  # its part of a step while it decodes
+
+    def __post_init__(self) -> None:
+        self.length = len(self.token_ids)
+        self.decode = ScheduledSequence(self.seq, 1, 1)
 
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def length(self) -> int:
-        """Tokens it has once the steps in flight have ended."""
-        return len(self.token_ids) + self.num_sampling
-
-    @property
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 when its last token is being sampled."""
-        length = len(self.token_ids) + self.num_sampling
-        return length - self.num_launched if length < self.max_length else 0
+        return self.length - self.num_launched if self.length < self.max_length else 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step includes it whose result has not been applied."""
+        return self.num_launched > self.num_computed
 
     @property
     def samples_due(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 _LOOK = 8  # runs of the fitting size class that are compared for the best fit
 
 
@@ -42,11 +44,12 @@ class FreeRuns:
 
     def _best_run(self, wanted: int) -> int:
         """A short run that holds ``wanted`` blocks, or the longest class there is when none does."""
-        fitting = self._classes[min(wanted.bit_length(), len(self._classes) - 1)]
-        candidates = [first for first, _ in zip(fitting, range(_LOOK), strict=False) if self._length[first] >= wanted]
-        if candidates:
-            return min(candidates, key=self._length.__getitem__)
-        for runs in self._classes[wanted.bit_length() + 1 :]:
+        size_class = wanted.bit_length()
+        if fitting := self._classes[size_class]:
+            candidates = [first for first in islice(fitting, _LOOK) if self._length[first] >= wanted]
+            if candidates:
+                return min(candidates, key=self._length.__getitem__)
+        for runs in self._classes[size_class + 1 :]:
             if runs:
                 return next(iter(runs))
         for runs in reversed(self._classes):

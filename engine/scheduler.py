@@ -19,17 +19,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from itertools import islice
 
 from engine.blocks import BlockPool
 from engine.choices import Choices
-from engine.draft import StepDraft
+from engine.draft import Participants, StepDraft
 from engine.kv_space import KVSpace
 from engine.messages import Batch, Leased, Mode, Refused, Status, Submit
 from engine.report import Report, Totals
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
 from engine.transfers import Transfers
-from pdserve.records import ModelRunnerOutput, Sample, StepPlan
+from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPlan
 
 
 class Scheduler:
@@ -49,6 +50,7 @@ class Scheduler:
         max_waiting: int,
         eos_token_ids: Collection[int] = (),
     ) -> None:
+        assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
@@ -58,12 +60,12 @@ class Scheduler:
         self.totals = Totals()
         self.transfers = Transfers(self.pool)
         self._kv = KVSpace(self.pool, self.transfers, block_size)
-        self._choices = Choices(block_size, eos_token_ids, self.report, self.totals)
+        self._choices = Choices(block_size, eos_token_ids, self.report)
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Sequence] = deque()
         self.reservations = Reservations(self.transfers, self.report, block_size)
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
-        self._in_flight: deque[list[Sequence]] = deque()  # per step that was planned and not applied, oldest first
+        self._in_flight: deque[Participants] = deque()  # per step that was planned and not applied, oldest first
         self._forgotten: list[int] = []  # sequences the runner must drop
         self._num_plans = 0
 
@@ -80,9 +82,7 @@ class Scheduler:
             text = f"{len(self._waiting)} requests are waiting, the limit is {self._max_waiting}; come back later"
             self.report.refused.append(Refused(message.rid, "Overloaded", text))
             return
-        request = Request(
-            message.rid, prompt, message.sampling, message.mode, message.cache_salt, skip_tokens=message.skip_tokens
-        )
+        request = Request(message.rid, prompt, message.sampling, message.mode, message.cache_salt, message.skip_tokens)
         self._requests[request.rid] = request
         self._waiting.append(self._choices.lead(request))
 
@@ -137,11 +137,10 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step: every decode, then prompts one after the other, within the token budget."""
         draft = StepDraft(self._max_batch_tokens, self._full_step)
-        if self._make_room_for_decodes():
-            self._add_running(draft)
+        if self._add_running(draft):
             self._admit(draft)
-        if draft.sequences:
-            self._in_flight.append(draft.sequences)
+        if draft.participants:
+            self._in_flight.append(draft.participants)
         self._num_plans += 1
         plan = draft.plan(self._num_plans, tuple(self._forgotten), self.transfers.take_orders())
         self._forgotten.clear()
@@ -150,16 +149,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelRunnerOutput) -> None:
         """Take in what the step produced."""
         if plan.scheduled:
-            samples = {o.seq: o.samples for o in output.step.outputs}
-            for item, sequence in zip(plan.scheduled, self._in_flight.popleft(), strict=True):
-                sequence.in_flight -= 1
-                if sequence.ended:
-                    self._let_go(sequence)
-                    continue
-                self._kv.computed(sequence, item.num_tokens)
-                if item.num_samples:
-                    sequence.num_sampling -= 1
-                    self._take_samples(sequence, samples[item.seq])
+            self._apply_step(plan.scheduled, output.step.samples)
             self.totals.steps += 1
         self.reservations.reads_ended(output.connector.finished_recving)
         self.report.connected += output.connector.connected
@@ -167,6 +157,7 @@ class Scheduler:
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
+        self.totals.output_tokens += len(self.report.outputs)
         return self.report.take(self.status()) if self.report else None
 
     def status(self) -> Status:
@@ -176,16 +167,21 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _make_room_for_decodes(self) -> bool:
-        """A block for every running sequence's next token; the latest admitted make way when there are too few.
+    def _add_running(self, draft: StepDraft) -> bool:
+        """Every decode, with a block for its token, then prompts; the latest admitted make way when blocks are lacking.
 
         False while they cannot make way, since steps in flight write to their blocks: let these steps end first.
         """
-        for sequence in list(self._running.values()):
-            while sequence.seq in self._running and sequence.missing and not self._kv.grow(sequence):
-                if self._in_flight:
-                    return False
-                self._preempt(self._running[next(reversed(self._running))])
+        runnable = Participants.among(self._running.values())
+        while not self._kv.grow(runnable.decodes):
+            if self._in_flight:
+                return False
+            self._preempt(self._running[next(reversed(self._running))])
+            runnable = Participants.among(self._running.values())
+        draft.add_decodes(runnable.decodes)
+        for sequence in runnable.prompts:
+            if draft.takes_prompts:
+                draft.add_prompt(sequence)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -195,18 +191,6 @@ class Scheduler:
         self._forget_in_runner(sequence)
         self._give_back(sequence)
         self._waiting.appendleft(sequence)
-
-    def _add_running(self, draft: StepDraft) -> None:
-        prompts = []
-        for sequence in self._running.values():
-            missing = sequence.missing
-            if missing == 1:
-                draft.add_decode(sequence)
-            elif missing:
-                prompts.append(sequence)
-        for sequence in prompts:
-            if draft.takes_prompts:
-                draft.add_prompt(sequence)
 
     @property
     def _head(self) -> Sequence | None:
@@ -234,30 +218,55 @@ class Scheduler:
 
     # ------------------------------------------------------------ results
 
-    def _take_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
-        if sequence.request.mode is Mode.LEASE:
-            self._lease(sequence, samples)
-            return
-        goes_on = self._choices.take(sequence, samples)
+    def _apply_step(self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...]) -> None:
+        """Take in the oldest step in flight."""
+        step = self._in_flight.popleft()
+        num_decodes = len(step.decodes)
+        for sequence, sample in zip(step.decodes, samples[:num_decodes], strict=True):
+            if self._add_computed(sequence, 1) and not self._choices.take(sequence, sample):
+                self._finish(sequence)
+        rest = iter(samples[num_decodes:])
+        for sequence, item in zip(step.prompts, scheduled[num_decodes:], strict=True):
+            drawn = tuple(islice(rest, item.num_samples))
+            if self._add_computed(sequence, item.num_tokens):
+                self._apply_prompt(sequence, drawn)
+
+    def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
+        """The KV of ``num_tokens`` more tokens is there. Returns whether anybody still wants the sequence."""
+        sequence.num_computed += num_tokens
+        if sequence.ended:
+            self._let_go(sequence)
+            return False
+        if sequence.num_computed >= sequence.full_at:
+            self._kv.filled(sequence)
+        return True
+
+    def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
+        """More of a prompt is there; ``samples`` are empty unless this was its end."""
+        goes_on = not samples or self._take_samples(sequence, samples)
         self._branch(sequence)
         if not goes_on:
             self._finish(sequence)
 
-    def _lease(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
-        """P has done its part: keep the blocks the peer lacks for it, and say so together with the first tokens."""
+    def _take_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Returns whether the sequence goes on. On P it has done its part: the blocks are kept that the peer lacks."""
         request = sequence.request
-        self._choices.take_for_peer(request, samples)
-        leased = self._kv.lease(sequence)
-        self.report.leased.append(Leased(request.rid, tuple(leased), sequence.prompt_len))
-        self._finish(sequence)
+        if request.mode is Mode.LEASE:
+            self._choices.take_for_peer(request, samples)
+            leased = self._kv.lease(sequence)
+            self.report.leased.append(Leased(request.rid, tuple(leased), sequence.prompt_len))
+            return False
+        if sequence.num_outputs:  # it was preempted, or P has sampled its first token
+            return self._choices.take(sequence, samples[0])
+        return self._choices.take_first(sequence, samples)
 
     def _take_from_peer(self, sequence: Sequence, first: tuple[Sample, ...]) -> None:
         if not self._choices.take_from_peer(sequence, first):
             self._finish(sequence)
 
     def _branch(self, sequence: Sequence) -> None:
-        """The prompt's KV is there: let the choices that wait for it in, ahead of the queue."""
-        if sequence.request.branches:
+        """Let the choices in that wait for the prompt's KV, ahead of the queue, once it is there."""
+        if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
             self._waiting.extendleft(reversed(self._choices.branch(sequence)))
 
     # ------------------------------------------------------------ endings

@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities (natural log, of the model's raw distribution) at one output position."""
 
     logprob: float
@@ -67,7 +67,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One sampled token of one choice."""
 
     token_id: int
@@ -162,16 +162,26 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     seq: int
     num_tokens: int
     num_samples: int
-    new_block_ids: tuple[int, ...] = ()
+
+
+class NewBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a sequence the runner has seen, after those it was told of before."""
+
+    seq: int
+    block_ids: tuple[int, ...]
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added."""
+    """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added.
+
+    ``scheduled`` is equal to the last step's while the same sequences decode.
+    """
 
     step: int
     finished: tuple[int, ...] = ()
     new: tuple[NewSequence, ...] = ()
     scheduled: tuple[ScheduledSequence, ...] = ()
+    new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
 
     @property
@@ -179,18 +189,11 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(s.num_tokens for s in self.scheduled)
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
-    """Samples of one scheduled sequence, ``num_samples`` of them."""
-
-    seq: int
-    samples: tuple[Sample, ...]
-
-
 class StepOutput(msgspec.Struct, frozen=True):
-    """What a step produced: one entry per scheduled sequence with ``num_samples`` > 0, in the plan's order."""
+    """What a step produced: of each scheduled sequence its ``num_samples`` samples, in the plan's order."""
 
     step: int
-    outputs: tuple[SequenceOutput, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewSequence, Sample, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewBlocks, NewSequence, Sample, SamplingParams, ScheduledSequence, StepPlan
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -63,7 +64,7 @@ class Stepper:
 
     def step(self, chunk: int = 1 << 30, num_samples: int = 1) -> None:
         """Everybody's next tokens, at most ``chunk`` of each; ``num_samples`` where a sequence's end is reached."""
-        new, scheduled = [], []
+        new, scheduled, new_blocks = [], [], []
         for seq, sequence in self.live.items():
             count = min(chunk, len(sequence.tokens) - sequence.computed)
             blocks = self._extend(sequence, sequence.computed + count)
@@ -81,21 +82,23 @@ class Stepper:
                         choice=sequence.choice,
                     )
                 )
-                blocks = []
-            scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0, tuple(blocks)))
-        plan = StepPlan(self._step, tuple(self._finished), tuple(new), tuple(scheduled))
+            elif blocks:
+                new_blocks.append(NewBlocks(seq, tuple(blocks)))
+            scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0))
+        plan = StepPlan(self._step, tuple(self._finished), tuple(new), tuple(scheduled), tuple(new_blocks))
         self._step, self._finished = self._step + 1, []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
-        assert [o.seq for o in output.outputs] == [s.seq for s in scheduled if s.num_samples]
+        assert len(output.samples) == sum(item.num_samples for item in scheduled)
+        samples = iter(output.samples)
         for item in scheduled:
-            self.live[item.seq].computed += item.num_tokens
-        for item_out in output.outputs:
-            sequence = self.live[item_out.seq]
-            assert len(item_out.samples) == num_samples
-            sequence.tokens.append(item_out.samples[0].token_id)
-            sequence.samples.append(item_out.samples[0])
-            sequence.others.append(list(item_out.samples))
+            sequence = self.live[item.seq]
+            sequence.computed += item.num_tokens
+            if item.num_samples:
+                drawn = list(islice(samples, item.num_samples))
+                sequence.tokens.append(drawn[0].token_id)
+                sequence.samples.append(drawn[0])
+                sequence.others.append(drawn)
 
     def generate(
         self,

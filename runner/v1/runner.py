@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.records import KVRegion, ScheduledSequence, SequenceOutput, StepOutput, StepPlan
+from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
@@ -101,9 +101,8 @@ class RunnerV1:
             self._sequences.remove(seq)
         for new in plan.new:
             self._sequences.add(new)
-        for s in plan.scheduled:
-            if s.new_block_ids:
-                self._sequences.add_blocks(s.seq, s.new_block_ids)
+        for more in plan.new_blocks:
+            self._sequences.add_blocks(more.seq, more.block_ids)
 
     def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], sampling: list[int]) -> Tensor:
         """Compute the next ``lengths`` tokens of each sequence; of those that sample, the last hidden state."""
@@ -149,7 +148,7 @@ class RunnerV1:
         rows: NDArray[np.int64],
         sampling: list[int],
         hidden: Tensor,
-    ) -> tuple[SequenceOutput, ...]:
+    ) -> tuple[Sample, ...]:
         """Draw for the sequences ``sampling``, whose hidden states [sampling, hidden_size] are given."""
         table = self._sequences
         if not sampling:
@@ -162,13 +161,12 @@ class RunnerV1:
             for n in range(scheduled[i].num_samples):
                 choice = n if several else record.choice
                 draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
-        samples = iter(self._sampler.sample(self._loaded.decoder.logits(hidden), draws))
-        outputs = []
+        samples = self._sampler.sample(self._loaded.decoder.logits(hidden), draws)
+        first = 0  # of each sequence's samples, with which it goes on
         for i in sampling:
-            drawn = tuple(next(samples) for _ in range(scheduled[i].num_samples))
-            table.append(rows[i], drawn[0].token_id)
-            outputs.append(SequenceOutput(scheduled[i].seq, drawn))
-        return tuple(outputs)
+            table.append(rows[i], samples[first].token_id)
+            first += scheduled[i].num_samples
+        return tuple(samples)
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values).to(self._device, torch.int64, non_blocking=True)

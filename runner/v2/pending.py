@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
 
-from pdserve.records import Sample, ScheduledSequence, SequenceOutput, StepOutput, TokenLogprobs
+from pdserve.records import Sample, StepOutput, TokenLogprobs
 from runner.v2.sampler import Sampled, SamplingBatch
 
 
@@ -17,7 +16,6 @@ class TokensInFlight:
     """A pdserve.protocols.PendingStep. The copy was ordered behind the step, on a stream of its own."""
 
     step: int
-    sampling: tuple[ScheduledSequence, ...]  # the sequences that sample, in the order of their draws
     batch: SamplingBatch
     copied: Sampled  # on the host, complete when ``arrived`` has happened
     arrived: torch.cuda.Event | None  # None where the device is the host
@@ -26,13 +24,8 @@ class TokensInFlight:
         if self.arrived is not None:
             self.arrived.synchronize()
         logprobs = self._logprobs()
-        samples = [Sample(token, logprobs.get(i)) for i, token in enumerate(self.copied.tokens.tolist())]
-        if len(samples) == len(self.sampling):
-            outputs = [SequenceOutput(s.seq, (sample,)) for s, sample in zip(self.sampling, samples, strict=True)]
-        else:
-            rest = iter(samples)
-            outputs = [SequenceOutput(s.seq, tuple(islice(rest, s.num_samples))) for s in self.sampling]
-        return StepOutput(self.step, tuple(outputs))
+        tokens = enumerate(self.copied.tokens.tolist())
+        return StepOutput(self.step, tuple([Sample(token, logprobs.get(draw)) for draw, token in tokens]))
 
     def _logprobs(self) -> dict[int, TokenLogprobs]:
         """By draw."""
@@ -55,17 +48,15 @@ class ToHost:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(
-        self, step: int, sampling: tuple[ScheduledSequence, ...], batch: SamplingBatch, sampled: Sampled
-    ) -> TokensInFlight:
+    def send(self, step: int, batch: SamplingBatch, sampled: Sampled) -> TokensInFlight:
         if self._stream is None:
-            return TokensInFlight(step, sampling, batch, sampled, None)
+            return TokensInFlight(step, batch, sampled, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copied = sampled.each(self._copy)
             arrived = torch.cuda.Event()
             arrived.record()
-        return TokensInFlight(step, sampling, batch, copied, arrived)
+        return TokensInFlight(step, batch, copied, arrived)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         assert self._stream is not None

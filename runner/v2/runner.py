@@ -147,7 +147,7 @@ class RunnerV2:
         asked = self._asked(plan.scheduled, form)
         sampled = self._sampler.sample(self._loaded.decoder.logits(hidden), asked, batch.longest)
         self._take_in(form, upload, sampled)
-        return self._to_host.send(plan.step, form.sampling_of(plan.scheduled), asked, sampled)
+        return self._to_host.send(plan.step, asked, sampled)
 
     def reload_weights(self, model_dir: str) -> None:
         self._loaded.reload(model_dir)
@@ -166,9 +166,8 @@ class RunnerV2:
             self._slots.remove(seq)
         for new in plan.new:
             self._slots.add(new)
-        for s in plan.scheduled:
-            if s.new_block_ids:
-                self._slots.add_blocks(s.seq, s.new_block_ids)
+        for more in plan.new_blocks:
+            self._slots.add_blocks(more.seq, more.block_ids)
 
     def _forward(self, form: BatchForm, upload: Upload, attention: AttentionBatch, shape: StepShape | None) -> Tensor:
         """Hidden states [sampling rows, hidden_size]; by the graph of ``shape`` where one is given."""

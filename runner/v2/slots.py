@@ -70,7 +70,7 @@ class Slots:
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self._last_form: tuple[list[tuple[int, int, int]], BatchForm] | None = None
+        self._last_form: tuple[tuple[ScheduledSequence, ...], BatchForm] | None = None
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -120,9 +120,9 @@ class Slots:
 
     def _form_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchForm:
         """The last step's where it fits, which spares most of the work."""
-        key = [(s.seq, s.num_tokens, s.num_samples) for s in scheduled]
-        if self._last_form is None or self._last_form[0] != key:
-            seqs, lengths, samples = np.array(key, dtype=np.int64).T
+        if self._last_form is None or self._last_form[0] != scheduled:
+            columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
+            seqs, lengths, samples = columns.T
             query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
             np.cumsum(lengths, out=query_starts[1:])
             sampling = np.flatnonzero(samples)
@@ -134,5 +134,5 @@ class Slots:
                 last_tokens=query_starts[1:][sampling] - 1,
                 draw_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
             )
-            self._last_form = (key, form)
+            self._last_form = (scheduled, form)
         return self._last_form[1]

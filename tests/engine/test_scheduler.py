@@ -75,6 +75,17 @@ def test_the_second_request_finds_the_first_ones_prefix(make: Make) -> None:
     assert node.tokens[0, 0] == node.tokens[1, 0] == reference(prompt, 0, 2)
 
 
+def test_what_was_generated_is_found_again(make: Make) -> None:
+    """The last token has no KV, the one before it fills a block."""
+    node = make(40)
+    prompt = list(range(BLOCK + 2))
+    node.submit(0, prompt, SamplingParams(max_tokens=3), Mode.LOCAL)
+    node.run()
+    node.submit(1, [*prompt, *node.tokens[0, 0], 5], SamplingParams(max_tokens=1), Mode.LOCAL)
+    node.run()
+    assert node.scheduler.status().cached_tokens == 2 * BLOCK
+
+
 def test_choices_share_their_prompts_blocks(make: Make) -> None:
     node = make(40)
     node.submit(0, list(range(16)), SamplingParams(max_tokens=5, n=3), Mode.LOCAL)

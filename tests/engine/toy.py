@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from pdserve.kv import KVLayout
-from pdserve.records import KVRegion, Sample, SequenceOutput, StepOutput, StepPlan
+from pdserve.records import KVRegion, Sample, StepOutput, StepPlan
 
 VOCAB = 1000
 
@@ -114,15 +114,15 @@ class ToyRunner:
         """What the device does. Samples are on it at once, for the steps launched meanwhile."""
         assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
         self.num_overlapped += any(later.work for later in self._in_flight)
-        outputs = []
+        samples: list[Sample] = []
         for work in step.work:
             state = work.state
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
                 self._slot(state, position)[:] = state.token_ids[position], position
             state.num_computed += work.num_tokens
             if work.num_samples:
-                outputs.append(SequenceOutput(state.seq, self._sample(state, work.num_samples)))
-        return StepOutput(step.step, tuple(outputs))
+                samples += self._sample(state, work.num_samples)
+        return StepOutput(step.step, tuple(samples))
 
     def reload_weights(self, model_dir: str) -> None:
         """It has none."""
@@ -133,9 +133,10 @@ class ToyRunner:
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
         others = self.writing
+        for more in plan.new_blocks:
+            self._states[more.seq].blocks += more.block_ids
         for item in plan.scheduled:
             state = self._states[item.seq]
-            state.blocks += item.new_block_ids
             first, end = state.num_launched, state.num_launched + item.num_tokens
             size = self.kv_layout.block_size
             writes = frozenset(state.blocks[first // size : -(-end // size)])

@@ -42,23 +42,25 @@ def reference(checkpoint: Path, prompt: tuple[int, ...], count: int, sampling: S
 
 
 class Overlapped:
-    """Launches steps of one token each, and takes a result only when a third step would be in flight."""
+    """Launches steps with a sample per sequence at most, and takes a result when a third step would be in flight."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self.runner = model_runner
         self.outputs: dict[int, list[int]] = {}
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[tuple[list[int], PendingStep]] = deque()  # who samples in it
         self._step = 0
 
     def launch(self, scheduled: list[ScheduledSequence], new: list[NewSequence] = [], finished: list[int] = []) -> None:  # noqa: B006
-        self._pending.append(self.runner.launch(StepPlan(self._step, tuple(finished), tuple(new), tuple(scheduled))))
+        plan = StepPlan(self._step, tuple(finished), tuple(new), tuple(scheduled))
+        self._pending.append(([item.seq for item in scheduled if item.num_samples], self.runner.launch(plan)))
         self._step += 1
         if len(self._pending) == self.runner.max_in_flight:
             self.take()
 
     def take(self) -> None:
-        for output in self._pending.popleft().result().outputs:
-            self.outputs.setdefault(output.seq, []).extend(sample.token_id for sample in output.samples[:1])
+        seqs, step = self._pending.popleft()
+        for seq, sample in zip(seqs, step.result().samples, strict=True):
+            self.outputs.setdefault(seq, []).append(sample.token_id)
 
     def drain(self) -> None:
         while self._pending:

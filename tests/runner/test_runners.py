@@ -104,7 +104,7 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> No
     blocks, token = stepper.live[seq].blocks, stepper.live[seq].output[0]
     hit = NewSequence(100, tuple(prompt_of(32)), 32, 16, (blocks[0], stepper.free[0]), SamplingParams(1, temperature=0))
     output = stepper.runner.launch(StepPlan(9, new=(hit,), scheduled=(ScheduledSequence(100, 16, 1),))).result()
-    assert output.outputs[0].samples[0].token_id == token
+    assert output.samples[0].token_id == token
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_plan_without_work_updates_state_only(build: Build) -> None:
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(5))
     stepper.step()
-    assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().outputs == ()
+    assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().samples == ()
 
 
 def test_close_twice(build: Build) -> None:

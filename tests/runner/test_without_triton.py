@@ -22,7 +22,7 @@ config = resolve(options, detect_device("cpu"), {"PDSERVE_USE_V2_MODEL_RUNNER": 
 model = runner.build(config, lambda stage, fraction: None)
 new = NewSequence(0, (1, 2, 3), 3, 0, (0,), SamplingParams(max_tokens=1))
 output = model.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 3, 1),))).result()
-print(len(output.outputs))
+print(len(output.samples))
 """
 
 
