@@ -120,6 +120,8 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> No
 def test_blocks_copied_as_bytes_continue_on_another_runner(
     checkpoint: Path, source_version: str, target_version: str, block_size: int, page: int
 ) -> None:
+    if DEVICE != "cpu" and "V2" in (source_version, target_version):
+        pytest.skip("V2 is on the GPU, whose memory memmove cannot reach")
     options = {"block_size": block_size, "kernel_block_size": page, "num_blocks": 30, "device": "cpu"}
     prompt = prompt_of(52)
     (expected,) = Stepper(build_runner(checkpoint, "V1", **options)).generate([prompt], 5)
