@@ -45,7 +45,7 @@ class _Rows:
     """Consecutive sequences as a plan needs them, on the host."""
 
     query_starts: Tensor  # [rows + 1] int32, from 0
-    page_starts: Tensor  # [rows + 1] int32
+    page_starts: Tensor  # [rows + 1] int32, counted from the step's first sequence: plans hold them as they are
     seq_lens: Tensor  # [rows] int32
     num_tokens: int
 
@@ -93,11 +93,11 @@ class FlashInferAttention:
         begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
         self._slots = batch.slots
         self._lists.build(batch, int(batch.seq_lens.max()))
-        page_starts = np.zeros(rows - first + 1, dtype=np.int32)
-        np.cumsum(-(-batch.seq_lens[first:] // self._page), out=page_starts[1:])
+        page_starts = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(-(-batch.seq_lens // self._page), out=page_starts[1:])
         host = _Rows(
             query_starts=torch.from_numpy(batch.query_starts[first:] - begin),
-            page_starts=torch.from_numpy(page_starts),
+            page_starts=torch.from_numpy(page_starts[first:]),
             seq_lens=torch.from_numpy(batch.seq_lens[first:]),
             num_tokens=end - begin,
         )

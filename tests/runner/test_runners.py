@@ -107,6 +107,7 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> No
     assert output.samples[0].token_id == token
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="blocks are copied as host memory, where V2 needs Triton's interpreter")
 @pytest.mark.parametrize(
     ("source_version", "target_version", "block_size", "page"),
     [
