@@ -9,7 +9,7 @@ from engine.requests import Sequence
 from pdserve.records import KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
-FULL_STEP = {"cpu": 512, "cuda": 2048}
+FULL_STEP = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
