@@ -1,8 +1,12 @@
-"""Triton kernels of the forward pass, each beside the function that launches it.
+"""Triton kernels, each with the torch code it is tested against.
 
-They run on GPUs and, where ``TRITON_INTERPRET=1``, on CPU tensors. Their references are in plain torch:
-``runner/norm.py``, ``runner/rope.py``, ``runner/models/ops.py`` and ``runner/attention/paged_torch.py``.
+    the forward pass       norm.py, activation.py, rope_store.py, decode_attention.py, prefill_attention.py, gemv.py
+    V2's state             step.py
+    sampling               sampling.py
+    FlashInfer's indices   pages.py
 
-Numbers that differ from step to step are never specialized on (``do_not_specialize``) and never ``constexpr``: serving
-must not meet a kernel that is yet to be compiled. Sizes of the model are ``constexpr``.
+``chain.py`` lets kernels overlap their launches, ``tiles.py`` says how attention is cut on a device, ``ops.py`` bundles
+what stands between matrix products. On CPU tensors they run in Triton's interpreter (TRITON_INTERPRET=1).
+
+What varies from step to step is never a ``constexpr`` and never specialised on: nothing is compiled while serving.
 """
