@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,12 @@ class Overlapped:
         self._pending: deque[tuple[list[int], PendingStep]] = deque()  # who samples in it
         self._step = 0
 
-    def launch(self, scheduled: list[ScheduledSequence], new: list[NewSequence] = [], finished: list[int] = []) -> None:  # noqa: B006
+    def launch(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        new: Sequence[NewSequence] = (),
+        finished: Sequence[int] = (),
+    ) -> None:
         plan = StepPlan(self._step, tuple(finished), tuple(new), tuple(scheduled))
         self._pending.append(([item.seq for item in scheduled if item.num_samples], self.runner.launch(plan)))
         self._step += 1
