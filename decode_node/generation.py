@@ -26,7 +26,7 @@ class OutputSink(Protocol):
 class Generation:
     """Forwards outputs as they come; ends exactly once, after which nothing is emitted.
 
-    ``reserved`` and ``read_ended`` are what a handoff waits for.
+    ``reserved`` is what a handoff waits for; then it sets ``on_read`` to be told of its reads.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Generation:
         self.rid = link.open(self._on_event)
         loop = asyncio.get_running_loop()
         self.reserved: asyncio.Future[int] = loop.create_future()
-        self.read_ended: asyncio.Future[ReadEnded] = loop.create_future()
+        self.on_read: Callable[[ReadEnded], None] = lambda ended: None
         self._link = link
         self._sink = sink
         self._on_end = on_end
@@ -105,8 +105,7 @@ class Generation:
                 if not self.reserved.done():
                     self.reserved.set_result(cached_tokens)
             case ReadEnded():
-                if not self.read_ended.done():
-                    self.read_ended.set_result(event)
+                self.on_read(event)
             case Refused():
                 self.fail(error_of(event))
 

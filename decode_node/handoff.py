@@ -1,9 +1,10 @@
 """The handoff of one request: reserve on D → prefill on P → read by D → release, or recompute on D.
 
-    reserved ─► worth it? ─► Prefill at P ─► first tokens ─► read ─► P confirms ─► decode
-                   │ no          │ refused, broken     │ all      │ failed,   │ lease gone
-                   ▼             ▼                     ▼ ended    ▼ late      ▼
-             prefill here   ◄────┴─────────────────   done   ◄────┴───────────┘   (policy recompute; fail: an error)
+                                  ┌─ part announced: read it, while P computes the next ─┐
+    reserved ─► worth it? ─► Prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
+                   │ no          │ refused, broken     │ all            │ a part     │ lease gone
+                   ▼             ▼                     ▼ ended          ▼ failed     ▼
+             prefill here   ◄────┴─────────────────   done   ◄──────────┴────────────┘   (recompute; or fail: an error)
 
 No token is computed from a read that P has not confirmed.
 """
@@ -19,10 +20,10 @@ from decode_node.background import Background
 from decode_node.cost import worth_handoff
 from decode_node.generation import Generation
 from decode_node.peers import PrefillPeer
-from decode_node.remote_prefill import RemotePrefill
+from decode_node.remote_prefill import PrefillEvent, RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink
-from engine.messages import Cancel, KVConfirmed, PrefillLocally, StartRead
+from engine.messages import Cancel, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.errors import NodeError, Overloaded, PdserveError, PeerError
 from pdserve.model_config import ModelConfig
 from pdserve.pb import pdserve_pb2 as pb
@@ -32,6 +33,9 @@ from pdserve.wire import logprobs_from_pb, sampling_to_pb
 _log = logging.getLogger(__name__)
 
 _MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # D stops reading that much before a lease ends: a share of it, at most seconds
+
+
+Inbox = asyncio.Queue[PrefillEvent | ReadEnded]  # what P and our engine say of one handoff
 
 
 class ReadFailed(PeerError):
@@ -71,35 +75,64 @@ class Handoffs:
         """The handoff when all goes well; raises PdserveError when it does not."""
         epoch, name = peer.epoch, peer.node_id  # of this life of it
         request = _prefill_request(generation, epoch, cached_tokens)
-        async with RemotePrefill(peer.stub, name, request, generation.remaining, self.background) as prefill:
-            tokens = await prefill.first_tokens()
-            started = time.monotonic()
-            first = self._samples(tokens, generation.sampling.n, name)
-            generation.emit_first(first, tokens.cached_tokens, self.model.eos_token_ids)
+        inbox: Inbox = asyncio.Queue()
+        generation.on_read = inbox.put_nowait
+        remaining, background = generation.remaining, self.background
+        async with RemotePrefill(peer.stub, name, request, remaining, background, inbox.put_nowait) as prefill:
+            started = await self._receive(generation, inbox, epoch, name)
             if generation.ended:
                 self.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
                 return
-            ready = await prefill.kv_ready()
-            order = StartRead(generation.rid, epoch, tuple(ready.block_ids), first)
-            await self._read(generation, order, ready.lease_ms)
             if not await prefill.release():
                 raise PeerError(f"the lease at {name} ended before its blocks had been read")
-        self.link.send(KVConfirmed(generation.rid))
+        self.link.send(KVConfirmed(generation.rid, generation.first))
         self.counters["pdserve_handoff_exposed_seconds_total"] += time.monotonic() - started
 
-    async def _read(self, generation: Generation, order: StartRead, lease_ms: int) -> None:
-        """Read the leased blocks, or raise ReadFailed, at the latest a margin before the lease ends by our clock."""
-        lease = lease_ms / 1000
-        seconds = lease - min(_MARGIN_MAX, lease * _MARGIN_SHARE)
-        self.link.send(order)
+    async def _receive(self, generation: Generation, inbox: Inbox, epoch: str, peer: str) -> float:
+        """Read what P announces as it comes and pass its first tokens on, until all is here or no choice goes on.
+
+        Returns when the first tokens came. Raises ReadFailed when a part cannot be read, at the latest a margin before
+        the lease ends by our clock.
+        """
+        announced = num_reads = 0  # prompt tokens; parts under way
+        seconds = started = 0.0
         try:
-            read = await asyncio.wait_for(generation.read_ended, seconds)
+            async with asyncio.timeout(None) as limit:
+                while announced < generation.num_tokens or num_reads:
+                    match await inbox.get():
+                        case pb.FirstTokens() as tokens:
+                            started = time.monotonic()
+                            self._emit_first(generation, tokens, peer)
+                            if generation.ended:
+                                return started
+                        case pb.KVReady() as ready:
+                            blocks, announced = tuple(ready.block_ids), ready.num_tokens
+                            self.link.send(StartRead(generation.rid, epoch, blocks, announced))
+                            num_reads += 1
+                            if announced >= generation.num_tokens:  # the lease's time runs from now on
+                                seconds = _reading_seconds(ready.lease_ms)
+                                limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                        case ReadEnded() as read:
+                            num_reads -= 1
+                            self._count(read)
+                        case PdserveError() as error if announced < generation.num_tokens:
+                            raise error
         except TimeoutError as exc:
-            raise ReadFailed(
-                f"reading {len(order.remote_blocks)} blocks took longer than the {seconds:.3g} s that the lease leaves"
-            ) from exc
+            raise ReadFailed(f"reading took longer than the {seconds:.3g} s that the lease leaves") from exc
+        if not generation.first:
+            raise PeerError(f"{peer} announced a whole prompt without first tokens")
+        return started
+
+    def _emit_first(self, generation: Generation, tokens: pb.FirstTokens, peer: str) -> None:
+        if generation.first:
+            raise PeerError(f"{peer} sent first tokens twice")
+        first = self._samples(tokens, generation.sampling.n, peer)
+        generation.emit_first(first, tokens.cached_tokens, self.model.eos_token_ids)
+
+    def _count(self, read: ReadEnded) -> None:
+        """Raises ReadFailed where it has failed."""
         if read.error:
-            raise ReadFailed(f"reading {len(order.remote_blocks)} blocks failed: {read.error}")
+            raise ReadFailed(f"reading KV failed: {read.error}")
         self.counters["pdserve_kv_read_bytes_total"] += read.num_bytes
         self.counters["pdserve_kv_read_descriptors_total"] += read.num_descriptors
         self.counters["pdserve_kv_read_seconds_total"] += read.seconds
@@ -136,3 +169,9 @@ def _prefill_request(generation: Generation, epoch: str, cached_tokens: int) -> 
         cache_salt=generation.cache_salt,
         skip_tokens=cached_tokens,
     )
+
+
+def _reading_seconds(lease_ms: int) -> float:
+    """How long to read under a lease at most."""
+    lease = lease_ms / 1000
+    return lease - min(_MARGIN_MAX, lease * _MARGIN_SHARE)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import grpc
 
 from decode_node.background import Background
-from pdserve.errors import PeerError
+from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import error_from_rpc
 
 _log = logging.getLogger(__name__)
+
+PrefillEvent = pb.FirstTokens | pb.KVReady | PdserveError
 
 _RELEASE_SECONDS = 5.0  # for one Release call
 _ACCEPT_SECONDS = 2.0  # for P to name the lease of a call that is given up
@@ -25,7 +28,8 @@ class RemotePrefill:
     """A Prefill call and the lease it may become, as an async context manager.
 
     However it is left, P gets back what it still holds for this prompt: the call is cancelled and the lease released,
-    in the background. Errors are those of pdserve.errors.
+    in the background. ``on_event`` is given what P says, in its order, and at the end the reason why there is no more.
+    Errors are those of pdserve.errors.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class RemotePrefill:
         request: pb.PrefillRequest,
         timeout: float | None,
         background: Background,
+        on_event: Callable[[PrefillEvent], None],
     ) -> None:
         self._stub = stub
         self._peer = peer
@@ -42,10 +47,8 @@ class RemotePrefill:
         self._request = request
         self._timeout = timeout
         self._background = background
-        loop = asyncio.get_running_loop()
-        self._accepted: asyncio.Future[int] = loop.create_future()
-        self._first: asyncio.Future[pb.FirstTokens] = loop.create_future()
-        self._ready: asyncio.Future[pb.KVReady] = loop.create_future()
+        self._on_event = on_event
+        self._accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._released = False
 
     async def __aenter__(self) -> Self:
@@ -58,12 +61,6 @@ class RemotePrefill:
     ) -> None:
         if not self._released:
             self._background.start(self._give_back(), f"give back to {self._peer}")
-
-    async def first_tokens(self) -> pb.FirstTokens:
-        return await asyncio.shield(self._first)
-
-    async def kv_ready(self) -> pb.KVReady:
-        return await asyncio.shield(self._ready)
 
     async def release(self) -> bool:
         """Give the lease back. Returns whether it stood until then: only if so may anything be used."""
@@ -85,21 +82,21 @@ class RemotePrefill:
                     case "accepted":
                         self._accepted.set_result(event.accepted.lease)
                     case "first_tokens":
-                        self._first.set_result(event.first_tokens)
+                        self._on_event(event.first_tokens)
                     case "kv_ready":
-                        self._ready.set_result(event.kv_ready)
+                        self._on_event(event.kv_ready)
         except grpc.aio.AioRpcError as exc:
             error = error_from_rpc(exc, self._peer)
             error.__cause__ = exc
-            self._fail(error)
+            self._end(error)
         finally:  # also when the channel was closed, which cancels its calls
-            self._fail(PeerError(f"{self._peer} ended a prefill without leasing its blocks"))
+            self._end(PeerError(f"{self._peer} ended a prefill without leasing its blocks"))
 
-    def _fail(self, error: Exception) -> None:
-        for future in (self._accepted, self._first, self._ready):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # whoever waits is told; nobody waiting is no mistake
+    def _end(self, error: PdserveError) -> None:
+        self._on_event(error)
+        if not self._accepted.done():
+            self._accepted.set_exception(error)
+            self._accepted.exception()  # whoever waits is told; nobody waiting is no mistake
 
     async def _give_back(self) -> None:
         """Cancel the call and release the lease, be it granted before, after or never."""

@@ -77,6 +77,12 @@ class BlockPool:
                 del self._evictable[block]
             self._add_user(block, Use.HELD)
 
+    def lease(self, blocks: Iterable[int]) -> None:
+        """One more use of held blocks: a peer reads them, while and after their holders do."""
+        for block in blocks:
+            assert self._use[block] is not Use.FREE
+            self._add_user(block, Use.LEASED)
+
     def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
         """Turn one use of each block into another."""
         for block in blocks:

@@ -65,8 +65,8 @@ class Engine:
                     self._scheduler.submit(message, array("I", message.token_ids).tolist())
                 case StartRead():
                     self._scheduler.reservations.start_read(message)
-                case KVConfirmed(rid):
-                    self._scheduler.kv_confirmed(rid)
+                case KVConfirmed(rid, first):
+                    self._scheduler.kv_confirmed(rid, first)
                 case PrefillLocally(rid, first):
                     self._scheduler.prefill_locally(rid, first)
                 case Cancel(rid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.blocks import BlockPool, Use
+from engine.messages import Leased
 from engine.requests import Sequence
 from engine.transfers import Transfers
 
@@ -65,22 +66,27 @@ class KVSpace:
     def give_back(self, sequence: Sequence) -> None:
         """Its blocks are free again, but for those a transfer may still write to. No step in flight may include it."""
         assert not sequence.in_flight, f"sequence {sequence.seq} gives blocks back that a step still writes to"
-        request, blocks = sequence.request, sequence.blocks
-        if request.read_id is not None:
-            quarantined = set(self._transfers.abandon(request.read_id))
-            request.read_id = None
-            blocks = [block for block in blocks if block not in quarantined]
-        self._pool.drop(blocks, Use.HELD)
+        quarantined = {block for read in sequence.request.reads for block in self._transfers.abandon(read)}
+        sequence.request.reads.clear()
+        self._pool.drop([block for block in sequence.blocks if block not in quarantined], Use.HELD)
         sequence.blocks = []
         sequence.num_computed = sequence.num_launched = sequence.room = 0
 
-    def lease(self, sequence: Sequence) -> list[int]:
-        """The blocks that a peer lacks are kept for it from now on. Returns them."""
-        request = sequence.request
-        leased = sequence.blocks[request.skip_tokens // self._block_size :]
-        sequence.blocks = sequence.blocks[: len(sequence.blocks) - len(leased)]
+    def lease(self, sequence: Sequence) -> Leased | None:
+        """Keep for a peer what it lacks and can read by now: full blocks, and with the prompt's end the rest.
+
+        None where that is nothing.
+        """
+        request, size = sequence.request, self._block_size
+        start = max(request.announced, request.skip_tokens // size)
+        complete = sequence.num_computed >= sequence.prompt_len
+        end = len(sequence.blocks) if complete else sequence.num_computed // size
+        if end <= start:
+            return None
+        request.announced = end
+        leased = sequence.blocks[start:end]
         self._transfers.lease(request.rid, leased)
-        return leased
+        return Leased(request.rid, tuple(leased), sequence.prompt_len if complete else end * size)
 
     def _find(self, sequence: Sequence) -> tuple[list[int], int] | None:
         """The blocks of its cached prefix, and how many more it needs; None if there are too few.

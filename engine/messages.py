@@ -8,16 +8,18 @@ How a request goes on D, with handoff:
     front                                   engine
       Submit(HANDOFF)             ──►
                                   ◄──       reserved(rid, cached_tokens)      blocks are held
-      StartRead(blocks, first)    ──►
-                                  ◄──       reads(rid, error="")              the bytes are here, nobody used them
-      KVConfirmed                 ──►                                         P said the lease stood
+      StartRead(blocks)           ──►                                         a part of the prompt, as P announces it
+                                  ◄──       reads(rid, error="")              its bytes are here, nobody used them
+      … until every block of the prompt has been read
+      KVConfirmed(first)          ──►                                         P said the lease stood
                                   ◄──       outputs(rid, …)                   from token 2 on
    At any time before KVConfirmed:
       PrefillLocally(first)       ──►                                         drop what was read, compute it here
    At any time:
       Cancel                      ──►                                         blocks come back (or are quarantined)
 
-On P: Submit(LEASE) ──►   ◄── outputs(first tokens) and, in the same batch, leased(rid, blocks).   FreeLease(rid) ──►
+On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; with the last, in the same batch, also
+outputs(first tokens).   FreeLease(rid) ──►
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Mode(StrEnum):
 
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
-    LEASE = "lease"  # P: prefill, sample the first tokens, keep the blocks until FreeLease
+    LEASE = "lease"  # P: prefill, sample the first tokens; blocks are kept, as soon as they are full, until FreeLease
 
 
 # ---------------------------------------------------------------- front → engine
@@ -62,16 +64,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):
-    """``remote_blocks`` are P's, in prompt order, beginning after the ``cached_tokens`` that were reserved."""
+    """``remote_blocks`` are P's next ones in prompt order, the first after the ``cached_tokens`` that were reserved.
+
+    Each is answered by one ReadEnded; several may be under way.
+    """
 
     rid: int
     epoch: str
     remote_blocks: tuple[int, ...]
-    first: tuple[Sample, ...]  # one per choice
+    num_tokens: int  # of the prompt, up to the end of these blocks
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
+    """The whole prompt has been read, and P says that it is what the lease promised."""
+
     rid: int
+    first: tuple[Sample, ...]  # one per choice
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
@@ -154,6 +162,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
+    """Of one part of a prompt."""
+
     rid: int
     error: str  # empty: all bytes arrived
     num_bytes: int = 0
@@ -162,9 +172,11 @@ class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
+    """More blocks of a prompt; the last ones where ``num_tokens`` is the prompt's length."""
+
     rid: int
-    block_ids: tuple[int, ...]  # after the skipped tokens
-    num_tokens: int
+    block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
+    num_tokens: int  # of the prompt, up to the end of these blocks
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):

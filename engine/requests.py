@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.hashing import BlockHashes
 from engine.messages import Mode
-from pdserve.records import NewSequence, Sample, SamplingParams, ScheduledSequence
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -20,10 +20,10 @@ class Request:
     cache_salt: str
     skip_tokens: int = 0
     cached_tokens: int | None = None  # found in the prefix cache when first admitted
-    first: tuple[Sample, ...] = ()  # what P has sampled and D's front has passed on already
     sequences: dict[int, Sequence] = field(default_factory=dict)
     branches: dict[int, int] = field(default_factory=dict)  # choice → first token, where it waits for the prompt's KV
-    read_id: int | None = None  # the read in flight for it
+    announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
+    reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
 
     @property

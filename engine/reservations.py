@@ -34,18 +34,23 @@ class Reservations:
         return self._sequences.pop(rid, None)
 
     def start_read(self, message: StartRead) -> None:
-        """Order the read of a request's missing blocks. An unknown rid (cancelled meanwhile) is ignored."""
+        """Order the read of a request's next blocks. An unknown rid (cancelled meanwhile) is ignored."""
         sequence = self._sequences.get(message.rid)
-        if sequence is None or sequence.request.read_id is not None:
+        if sequence is None:
             return
-        request = sequence.request
-        request.first = message.first
-        local = tuple(sequence.blocks[sequence.num_computed // self._block_size :])
-        if len(local) != len(message.remote_blocks):
-            text = f"the peer named {len(message.remote_blocks)} blocks where {len(local)} are missing"
+        request, num_tokens = sequence.request, message.num_tokens
+        start = max(request.announced, sequence.num_computed // self._block_size)
+        end = -(-num_tokens // self._block_size)
+        if num_tokens > sequence.prompt_len or (num_tokens % self._block_size and num_tokens != sequence.prompt_len):
+            text = f"the peer named blocks up to token {num_tokens} of a prompt of {sequence.prompt_len}"
             self._report.reads.append(ReadEnded(request.rid, text))
-            return
-        request.read_id = self._transfers.start_read(request.rid, message.epoch, local, message.remote_blocks)
+        elif start + len(message.remote_blocks) != end:
+            text = f"the peer named {len(message.remote_blocks)} blocks where {end - start} are missing"
+            self._report.reads.append(ReadEnded(request.rid, text))
+        else:
+            request.announced = end
+            local = tuple(sequence.blocks[start:end])
+            request.reads.add(self._transfers.start_read(request.rid, message.epoch, local, message.remote_blocks))
 
     def reads_ended(self, results: Iterable[ReadResult]) -> None:
         """Tell the front of reads that somebody waits for; free the blocks of the others."""
@@ -54,7 +59,7 @@ class Reservations:
             if rid is None:
                 self._report.status_changed = True
                 continue
-            self._sequences[rid].request.read_id = None
+            self._sequences[rid].request.reads.discard(result.read_id)
             self._report.reads.append(
                 ReadEnded(rid, result.error, result.num_bytes, result.num_descriptors, result.seconds)
             )

@@ -6,7 +6,7 @@ A sequence's way:
        ▲   │              │
        │   │ handoff      └── preempted: no block left (recomputed later, from the prefix cache where possible)
        │   ▼
-       │ reserved ──StartRead──► reading ──KVConfirmed──► running
+       │ reserved ──StartRead…──► reading ──KVConfirmed──► running
        └────── PrefillLocally ──────┘
 
 Steps may be planned while earlier ones are in flight, their tokens unknown. A step writes KV into the blocks of all its
@@ -25,7 +25,7 @@ from engine.blocks import BlockPool
 from engine.choices import Choices
 from engine.draft import Participants, StepDraft
 from engine.kv_space import KVSpace
-from engine.messages import Batch, Leased, Mode, Refused, Status, Submit
+from engine.messages import Batch, Mode, Refused, Status, Submit
 from engine.report import Report, Totals
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
@@ -86,17 +86,18 @@ class Scheduler:
         self._requests[request.rid] = request
         self._waiting.append(self._choices.lead(request))
 
-    def kv_confirmed(self, rid: int) -> None:
+    def kv_confirmed(self, rid: int, first: tuple[Sample, ...]) -> None:
         """The KV that was read is P's, unchanged: decode on it, from the second token."""
         sequence = self.reservations.pop(rid)
         if sequence is None:
             return
         request = sequence.request
-        assert request.read_id is None, "a read was confirmed before it had ended"
+        assert not request.reads, "KV was confirmed before all reads had ended"
+        assert request.announced == len(sequence.blocks), "KV was confirmed before all of it had been read"
         request.mode = Mode.LOCAL
         self._kv.received(sequence)
         self._running[sequence.seq] = sequence
-        self._take_from_peer(sequence, request.first)
+        self._take_from_peer(sequence, first)
         self._branch(sequence)
 
     def prefill_locally(self, rid: int, first: tuple[Sample, ...]) -> None:
@@ -108,17 +109,15 @@ class Scheduler:
         request.mode = Mode.LOCAL
         self._give_back(sequence)
         self._waiting.appendleft(sequence)
-        if first or request.first:
-            self._take_from_peer(sequence, first or request.first)
+        if first:
+            self._take_from_peer(sequence, first)
 
     def cancel(self, rid: int) -> None:
-        """Forget a request, or the lease that it has become. Unknown ones are ignored."""
+        """Forget a request, and the lease that it has become or is about to. Unknown ones are ignored."""
         request = self._requests.get(rid)
-        if request is None:
-            self.free_lease(rid)
-            return
-        for sequence in list(request.sequences.values()):
+        for sequence in list(request.sequences.values()) if request is not None else ():
             self._finish(sequence)
+        self.free_lease(rid)
 
     def free_lease(self, rid: int) -> None:
         """No peer reads these blocks any more."""
@@ -176,7 +175,8 @@ class Scheduler:
         while not self._kv.grow(runnable.decodes):
             if self._in_flight:
                 return False
-            self._preempt(self._running[next(reversed(self._running))])
+            # Not one that computes for a peer: what the peer was told of could not be freed.
+            self._preempt(next(s for s in reversed(self._running.values()) if s.request.mode is not Mode.LEASE))
             runnable = Participants.among(self._running.values())
         draft.add_decodes(runnable.decodes)
         for sequence in runnable.prompts:
@@ -244,17 +244,17 @@ class Scheduler:
     def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
         """More of a prompt is there; ``samples`` are empty unless this was its end."""
         goes_on = not samples or self._take_samples(sequence, samples)
+        if sequence.request.mode is Mode.LEASE and (leased := self._kv.lease(sequence)) is not None:
+            self.report.leased.append(leased)
         self._branch(sequence)
         if not goes_on:
             self._finish(sequence)
 
     def _take_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Returns whether the sequence goes on. On P it has done its part: the blocks are kept that the peer lacks."""
+        """Returns whether the sequence goes on. On P it has done its part."""
         request = sequence.request
         if request.mode is Mode.LEASE:
             self._choices.take_for_peer(request, samples)
-            leased = self._kv.lease(sequence)
-            self.report.leased.append(Leased(request.rid, tuple(leased), sequence.prompt_len))
             return False
         if sequence.num_outputs:  # it was preempted, or P has sampled its first token
             return self._choices.take(sequence, samples[0])

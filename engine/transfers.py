@@ -2,7 +2,7 @@
 
 On D, a block that a transfer may still write to is never anybody else's:
 
-    reserved blocks ──start_read──► the transfer's ──ended──► the request's: confirm, then use
+    reserved blocks ──start_read──► the transfer's ──ended──► the request's: confirm all, then use
                                         │
                                      abandon (request cancelled, given up)
                                         ▼
@@ -10,7 +10,11 @@ On D, a block that a transfer may still write to is never anybody else's:
 
 Only the end of a transfer makes its blocks safe: releasing or disconnecting does not stop bytes from landing.
 
-On P, a block that a peer may read is never changed:  held ──lease──► leased ──free_lease──► free
+On P, a block that a peer may read is never changed. It is leased as soon as it is full, while its sequence goes on: the
+two claims are independent, and the block is free when both are gone.
+
+    sequence   held ─────────────────────────┤ ended
+    peer             leased ─────────────────────────┤ free_lease
 """
 
 from __future__ import annotations
@@ -86,9 +90,9 @@ class Transfers:
     # ------------------------------------------------------------ leases
 
     def lease(self, rid: int, blocks: list[int]) -> None:
-        """A peer may read these held blocks from now on."""
-        self._pool.move(blocks, Use.HELD, Use.LEASED)
-        self._leases[rid] = blocks
+        """A peer may read these held blocks, too, from now on."""
+        self._pool.lease(blocks)
+        self._leases.setdefault(rid, []).extend(blocks)
 
     def free_lease(self, rid: int) -> None:
         """No peer reads them any more. Unknown leases are ignored."""

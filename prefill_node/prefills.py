@@ -1,4 +1,4 @@
-"""Prompts on their way through P's engine, and the leases they become."""
+"""Prompts on their way through P's engine, and the leases they become, part by part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 from engine.link import EngineLink, Event, error_of
 from engine.messages import Cancel, FreeLease, Leased, Mode, Output, Refused, Submit
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Sample, SamplingParams
 from prefill_node.leases import LeaseTable
 
@@ -16,20 +16,33 @@ _log = logging.getLogger(__name__)
 
 
 class PendingPrefill:
-    """One prompt. Awaiting ``done`` gives the lease, or raises what the engine refused it with."""
+    """One prompt of ``num_tokens``: its blocks part by part, and with the last one the first token of each choice.
 
-    def __init__(self, link: EngineLink) -> None:
+    Its lease begins with the first part and its time runs from the last one, however slowly the peer takes them in.
+    """
+
+    def __init__(self, link: EngineLink, leases: Leases, num_tokens: int) -> None:
         self._link = link
+        self._leases = leases
+        self._granted = False
         self.rid = link.open(self._on_event)
+        self.num_tokens = num_tokens
         self.samples: list[Sample] = []  # by choice
         self.cached_tokens = 0
-        self.done: asyncio.Future[Leased] = asyncio.get_running_loop().create_future()
+        self._parts: asyncio.Queue[Leased | PdserveError] = asyncio.Queue()
 
     def submit(self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, skip_tokens: int) -> None:
         self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, skip_tokens))
 
+    async def next_part(self) -> Leased:
+        """The next blocks that the engine has leased. Raises what it refused the prompt with."""
+        part = await self._parts.get()
+        if isinstance(part, PdserveError):
+            raise part
+        return part
+
     def close(self) -> None:
-        """No more events; a lease that the engine grants from now on is freed as unclaimed. Idempotent."""
+        """No more events; blocks that the engine leases from now on are freed as unclaimed. Idempotent."""
         self._link.close(self.rid)
 
     def _on_event(self, event: Event) -> None:
@@ -39,19 +52,16 @@ class PendingPrefill:
                     self.samples.append(event.sample)
                 self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
             case Leased():
-                self._settle(event)
+                self._parts.put_nowait(event)
+                if not self._granted:
+                    self._granted = True
+                    self._leases.grant(self.rid)
+                if event.num_tokens == self.num_tokens:
+                    self._leases.start(self.rid)
+                    self.close()
             case Refused():
-                self._settle(error_of(event))
-
-    def _settle(self, outcome: Leased | PdserveError) -> None:
-        self.close()
-        if self.done.done():  # the call has been cancelled in this very turn of the event loop
-            if isinstance(outcome, Leased):
-                self._link.on_unclaimed(outcome)
-        elif isinstance(outcome, Leased):
-            self.done.set_result(outcome)
-        else:
-            self.done.set_exception(outcome)
+                self._parts.put_nowait(error_of(event))
+                self.close()
 
 
 class Leases:
@@ -64,8 +74,18 @@ class Leases:
         link.on_unclaimed = self._on_unclaimed
 
     def grant(self, lease: int) -> None:
-        self.table.grant(lease, time.monotonic())
+        """A peer is told of a prompt's first blocks."""
+        self.table.grant(lease)
+
+    def start(self, lease: int) -> None:
+        """It is told of the last ones."""
+        self.table.start(lease, time.monotonic())
         self._arm()
+
+    def check(self, lease: int) -> None:
+        """Raise PeerError unless the lease stands."""
+        if lease not in self.table:
+            raise PeerError(f"lease {lease} ended before all of its blocks were announced")
 
     def release(self, lease: int) -> bool:
         """Give a lease back. Returns whether it stood until then."""
@@ -76,7 +96,7 @@ class Leases:
         return stood
 
     def abort(self, lease: int) -> None:
-        """The peer was never told of this lease, or hung up while it was told."""
+        """The peer hung up before it was told of the whole lease, or while it was."""
         if self.table.abort(lease):
             self._link.send(FreeLease(lease))
 

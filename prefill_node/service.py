@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from engine.admission import check_request, check_skip
+from engine.messages import Leased
 from engine.node import Node
 from pdserve.compat import PROTOCOL_VERSION, differences
 from pdserve.errors import PdserveError, PeerError
@@ -68,32 +69,28 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         tokens, sampling = unpack_tokens(request.token_ids), sampling_from_pb(request.sampling)
         check_request(tokens, sampling, self._node.config)
         check_skip(request.skip_tokens, len(tokens), self._node.config.kv_layout.block_size)
-        prefill = PendingPrefill(self._node.link)
+        prefill = PendingPrefill(self._node.link, self._leases, len(tokens))
         prefill.submit(request.token_ids, sampling, request.cache_salt, request.skip_tokens)
         return prefill
 
     async def _serve(self, prefill: PendingPrefill, context: Context) -> None:
         accepted = pb.Accepted(queue_position=self._node.link.status.waiting, lease=prefill.rid)
         await context.write(pb.PrefillEvent(accepted=accepted))
-        leased = await prefill.done
-        self._leases.grant(prefill.rid)
-        first = pb.FirstTokens(
-            choices=[
-                pb.FirstToken(
-                    token_id=sample.token_id, logprobs=logprobs_to_pb(sample.logprobs) if sample.logprobs else None
-                )
-                for sample in prefill.samples
-            ],
-            cached_tokens=prefill.cached_tokens,
-        )
-        ready = pb.KVReady(
-            lease=prefill.rid,
+        part = await prefill.next_part()
+        while part.num_tokens < prefill.num_tokens:
+            await context.write(pb.PrefillEvent(kv_ready=self._ready(part)))
+            part = await prefill.next_part()
+        self._leases.check(prefill.rid)
+        await context.write(pb.PrefillEvent(first_tokens=_first_tokens(prefill)))
+        await context.write(pb.PrefillEvent(kv_ready=self._ready(part)))
+
+    def _ready(self, part: Leased) -> pb.KVReady:
+        return pb.KVReady(
+            lease=part.rid,
             lease_ms=int(self._leases.table.seconds * 1000),
-            block_ids=leased.block_ids,
-            num_tokens=leased.num_tokens,
+            block_ids=part.block_ids,
+            num_tokens=part.num_tokens,
         )
-        await context.write(pb.PrefillEvent(first_tokens=first))
-        await context.write(pb.PrefillEvent(kv_ready=ready))
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
         if request.protocol != PROTOCOL_VERSION:
@@ -107,3 +104,15 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
                 f"{request.node_id} cannot read KV of {self._node.node_id}: {found or 'compatibility hashes differ'}; "
                 "serve the same checkpoint with the same flags on both"
             )
+
+
+def _first_tokens(prefill: PendingPrefill) -> pb.FirstTokens:
+    return pb.FirstTokens(
+        choices=[
+            pb.FirstToken(
+                token_id=sample.token_id, logprobs=logprobs_to_pb(sample.logprobs) if sample.logprobs else None
+            )
+            for sample in prefill.samples
+        ],
+        cached_tokens=prefill.cached_tokens,
+    )

@@ -765,7 +765,9 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class KVReady(_message.Message):
-    """Blocks that may be read from now on, in the order of the prompt, after the skipped ones."""
+    """More blocks that may be read from now on, in the order of the prompt, after the skipped and the announced ones. All but
+    the last ones of a prompt are full. All blocks of a prompt are of one lease.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -775,9 +777,9 @@ class KVReady(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     lease_ms: _builtins.int
-    """P keeps the blocks at least that long"""
+    """P keeps all of them until the last are announced and at least so long after that"""
     num_tokens: _builtins.int
-    """prompt tokens whose KV is ready, the skipped ones included"""
+    """prompt tokens whose KV is ready, the skipped ones included; all: these were the last"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(

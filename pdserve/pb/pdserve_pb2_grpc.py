@@ -268,8 +268,8 @@ class PrefillNodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """One prompt. Accepted, KVReady…, FirstTokens, or a gRPC status. Ending the call early aborts the prefill or,
-        when blocks have been leased, the lease.
+        """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
+        Ending the call early aborts the prefill and, when blocks have been announced, the lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

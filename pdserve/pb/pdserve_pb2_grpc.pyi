@@ -115,8 +115,8 @@ class PrefillNodeStub:
     Handshake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
     Prefill: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]
-    """One prompt. Accepted, KVReady…, FirstTokens, or a gRPC status. Ending the call early aborts the prefill or,
-    when blocks have been leased, the lease.
+    """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
+    Ending the call early aborts the prefill and, when blocks have been announced, the lease.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]
     """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent."""
@@ -129,8 +129,8 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     Handshake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]  # type: ignore[assignment]
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
     Prefill: _aio.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]  # type: ignore[assignment]
-    """One prompt. Accepted, KVReady…, FirstTokens, or a gRPC status. Ending the call early aborts the prefill or,
-    when blocks have been leased, the lease.
+    """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
+    Ending the call early aborts the prefill and, when blocks have been announced, the lease.
     """
     Release: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]  # type: ignore[assignment]
     """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent."""
@@ -152,8 +152,8 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _pdserve_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvent], _abc.AsyncIterator[_pdserve_pb2.PrefillEvent]]:
-        """One prompt. Accepted, KVReady…, FirstTokens, or a gRPC status. Ending the call early aborts the prefill or,
-        when blocks have been leased, the lease.
+        """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
+        Ending the call early aborts the prefill and, when blocks have been announced, the lease.
         """
 
     @_abc_1.abstractmethod

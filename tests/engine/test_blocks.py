@@ -72,7 +72,9 @@ def test_salts_keep_prefixes_apart() -> None:
     assert next_digest(root_digest(""), [1, 2]) != next_digest(root_digest(""), [2, 1])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "hold", "lease", "quarantine", "drop"]), st.integers(0, 30))))
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "hold", "share", "lease", "quarantine", "drop"]), st.integers(0, 30)))
+)
 def test_every_block_is_counted_once(actions: list[tuple[str, int]]) -> None:
     """free + held + leased + quarantined = total, whatever happens, and everything comes back."""
     pool = BlockPool(12)
@@ -87,6 +89,9 @@ def test_every_block_is_counted_once(actions: list[tuple[str, int]]) -> None:
             if name == "hold":
                 pool.hold(blocks)
                 uses.append((blocks, Use.HELD))
+            elif name == "share":
+                pool.lease(blocks)
+                uses.append((blocks, Use.LEASED))
             elif name == "drop":
                 uses.remove((blocks, use))
                 pool.drop(blocks, use)

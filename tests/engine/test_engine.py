@@ -11,7 +11,7 @@ from toy import reference
 from toy_node import Node
 
 from engine.messages import Mode, Shutdown, StartRead, Submit
-from pdserve.records import FinishReason, Sample, SamplingParams
+from pdserve.records import FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(("depth", "overlapped"), [(1, 0), (2, 9)])
@@ -32,7 +32,7 @@ def test_orders_are_carried_out_when_there_is_nothing_more_to_compute(depth: int
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.submit(1, [2] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.turn()
-    node.obey(StartRead(0, "nobody", (1, 2, 3), (Sample(5),)))
+    node.obey(StartRead(0, "nobody", (1, 2, 3), 10))
     reads = [read for _ in range(3) for read in node.turn().reads]
     while not reads:
         time.sleep(0.001)  # the connector's thread is at work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from toy import reference
 from toy_node import BLOCK, Node
 
-from engine.messages import Cancel, Mode, PrefillLocally, StartRead
+from engine.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, Sample, SamplingParams
 
 Make = Callable[..., Node]
@@ -110,10 +111,10 @@ def test_a_peer_that_names_too_few_blocks_is_not_believed(make: Make) -> None:
     node = make(16)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     assert [r.rid for r in node.turn().reserved] == [0]
-    node.obey(StartRead(0, "nobody", (1, 2), (Sample(5),)))
+    node.obey(StartRead(0, "nobody", (1, 2), 10))
     (ended,) = node.turn().reads
     assert "2 blocks where 3" in ended.error
-    node.obey(PrefillLocally(0))
+    node.obey(PrefillLocally(0, (Sample(5),)))
     node.run()
     assert node.tokens[0, 0] == reference([1] * 10 + [5], 0, 2)  # P's first token stands
     node.assert_all_free()
@@ -139,10 +140,78 @@ def test_cancelled_prefills_are_not_leased(make: Make, turns: int) -> None:
     node = make(16)
     node.submit(0, [1] * 20, SamplingParams(max_tokens=12), Mode.LEASE)
     leased = [lease for _ in range(turns) for lease in node.turn().leased]
-    assert bool(leased) == (turns > node.runner.max_in_flight)
+    assert [lease.num_tokens for lease in leased] == [16, 20][: max(0, turns + 1 - node.runner.max_in_flight)]
     node.obey(Cancel(0))
     while not node.engine.idle:
         assert not node.turn().leased
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    ("skip", "cached", "parts"),
+    [
+        (0, 0, [(16, 4), (32, 4), (42, 3)]),
+        (20, 0, [(32, 3), (42, 3)]),
+        (0, 24, [(40, 10), (42, 1)]),
+        (12, 24, [(40, 7), (42, 1)]),
+        (40, 0, [(42, 1)]),
+        (0, 40, [(42, 11)]),
+    ],
+)
+def test_full_blocks_are_leased_as_they_are_computed(
+    make: Make, skip: int, cached: int, parts: list[tuple[int, int]]
+) -> None:
+    """With the first ones those that the prefix cache had; the peer's own are skipped."""
+    node = make(40)
+    prompt = list(range(42))
+    if cached:
+        node.submit(0, prompt[:cached], SamplingParams(max_tokens=1), Mode.LOCAL)
+        node.run()
+    node.submit(1, prompt, SamplingParams(max_tokens=5), Mode.LEASE, skip)
+    leased: list[Leased] = []
+    while not node.engine.idle:
+        batch = node.turn()
+        leased += batch.leased
+        assert bool([o for o in batch.outputs if o.rid == 1]) == any(part.num_tokens == 42 for part in batch.leased)
+    assert [(part.num_tokens, len(part.block_ids)) for part in leased] == parts
+    assert len(set(node.leased[1])) == node.scheduler.status().leased == 11 - skip // BLOCK
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize("message", [Cancel(1), FreeLease(1)])
+def test_a_lease_that_ends_before_its_prompt_is_given_back_whole(make: Make, message: Cancel | FreeLease) -> None:
+    node = make(20)
+    node.submit(1, [1] * 70, SamplingParams(max_tokens=5), Mode.LEASE)
+    while not node.leased:
+        node.turn()
+    assert node.scheduler.status().leased == 4
+    node.obey(message)
+    assert node.scheduler.status().leased == 0
+    while not node.engine.idle:
+        leased = node.turn().leased
+        assert not leased or isinstance(message, FreeLease)
+    node.obey(Cancel(1))  # what the front does when it learns that the lease has ended
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize(
+    "parts", [[(3, 12), (2, 13)], [(2, 8), (1, 13)], [(2, 8), (2, 8)], [(2, 7)], [(3, 8)], [(4, 16)]]
+)
+def test_parts_that_do_not_fit_together_are_not_read(make: Make, parts: list[tuple[int, int]]) -> None:
+    node = make(16)
+    node.submit(0, [1] * 13, SamplingParams(max_tokens=3), Mode.HANDOFF)
+    node.turn()
+    for num_blocks, num_tokens in parts:
+        node.obey(StartRead(0, "nobody", tuple(range(num_blocks)), num_tokens))
+    node.turn()
+    assert sum(len(plan.connector.reads) for plan in node.runner.launched) == len(parts) - 1
+    node.obey(PrefillLocally(0))
+    node.run()
+    while node.scheduler.status().quarantined:
+        time.sleep(0.001)  # the connector's thread is at work
+        node.turn()
+    assert node.tokens[0, 0] == reference([1] * 13, 0, 3)
     node.assert_all_free()
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from toy import reference
 from toy_node import Node
 
-from engine.messages import Cancel, Connect, FreeLease, KVConfirmed, Leased, Mode, PrefillLocally, StartRead
+from engine.messages import Cancel, Connect, FreeLease, KVConfirmed, Leased, Mode, PrefillLocally, ReadEnded, StartRead
 from pdserve.records import Peer, Sample, SamplingParams
 
-STAGES = ("reserved", "leased", "reading", "read")
+STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request to D. ``what`` ("cancel" or "give up") happens to it ``when``: at a stage, or turns after arrival."""
+    """A request to D. ``what`` happens to it ``when``: at a stage, or turns after arrival.
+
+    "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends.
+    """
 
     prompt: list[int]
     sampling: SamplingParams
@@ -39,6 +43,10 @@ class Fleet:
     now: int = 0
     first: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
     reserved: set[int] = field(default_factory=set)
+    announced: dict[int, int] = field(default_factory=dict)  # tokens
+    reading: Counter[int] = field(default_factory=Counter)  # parts
+    broken: set[int] = field(default_factory=set)
+    expired: set[int] = field(default_factory=set)
     settled: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
 
@@ -91,11 +99,21 @@ class Fleet:
                 job = self.jobs[reserved.rid]
                 self.p.submit(reserved.rid, job.prompt, job.sampling, Mode.LEASE, reserved.cached_tokens)
         for ended in batch.reads:
-            assert not ended.error
-            self.p.obey(FreeLease(ended.rid))
-            if not self._fate(ended.rid, "read"):
-                self.d.obey(KVConfirmed(ended.rid))
-                self.settled.add(ended.rid)
+            if ended.rid not in self.settled | self.cancelled:
+                self._read_ended(ended)
+
+    def _read_ended(self, ended: ReadEnded) -> None:
+        rid = ended.rid
+        self.reading[rid] -= 1
+        if ended.error:
+            assert rid in self.broken
+            self._give_up(rid)
+        elif self.announced[rid] < len(self.jobs[rid].prompt):
+            self._fate(rid, "part read")
+        elif not self.reading[rid] and not self._fate(rid, "read") and rid not in self.expired:
+            self.p.obey(FreeLease(rid))
+            self.d.obey(KVConfirmed(rid, self.first[rid]))
+            self.settled.add(rid)
 
     def _turn_of_p(self) -> None:
         batch = self.p.turn()
@@ -105,26 +123,44 @@ class Fleet:
 
     def _lease(self, leased: Leased, first: tuple[Sample, ...]) -> None:
         rid = leased.rid
-        self.first[rid] = first
+        last = leased.num_tokens == len(self.jobs[rid].prompt)
+        assert bool(first) == last, "first tokens come with the last blocks"
+        if last and rid in self.expired:  # P's front ends the call instead of announcing them
+            self._give_up(rid)
+            return
+        if last:
+            self.first[rid] = first
         for choice, sample in enumerate(first):
             self.d.tokens[rid, choice].append(sample.token_id)
-        if self._fate(rid, "leased"):
+        if self._fate(rid, "leased" if last else "part"):
             return
-        self.d.obey(StartRead(rid, self.p.epoch, leased.block_ids, first))
-        self._fate(rid, "reading")
+        epoch = "nobody" if rid in self.broken else self.p.epoch
+        self.announced[rid] = leased.num_tokens
+        self.reading[rid] += 1
+        self.d.obey(StartRead(rid, epoch, leased.block_ids, leased.num_tokens))
+        self._fate(rid, "reading" if last else "part reading")
 
     def _fate(self, rid: int, stage: str) -> bool:
-        """Whether what is to happen to the request happened to it now."""
-        if self.jobs[rid].when != stage:
-            return False
-        self._intervene(rid)
-        return True
+        """Whether the handoff of the request has ended now because of what is to happen to it."""
+        if self.jobs[rid].when == stage:
+            self._intervene(rid)
+        return rid in self.settled | self.cancelled
 
     def _intervene(self, rid: int) -> None:
-        self.p.obey(Cancel(rid))
-        if self.jobs[rid].what == "cancel":
+        what = self.jobs[rid].what
+        if what == "cancel":
+            self.p.obey(Cancel(rid))
             self.d.obey(Cancel(rid))
             self.cancelled.add(rid)
+        elif what == "break":
+            self.broken.add(rid)
+        elif what == "expire" and rid not in self.first:
+            self.p.obey(FreeLease(rid))
+            self.expired.add(rid)
         elif rid in self.reserved and rid not in self.settled:
-            self.d.obey(PrefillLocally(rid, self.first.get(rid, ())))
-            self.settled.add(rid)
+            self._give_up(rid)
+
+    def _give_up(self, rid: int) -> None:
+        self.p.obey(Cancel(rid))
+        self.d.obey(PrefillLocally(rid, self.first.get(rid, ())))
+        self.settled.add(rid)

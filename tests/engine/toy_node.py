@@ -76,7 +76,8 @@ class Node:
             self.tokens[output.rid, output.choice].append(output.sample.token_id)
             if output.finish:
                 self.finished[output.rid, output.choice] = output.finish
-        self.leased.update((leased.rid, leased.block_ids) for leased in batch.leased)
+        for leased in batch.leased:
+            self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
         self._check()
         return batch
 
