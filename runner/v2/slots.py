@@ -53,8 +53,8 @@ class Slots:
     """Rows of the device's state. Changes go to the uploader; a slot is free again as soon as its sequence is removed.
 
     That is safe while a launched step still uses the slot: whatever is written for the next owner is written by a later
-    step on the same stream. And a late result belongs to the plan it was launched with, which names sequences by numbers
-    that are never used again.
+    step on the same stream. And a late result belongs to the plan it was launched with, which names sequences by
+    numbers that are never used again.
     """
 
     def __init__(self, state: DeviceState, uploader: Uploader) -> None:
