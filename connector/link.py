@@ -21,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from connector import ucx
+from connector.bridge import Source
+from connector.cut import Side
 from connector.nixl import Agent, Disconnected, Transfer
 from connector.outbox import Outbox
 from connector.plan import Piece, plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout
-from pdserve.records import KVRead, Peer, RankKV, ReadResult
+from pdserve.records import KVRead, KVRegion, Peer, ReadResult
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,7 @@ class Home(NamedTuple):
     """What all links of a connector share."""
 
     agent: Agent
-    layout: KVLayout
-    blocks: int  # prepared descriptors of our blocks
+    region: KVRegion
     scratch: int  # one prepared descriptor of GREETING_BYTES
     outbox: Outbox
     stall_seconds: float
@@ -76,16 +76,18 @@ class Link:
     UCX has done what it puts off until the first transfer.
     """
 
-    def __init__(self, home: Home, peer: Peer, rank: RankKV) -> None:
+    def __init__(self, home: Home, peer: Peer, source: Source) -> None:
         self.epoch = peer.epoch
         self.ready = False
         self.lost = ""  # why, once no new piece is posted
         self.lost_at = 0.0
         self._name = f"{peer.node_id} (epoch {peer.epoch})"
         self._home = home
-        self._rank = rank
-        self._remote = home.agent.prepare(rank.agent, rank.region, rank.layout.block_bytes, rank.layout.num_blocks)
-        self._remote_start = home.agent.prepare(rank.agent, rank.region, GREETING_BYTES, 1)
+        self._rank = source.rank
+        self._blocks = source.cut
+        self._remote = home.agent.prepare(self._rank.agent, self._rank.region, self._blocks.remote)
+        self._remote_start = home.agent.prepare(self._rank.agent, self._rank.region, Side.whole(GREETING_BYTES, 1))
+        self._local = home.agent.prepare(None, home.region, self._blocks.local)
         self._waiting: deque[tuple[_Pull, Piece]] = deque()
         self._flights: list[_Flight] = []
         self._moved_at = 0.0
@@ -106,11 +108,11 @@ class Link:
         try:
             if self.lost:
                 raise PeerError(self.lost)
-            pieces = plan_read(read, self._home.layout, self._rank.layout, PIECE_BYTES)
+            pieces = plan_read(read, self._blocks, PIECE_BYTES)
         except PeerError as error:
             self._home.outbox.refused(read, f"{self._name}: {error}")
             return
-        pull = _Pull(read, pieces, len(read.local_blocks) * self._home.layout.block_bytes, ordered_at)
+        pull = _Pull(read, pieces, len(read.local_blocks) * self._blocks.num_bytes, ordered_at)
         if not pieces:
             self._report(pull)
         self._waiting.extend((pull, piece) for piece in pieces)
@@ -147,6 +149,7 @@ class Link:
         """Let the agent forget this peer; only once drained, or when the agent is destroyed right after."""
         self._home.agent.release(self._remote)
         self._home.agent.release(self._remote_start)
+        self._home.agent.release(self._local)
         self._home.agent.remove(self._rank.agent)
 
     # ------------------------------------------------------------ pieces
@@ -171,7 +174,8 @@ class Link:
             return False
         pull, piece = self._waiting.popleft()
         try:
-            transfer = self._home.agent.read(self._home.blocks, piece.local, self._remote, piece.remote)
+            local, remote = self._blocks.local.descriptors(piece.local), self._blocks.remote.descriptors(piece.remote)
+            transfer = self._home.agent.read(self._local, local, self._remote, remote)
         except PeerError as error:  # nothing was posted
             self._end_piece(pull, str(error))
             self._break(str(error))

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from connector.bridge import Source, check_region, sources
 from connector.outbox import Outbox
-from connector.plan import check_region, copies, plan_read, source
+from connector.plan import Piece, plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
 
 _registry: dict[str, LocalConnector] = {}
@@ -34,7 +35,7 @@ class LocalConnector:
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
         self._memory = threading.Lock()  # held while anybody copies out of our region
         self._rank: RankKV | None = None
-        self._peers: dict[str, RankKV] = {}  # by epoch
+        self._peers: dict[str, tuple[Source, ...]] = {}  # by epoch
         self._pending: deque[tuple[float, KVRead]] = deque()  # with the time it is due
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
@@ -88,12 +89,13 @@ class LocalConnector:
     def _connect(self, peer: Peer) -> None:
         assert self._rank is not None
         try:
-            rank = source(self._rank.layout, peer)
-            _owner(rank.agent)
+            ranks = sources(self._rank.layout, (KVShare.whole(self._rank.layout),), 0, peer)
+            for source in ranks:
+                _owner(source.rank.agent)
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return
-        self._peers[peer.epoch] = rank
+        self._peers[peer.epoch] = ranks
         self._outbox.connected(peer.epoch)
 
     def _disconnect(self, epoch: str) -> None:
@@ -111,21 +113,26 @@ class LocalConnector:
     def _copy(self, read: KVRead) -> None:
         assert self._rank is not None
         start = time.monotonic()
-        ours, theirs = self._rank, self._peers[read.epoch]
         num_bytes = num_runs = 0
         try:
-            pieces = plan_read(read, ours.layout, theirs.layout, max_bytes=ours.layout.total_bytes)
-            owner = _owner(theirs.agent)
-            with owner._memory:
-                _owner(theirs.agent)  # once more: it may have closed while we waited
-                for copy in (c for piece in pieces for c in copies(piece, ours.layout.block_bytes)):
-                    target = ours.region.address + copy.local_offset
-                    ctypes.memmove(target, theirs.region.address + copy.remote_offset, copy.num_bytes)
-                    num_bytes, num_runs = num_bytes + copy.num_bytes, num_runs + 1
+            for source in self._peers[read.epoch]:
+                for piece in plan_read(read, source.cut, max_bytes=self._rank.layout.total_bytes):
+                    num_bytes += source.cut.num_bytes * len(piece.local)
+                    num_runs += piece.num_runs
+                    self._move(source, piece)
         except PeerError as error:
             self._outbox.refused(read, str(error))
             return
         self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start + self._delay))
+
+    def _move(self, source: Source, piece: Piece) -> None:
+        assert self._rank is not None
+        here, there = self._rank.region.address, source.rank.region.address
+        ranges = source.cut.place(piece.local, piece.remote)
+        with _owner(source.rank.agent)._memory:
+            _owner(source.rank.agent)  # once more: it may have closed while we waited
+            for local, remote, num_bytes in zip(*(column.tolist() for column in ranges), strict=True):
+                ctypes.memmove(here + local, there + remote, num_bytes)
 
 
 def _owner(agent: str) -> LocalConnector:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector import ucx
+from connector.cut import Side
 from pdserve.errors import CapacityError, ConfigError, PeerError
 from pdserve.records import KVRegion
 
@@ -76,12 +77,12 @@ class Agent:
         with self._translated(f"removing {peer}"):
             self._agent.invalidateRemoteMD(peer)
 
-    def prepare(self, peer: str | None, region: KVRegion, block_bytes: int, num_blocks: int) -> int:
-        """A descriptor per block of a region; ``peer`` None for our own memory. Raises PeerError."""
-        strided = np.array(
-            [[region.address, block_bytes, region.device_id, block_bytes, num_blocks]],
-            dtype=np.uint64,
-        )
+    def prepare(self, peer: str | None, region: KVRegion, side: Side) -> int:
+        """Descriptors of one side of a cut; ``peer`` None for our own memory. Raises PeerError."""
+        strided = np.empty((len(side.offsets), 5), dtype=np.uint64)
+        strided[:, 0] = np.uint64(region.address) + side.offsets.astype(np.uint64)
+        strided[:, 1] = side.num_bytes
+        strided[:, 2:] = region.device_id, side.block_bytes, side.num_blocks
         owner = self._lib.NIXL_INIT_AGENT if peer is None else peer
         with self._translated("preparing block descriptors"):
             return int(self._agent.prepXferDlist(owner, self._memory_type(region), strided, [self._backend]))
@@ -92,7 +93,7 @@ class Agent:
             self._agent.releasedDlistH(prepared)
 
     def read(self, local: int, local_ids: NDArray[np.int32], remote: int, remote_ids: NDArray[np.int32]) -> Transfer:
-        """A transfer, not yet posted, of the peer's blocks into ours. NIXL merges adjacent ones. Raises PeerError."""
+        """A transfer, not yet posted, between prepared descriptors. NIXL merges adjacent ones. Raises PeerError."""
         with self._translated("creating a transfer"):
             handle = self._agent.makeXferReq(
                 self._lib.NIXL_READ, local, local_ids, remote, remote_ids, "", [self._backend], False

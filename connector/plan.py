@@ -1,32 +1,29 @@
 """Transfer planning: which bytes of a peer's KV cache go where in ours. Pure functions of layouts and block lists.
 
+    once per peer     its ranks that we need, and for each     bridge.py
+                      the cut of a block into ranges           cut.py
+    once per read     blocks, sorted and in pieces             here
+
     a read                 remote blocks  7 8 9 3    →  local blocks  4 5 6 0
     sorted by local block                 3 7 8 9                     0 4 5 6
     runs (adjacent on both sides)         3 | 7 8 9                   0 | 4 5 6
     pieces (posted one by one)            cut wherever one would exceed ``max_bytes``
 
-Both sides store a block as one range of bytes (pdserve/kv.py), so a run of blocks is one range, too.
-
-Only layouts that are equal up to ``num_blocks``, on one rank each, are bridged. Unequal tensor- or pipeline-parallel
-sizes and page sizes cut blocks into smaller ranges; that belongs here, behind ``source`` and ``plan_read``.
+Between ranks that hold the same, a block is one range of bytes, and so is a run of blocks. Else each block is as many
+ranges as its cut has.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from connector.cut import Cut
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout
-from pdserve.records import KVRead, KVRegion, Peer, RankKV
-
-DEVICES = ("cpu", "cuda")
-MAX_BLOCKS = 2**31 - 1  # block ids travel as int32
-ADDRESS_SPACE = 2**64  # bytes
+from pdserve.records import KVRead
 
 
 class Piece(NamedTuple):
@@ -34,47 +31,7 @@ class Piece(NamedTuple):
 
     local: NDArray[np.int32]  # [num_blocks] int32, host
     remote: NDArray[np.int32]  # [num_blocks] int32, host
-    num_runs: int  # ranges left once adjacent blocks are merged
-
-
-class Copy(NamedTuple):
-    """A range of bytes; offsets count from the start of each side's region."""
-
-    local_offset: int
-    remote_offset: int
-    num_bytes: int
-
-
-def check_compatible(local: KVLayout, remote: KVLayout) -> None:
-    """Raise PeerError, naming both values, unless blocks of the two layouts are the same bytes."""
-    for field in local.__struct_fields__:
-        ours, theirs = getattr(local, field), getattr(remote, field)
-        if field != "num_blocks" and ours != theirs:
-            raise PeerError(f"KV layouts differ in {field}: {ours} here, {theirs} at the peer; start both nodes alike")
-    if not 1 <= remote.num_blocks <= MAX_BLOCKS:
-        raise PeerError(f"the peer names {remote.num_blocks} blocks; a KV cache has 1 … {MAX_BLOCKS}")
-
-
-def check_region(region: KVRegion, layout: KVLayout) -> None:
-    """Raise PeerError unless every block of ``layout`` lies inside ``region`` and the region inside memory."""
-    if region.device not in DEVICES:
-        raise PeerError(f"KV memory on device {region.device!r}; known are {', '.join(DEVICES)}")
-    if region.device_id < 0:
-        raise PeerError(f"KV memory on device number {region.device_id}; it must be at least 0")
-    if layout.total_bytes < 1 or layout.total_bytes > region.num_bytes:
-        raise PeerError(f"{layout.num_blocks} blocks take {layout.total_bytes} B, the region has {region.num_bytes} B")
-    if region.address < 1 or region.address + region.num_bytes > ADDRESS_SPACE:
-        raise PeerError(f"a region of {region.num_bytes} B at {region.address:#x} is outside of memory")
-
-
-def source(local: KVLayout, peer: Peer) -> RankKV:
-    """The rank of ``peer`` that holds our blocks. Raises PeerError where the two cannot be bridged."""
-    if len(peer.ranks) != 1:
-        raise PeerError(f"peer {peer.node_id} has {len(peer.ranks)} ranks, this node 1; only equal numbers are bridged")
-    rank = peer.ranks[0]
-    check_compatible(local, rank.layout)
-    check_region(rank.region, rank.layout)
-    return rank
+    num_runs: int  # ranges left once adjacent ones are merged
 
 
 def check_read(read: KVRead, num_local: int, num_remote: int) -> None:
@@ -89,37 +46,32 @@ def check_read(read: KVRead, num_local: int, num_remote: int) -> None:
         raise PeerError(f"read {read.read_id} names a local block twice")
 
 
-def plan_read(read: KVRead, local: KVLayout, remote: KVLayout, max_bytes: int) -> list[Piece]:
-    """Pieces of at most ``max_bytes`` (but at least a block) that together make up ``read``.
+def plan_read(read: KVRead, cut: Cut, max_bytes: int) -> list[Piece]:
+    """Pieces of at most ``max_bytes`` (but at least a block) that together are what ``read`` wants of one rank.
 
     Blocks are sorted by local id: these are unique, so whatever can merge ends up side by side. Raises PeerError.
     """
-    check_read(read, local.num_blocks, remote.num_blocks)
+    check_read(read, cut.local.num_blocks, cut.remote.num_blocks)
     local_ids = np.array(read.local_blocks, dtype=np.int32)
     remote_ids = np.array(read.remote_blocks, dtype=np.int32)
     order = np.argsort(local_ids)
     local_ids, remote_ids = local_ids[order], remote_ids[order]
-    step = max(1, max_bytes // local.block_bytes)
-    return [_piece(local_ids[i : i + step], remote_ids[i : i + step]) for i in range(0, len(order), step)]
+    seams = _seams(cut, local_ids, remote_ids)
+    step = max(1, max_bytes // cut.num_bytes)
+    pieces = []
+    for start in range(0, len(order), step):
+        end = min(start + step, len(order))
+        num_runs = (end - start) * cut.num_ranges - (seams[end - 1] - seams[start])
+        pieces.append(Piece(local_ids[start:end], remote_ids[start:end], num_runs))
+    return pieces
 
 
-def copies(piece: Piece, block_bytes: int) -> Iterator[Copy]:
-    """The runs of a piece as ranges of bytes."""
-    if not len(piece.local):
-        return
-    starts = np.concatenate(([0], _breaks(piece.local, piece.remote) + 1, [len(piece.local)])).tolist()
-    for start, end in itertools.pairwise(starts):
-        first_local, first_remote = int(piece.local[start]), int(piece.remote[start])
-        yield Copy(first_local * block_bytes, first_remote * block_bytes, (end - start) * block_bytes)
-
-
-def _piece(local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32]) -> Piece:
-    return Piece(local_ids, remote_ids, len(_breaks(local_ids, remote_ids)) + 1)
-
-
-def _breaks(local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32]) -> NDArray[np.intp]:
-    """Indices after which a new run begins."""
-    return np.flatnonzero((np.diff(local_ids) != 1) | (np.diff(remote_ids) != 1))
+def _seams(cut: Cut, local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32]) -> list[int]:
+    """How many of the blocks up to each one merge with the block before them. Shape [num_blocks]."""
+    if not cut.seamless:
+        return [0] * len(local_ids)
+    merged = (np.diff(local_ids) == 1) & (np.diff(remote_ids) == 1)
+    return [0, *np.cumsum(merged).tolist()]
 
 
 def _check_ids(side: str, block_ids: Sequence[int], num_blocks: int) -> None:

@@ -21,10 +21,11 @@ from functools import partial
 import numpy as np
 
 from connector import ucx
+from connector.bridge import check_region, only_source
+from connector.cut import Side
 from connector.link import GREETING_BYTES, Home, Link
 from connector.nixl import Agent
 from connector.outbox import Outbox
-from connector.plan import check_region, source
 from connector.scout import Scout
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
@@ -122,9 +123,8 @@ class NixlConnector:
         self._agent.register(scratch)
         self._home = Home(
             self._agent,
-            layout,
-            self._agent.prepare(None, region, layout.block_bytes, layout.num_blocks),
-            self._agent.prepare(None, scratch, GREETING_BYTES, 1),
+            region,
+            self._agent.prepare(None, scratch, Side.whole(GREETING_BYTES, 1)),
             self._outbox,
             self._stall_seconds,
         )
@@ -159,7 +159,7 @@ class NixlConnector:
                 self._outbox.connected(peer.epoch)
             return
         try:
-            rank = source(self._rank.layout, peer)
+            rank = only_source(self._rank.layout, peer).rank
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return
@@ -187,7 +187,7 @@ class NixlConnector:
             raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
         self._agent.add(rank.metadata)
         try:
-            self._links[peer.epoch] = Link(self._home, peer, rank)
+            self._links[peer.epoch] = Link(self._home, peer, only_source(self._rank.layout, peer))
         except PeerError:
             self._agent.remove(rank.agent)
             raise
@@ -227,7 +227,6 @@ class NixlConnector:
             link.close()
         if self._scout is not None:
             self._scout.close(CLOSE_SECONDS)
-        self._agent.release(self._home.blocks)
         self._agent.release(self._home.scratch)
         self._agent.close()
         ucx.log().pass_on()

@@ -5,6 +5,9 @@ pages of a block are adjacent, so a block is one contiguous range of bytes that 
 
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
     layer l = cache[:, :, l]                 a strided view [num_pages, num_kv_heads, 2, kernel_block_size, head_dim]
+
+Where a node has several ranks, the layout of each counts the layers and heads that this rank holds, and its ``KVShare``
+says which of the model's they are.
 """
 
 from __future__ import annotations
@@ -78,6 +81,62 @@ class KVLayout(msgspec.Struct, frozen=True):
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} is outside 0 … {self.num_blocks - 1}")
         return block_id * self.block_bytes
+
+
+class KVShare(msgspec.Struct, frozen=True):
+    """Which part of the model's KV a rank holds: a run of its layers and a run of its KV heads.
+
+    Pipeline stages split the layers, tensor shards the heads. Where there are more shards than heads, neighbouring
+    shards hold the same head:
+
+                      2 shards                  8 shards
+        heads         0 1 | 2 3                 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3
+    """
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    total_layers: int  # of the model
+    total_heads: int  # KV heads of the model
+
+    def __post_init__(self) -> None:
+        for what, first, count, total in (
+            ("layers", self.first_layer, self.num_layers, self.total_layers),
+            ("KV heads", self.first_head, self.num_heads, self.total_heads),
+        ):
+            if not (0 <= first < first + count <= total):
+                raise ConfigError(f"{count} {what} from {first} on are no part of a model with {total} {what}")
+
+    @classmethod
+    def whole(cls, layout: KVLayout) -> KVShare:
+        """All of the model: the share of a node's only rank."""
+        return cls(0, layout.num_layers, 0, layout.num_kv_heads, layout.num_layers, layout.num_kv_heads)
+
+    @classmethod
+    def of_rank(cls, stage: int, stage_layers: Sequence[int], shard: int, num_shards: int, total_heads: int) -> KVShare:
+        """The share of one tensor shard of one pipeline stage.
+
+        ``stage_layers`` is the number of layers of each stage. Raises ConfigError where the heads can neither be split
+        evenly among the shards nor repeated evenly.
+        """
+        assert 0 <= stage < len(stage_layers)
+        assert 0 <= shard < num_shards
+        if total_heads % num_shards and num_shards % total_heads:
+            raise ConfigError(
+                f"{total_heads} KV heads cannot be spread over {num_shards} tensor shards; "
+                f"choose a divisor or a multiple of {total_heads}"
+            )
+        num_heads = max(1, total_heads // num_shards)
+        shards_per_head = max(1, num_shards // total_heads)
+        return cls(
+            sum(stage_layers[:stage]),
+            stage_layers[stage],
+            shard // shards_per_head * num_heads,
+            num_heads,
+            sum(stage_layers),
+            total_heads,
+        )
 
 
 def choose_kernel_block_size(

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 
 
 class FinishReason(StrEnum):
@@ -93,6 +93,12 @@ class RankKV(msgspec.Struct, frozen=True):
     metadata: bytes  # NIXL agent metadata
     region: KVRegion
     layout: KVLayout
+    share: KVShare | None = None  # None: all of the model
+
+    @property
+    def part(self) -> KVShare:
+        """What this rank holds of the model."""
+        return self.share or KVShare.whole(self.layout)
 
 
 class Peer(msgspec.Struct, frozen=True):

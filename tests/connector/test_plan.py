@@ -1,8 +1,12 @@
-"""Planning: every byte that is wanted, once, in its place, and nothing else."""
+"""Planning between caches of equal blocks: every wanted byte, once, in its place, and nothing else.
+
+Those that differ are in test_bridge.py.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -10,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.plan import Copy, check_compatible, check_region, copies, plan_read, source
+from connector.bridge import check_region
+from connector.cut import Cut, cut_blocks
+from connector.plan import plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout
-from pdserve.records import KVRead, KVRegion, Peer, RankKV
+from pdserve.kv import KVLayout, KVShare
+from pdserve.records import KVRead, KVRegion
 
 LAYOUT = KVLayout(
     num_blocks=40, block_size=4, kernel_block_size=2, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16"
@@ -44,8 +50,21 @@ def reads(draw: st.DrawFn) -> tuple[KVRead, KVLayout, KVLayout]:
     return read_of(draw(st.permutations(pairs))), ours, theirs
 
 
+class Copy(NamedTuple):
+    local_offset: int
+    remote_offset: int
+    num_bytes: int
+
+
+def whole(ours: KVLayout, theirs: KVLayout) -> Cut:
+    return cut_blocks(ours, KVShare.whole(ours), theirs, KVShare.whole(theirs))
+
+
 def planned(read: KVRead, ours: KVLayout, theirs: KVLayout, max_bytes: int) -> list[list[Copy]]:
-    return [list(copies(piece, BLOCK)) for piece in plan_read(read, ours, theirs, max_bytes)]
+    """The ranges of each piece."""
+    cut = whole(ours, theirs)
+    placed = [cut.place(piece.local, piece.remote) for piece in plan_read(read, cut, max_bytes)]
+    return [[Copy(*row) for row in np.stack(ranges, axis=1).tolist()] for ranges in placed]
 
 
 @given(reads(), st.integers(1, 6 * BLOCK))
@@ -70,8 +89,8 @@ def test_pieces_stay_below_the_limit_and_count_their_ranges(
     case: tuple[KVRead, KVLayout, KVLayout], max_bytes: int
 ) -> None:
     read, ours, theirs = case
-    for piece in plan_read(read, ours, theirs, max_bytes):
-        ranges = list(copies(piece, BLOCK))
+    pieces = plan_read(read, whole(ours, theirs), max_bytes)
+    for piece, ranges in zip(pieces, planned(read, ours, theirs, max_bytes), strict=True):
         assert len(ranges) == piece.num_runs
         assert sum(copy.num_bytes for copy in ranges) <= max(BLOCK, max_bytes)
 
@@ -96,43 +115,17 @@ def test_a_run_in_any_order_is_one_range() -> None:
 def test_a_block_outside_of_its_cache_is_refused(side: str, wrong: int) -> None:
     pair = (wrong, 3) if side == "local" else (3, wrong)
     with pytest.raises(PeerError, match=rf"{side} block {wrong} is outside 0 … 39"):
-        plan_read(read_of([(1, 1), pair]), LAYOUT, LAYOUT, BLOCK)
+        plan_read(read_of([(1, 1), pair]), whole(LAYOUT, LAYOUT), BLOCK)
 
 
 def test_lists_of_unequal_length_are_refused() -> None:
     with pytest.raises(PeerError, match="2 remote for 1 local"):
-        plan_read(KVRead(1, "epoch", (1,), (1, 2)), LAYOUT, LAYOUT, BLOCK)
+        plan_read(KVRead(1, "epoch", (1,), (1, 2)), whole(LAYOUT, LAYOUT), BLOCK)
 
 
 def test_a_local_block_named_twice_is_refused() -> None:
     with pytest.raises(PeerError, match="twice"):
-        plan_read(read_of([(1, 1), (1, 2)]), LAYOUT, LAYOUT, BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_size", 8),
-        ("kernel_block_size", 4),
-        ("num_layers", 2),
-        ("num_kv_heads", 3),
-        ("head_dim", 64),
-        ("dtype", "bfloat16"),
-    ],
-)
-def test_layouts_that_differ_are_refused_naming_both_values(field: str, value: object) -> None:
-    with pytest.raises(PeerError, match=rf"{field}: {getattr(LAYOUT, field)} here, {value} at the peer"):
-        check_compatible(LAYOUT, layout(**{field: value}))
-
-
-@pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
-def test_an_impossible_number_of_blocks_is_refused(num_blocks: int) -> None:
-    with pytest.raises(PeerError, match=str(num_blocks)):
-        check_compatible(LAYOUT, layout(num_blocks=num_blocks))
-
-
-def test_layouts_may_differ_in_their_number_of_blocks() -> None:
-    check_compatible(LAYOUT, layout(num_blocks=4000))
+        plan_read(read_of([(1, 1), (1, 2)]), whole(LAYOUT, LAYOUT), BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +141,3 @@ def test_layouts_may_differ_in_their_number_of_blocks() -> None:
 def test_a_region_that_cannot_hold_the_blocks_is_refused(region: KVRegion) -> None:
     with pytest.raises(PeerError):
         check_region(region, LAYOUT)
-
-
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_nodes_with_other_numbers_of_ranks_are_refused(num_ranks: int) -> None:
-    rank = RankKV("agent", b"", KVRegion(4096, LAYOUT.total_bytes, "cpu", 0), LAYOUT)
-    with pytest.raises(PeerError, match=f"{num_ranks} ranks"):
-        source(LAYOUT, Peer("node", "epoch", (rank,) * num_ranks))

@@ -1,0 +1,261 @@
+"""Reads between nodes of any two shapes: every byte that is wanted, once, in its place, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_ranks import Model, Node, node, packed
+from numpy.typing import NDArray
+
+from connector.bridge import only_source, sources
+from connector.plan import plan_read
+from pdserve.errors import ConfigError, PeerError
+from pdserve.kv import KVLayout, KVShare
+from pdserve.records import KVRead, KVRegion, Peer, RankKV
+
+EMPTY = -1
+ROW_BYTES = 4  # head_dim 2 in float16
+MODEL = Model(num_heads=4, block_size=4, head_dim=2, dtype="float16")
+OURS = node(MODEL, (2,), 1, 4, [40])
+LAYOUT = OURS.layouts[0]
+
+
+class Case(NamedTuple):
+    model: Model
+    num_layers: int
+    ours: Node
+    theirs: Node
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+@st.composite
+def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
+    """Any number of stages, evenly or unevenly long; shards that split the heads or repeat them."""
+    cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=2)) if num_layers > 1 else set()
+    stage_layers = [end - start for start, end in pairwise([0, *sorted(cuts), num_layers])]
+    num_shards = draw(st.sampled_from([*divisors(model.num_heads), 2 * model.num_heads, 4 * model.num_heads]))
+    page = draw(st.sampled_from(divisors(model.block_size)))
+    num_blocks = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    return node(model, stage_layers, num_shards, page, num_blocks)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    model = Model(draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 6, 12])), 2, "float16")
+    num_layers = draw(st.integers(1, 5))
+    return Case(model, num_layers, draw(nodes(model, num_layers)), draw(nodes(model, num_layers)))
+
+
+def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayout]) -> KVRead:
+    """Any local blocks in any order, from any remote ones, runs of adjacent ones among them."""
+    num_local, num_remote = (min(layout.num_blocks for layout in side) for side in (layouts, remote))
+    local = draw.draw(st.permutations(range(num_local)))[: draw.draw(st.integers(0, num_local))]
+    shift = draw.draw(st.integers(0, num_remote - 1))
+    ids = draw.draw(st.sampled_from([[(b + shift) % num_remote for b in local], local[::-1]]))
+    return KVRead(1, "e1", tuple(local), tuple(b % num_remote for b in ids))
+
+
+def cells_of(case: Case) -> NDArray[Any]:
+    """The peer's KV, every byte another number."""
+    num_blocks = max(layout.num_blocks for layout in case.theirs.layouts)
+    shape = (num_blocks, case.model.num_heads, case.num_layers, 2, case.model.block_size, ROW_BYTES)
+    return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+
+
+@settings(max_examples=200)
+@given(cases(), st.data(), st.integers(1, 4000))
+def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
+    case: Case, draw: st.DataObject, limit: int
+) -> None:
+    _, _, ours, theirs = case
+    rank = draw.draw(st.integers(0, len(ours.layouts) - 1))
+    layout, share = ours.layouts[rank], ours.shares[rank]
+    read = blocks_of(draw, [layout], theirs.layouts)
+    cells = cells_of(case)
+    memory = np.full(layout.total_bytes, EMPTY, dtype=np.int64)
+    for source in sources(layout, ours.shares, rank, Peer("node", "e1", theirs.ranks)):
+        remote = packed(cells, source.rank.layout, source.rank.part)
+        assert len(remote) == source.rank.layout.total_bytes
+        for piece in plan_read(read, source.cut, limit):
+            ranges = source.cut.place(piece.local, piece.remote)
+            assert piece.num_runs == len(ranges.local)
+            assert ranges.num_bytes.sum() <= max(limit, source.cut.num_bytes)
+            for at, origin, count in zip(*(column.tolist() for column in ranges), strict=True):
+                assert 0 <= at < at + count <= len(memory)
+                assert 0 <= origin < origin + count <= len(remote)
+                assert (memory[at : at + count] == EMPTY).all(), "a byte is written twice"
+                memory[at : at + count] = remote[origin : origin + count]
+    expected = np.full((layout.num_blocks, *cells.shape[1:]), EMPTY, dtype=np.int64)
+    for mine, its in zip(read.local_blocks, read.remote_blocks, strict=True):
+        expected[mine] = cells[its]
+    assert (memory == packed(expected, layout, share)).all()
+
+
+@given(cases(), st.data())
+def test_nothing_that_could_be_merged_is_left_apart(case: Case, draw: st.DataObject) -> None:
+    rank = draw.draw(st.integers(0, len(case.ours.layouts) - 1))
+    layout = case.ours.layouts[rank]
+    read = blocks_of(draw, [layout], case.theirs.layouts)
+    for source in sources(layout, case.ours.shares, rank, Peer("node", "e1", case.theirs.ranks)):
+        for piece in plan_read(read, source.cut, layout.total_bytes):
+            ranges = source.cut.place(piece.local, piece.remote)
+            order = np.argsort(ranges.local)  # adjacent ones end up side by side
+            local, remote, count = (column[order] for column in ranges)
+            together = (local[:-1] + count[:-1] == local[1:]) & (remote[:-1] + count[:-1] == remote[1:])
+            assert not together.any()
+
+
+@given(cases(), st.data())
+def test_prepared_descriptors_are_the_ranges_before_they_are_merged(case: Case, draw: st.DataObject) -> None:
+    rank = draw.draw(st.integers(0, len(case.ours.layouts) - 1))
+    for source in sources(case.ours.layouts[rank], case.ours.shares, rank, Peer("node", "e1", case.theirs.ranks)):
+        for side in source.cut:
+            prepared = [b * side.block_bytes + offset for offset in side.offsets for b in range(side.num_blocks)]
+            blocks = np.array(draw.draw(st.permutations(range(side.num_blocks))), np.int32)
+            assert [prepared[number] for number in side.descriptors(blocks)] == side.starts(blocks).tolist()
+
+
+@given(cases())
+def test_readers_of_a_replicated_head_are_spread_evenly(case: Case) -> None:
+    peer = Peer("node", "e1", case.theirs.ranks)
+    readers = dict.fromkeys([rank.agent for rank in peer.ranks], 0)
+    for rank, layout in enumerate(case.ours.layouts):
+        for source in sources(layout, case.ours.shares, rank, peer):
+            readers[source.rank.agent] += 1
+    for share in case.theirs.shares:
+        counts = [readers[rank.agent] for rank in peer.ranks if rank.part == share]
+        assert max(counts) - min(counts) <= 1
+
+
+def shape(num_shards: int, stage_layers: tuple[int, ...] = (4,), page: int = 64) -> Node:
+    """64-token blocks of a model with 4 layers and 4 KV heads."""
+    return node(Model(4, 64, 2, "float16"), stage_layers, num_shards, page, [4])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "num_sources", "num_ranges"),
+    [
+        (shape(1), shape(1), 1, 1),
+        (shape(2, (1, 3), 16), shape(2, (1, 3), 16), 1, 1),
+        (shape(1), shape(2), 2, 1),  # halves of a page's heads
+        (shape(1, page=16), shape(2, page=16), 2, 4),  # the same, in 4 pages
+        (shape(2), shape(1), 1, 1),
+        (shape(8), shape(8), 1, 1),  # replicated heads
+        (shape(1), shape(8), 4, 1),
+        (shape(1), shape(1, (1, 3)), 2, 4),  # a range per head
+        (shape(1, (2, 2)), shape(1), 1, 4),
+        (shape(1, page=64), shape(1, page=16), 1, 4 * 4 * 4 * 2),  # pages, heads, layers, K and V
+        (shape(4, (1,) * 4, 16), shape(1), 1, 4 * 2),
+    ],
+)
+def test_blocks_are_cut_no_further_than_needed(ours: Node, theirs: Node, num_sources: int, num_ranges: int) -> None:
+    found = sources(ours.layouts[0], ours.shares, 0, Peer("node", "e1", theirs.ranks))
+    assert [source.cut.num_ranges for source in found] == [num_ranges] * num_sources
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def rank_of(layout: KVLayout, share: KVShare | None = None) -> RankKV:
+    return RankKV("agent", b"", KVRegion(4096, max(1, layout.total_bytes), "cpu", 0), layout, share)
+
+
+def refused(*ranks: RankKV) -> str:
+    with pytest.raises(PeerError) as error:
+        sources(LAYOUT, OURS.shares, 0, Peer("node", "e1", ranks))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_size", 8), ("head_dim", 64), ("dtype", "bfloat16"), ("num_layers", 3), ("num_kv_heads", 3)],
+)
+def test_what_must_be_equal_is_refused_naming_both_values(field: str, value: object) -> None:
+    theirs = msgspec.structs.replace(LAYOUT, **{field: value})
+    assert f"{field}: {getattr(LAYOUT, field)} here, {value} at the peer" in refused(rank_of(theirs))
+
+
+def test_the_models_sizes_count_not_those_of_a_rank() -> None:
+    theirs = node(Model(8, 4, 2, "float16"), (2,), 2, 4, [4])  # 4 heads a rank, as we have
+    assert "num_kv_heads: 4 here, 8 at the peer" in refused(*theirs.ranks)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 2**31])
+def test_an_impossible_number_of_blocks_is_refused(num_blocks: int) -> None:
+    assert str(num_blocks) in refused(rank_of(msgspec.structs.replace(LAYOUT, num_blocks=num_blocks)))
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads"])
+def test_a_rank_without_layers_or_heads_is_refused(field: str) -> None:
+    assert "no part of a model" in refused(rank_of(msgspec.structs.replace(LAYOUT, **{field: 0})))
+
+
+def test_a_region_too_small_for_its_blocks_is_refused() -> None:
+    rank = rank_of(LAYOUT)
+    small = msgspec.structs.replace(rank.region, num_bytes=LAYOUT.total_bytes - 1)
+    assert str(LAYOUT.total_bytes - 1) in refused(msgspec.structs.replace(rank, region=small))
+
+
+def test_a_rank_whose_memory_is_not_its_share_is_refused() -> None:
+    assert "(2, 4)" in refused(rank_of(LAYOUT, KVShare(0, 1, 0, 4, 2, 4)))
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_gap_between_the_peers_ranks_is_refused(missing: int) -> None:
+    ranks = node(MODEL, (1, 1), 2, 4, [4]).ranks
+    assert "held by 0 different shares" in refused(*ranks[:missing], *ranks[missing + 1 :])
+
+
+def test_a_peer_without_ranks_is_refused() -> None:
+    assert "0 ranks" in refused()
+
+
+def test_ranks_that_overlap_are_refused() -> None:
+    half = node(MODEL, (2,), 2, 4, [4]).ranks[1]
+    assert "layer 0 of KV head 2 is held by 2 different shares" in refused(rank_of(LAYOUT), half)
+
+
+def test_more_descriptors_than_can_be_numbered_are_refused_naming_both_page_sizes() -> None:
+    theirs = msgspec.structs.replace(LAYOUT, num_blocks=2**27, kernel_block_size=2)
+    message = refused(rank_of(theirs))
+    assert "kernel_block_size: 4 here, 2 at the peer" in message
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_node_of_one_rank_can_ask_for_such_peers_only(num_ranks: int) -> None:
+    with pytest.raises(PeerError, match=f"{num_ranks} ranks"):
+        only_source(LAYOUT, Peer("node", "e1", (rank_of(LAYOUT),) * num_ranks))
+
+
+# ---------------------------------------------------------------- shares
+
+
+def test_heads_are_split_or_repeated() -> None:
+    def heads(num_shards: int) -> list[tuple[int, int]]:
+        shares = [KVShare.of_rank(0, (3,), shard, num_shards, 4) for shard in range(num_shards)]
+        return [(share.first_head, share.num_heads) for share in shares]
+
+    assert heads(1) == [(0, 4)]
+    assert heads(2) == [(0, 2), (2, 2)]
+    assert heads(8) == [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1), (3, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("total_heads", "num_shards"), [(4, 3), (6, 4), (4, 6)])
+def test_shards_that_neither_split_nor_repeat_the_heads_are_refused(total_heads: int, num_shards: int) -> None:
+    with pytest.raises(ConfigError, match=f"{total_heads} KV heads cannot be spread over {num_shards} tensor shards"):
+        KVShare.of_rank(0, (3,), 0, num_shards, total_heads)
+
+
+@pytest.mark.parametrize("share", [(-1, 1, 0, 1), (0, 0, 0, 1), (1, 2, 0, 1), (0, 1, 2, 1), (0, 1, 0, 3)])
+def test_a_share_outside_of_the_model_is_refused(share: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="no part of a model"):
+        KVShare(*share, total_layers=2, total_heads=2)
