@@ -105,7 +105,7 @@ def cut_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare
 def merge(ranges: Ranges) -> Ranges:
     """The same bytes in as few ranges as possible.
 
-    They come in the order of blocks, tokens, heads, layers: ranges that are adjacent on both sides are neighbours in it.
+    They come in the order of blocks, tokens, heads, layers: in it, those adjacent on both sides are neighbours.
     """
     local, remote, num_bytes = ranges
     if not len(local):

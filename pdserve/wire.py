@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from pdserve.errors import RequestError
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
 
@@ -83,6 +83,15 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
     return KVLayout(**{name: getattr(message, name) for name in KVLayout.__struct_fields__})
 
 
+def share_to_pb(share: KVShare) -> pb.KVShare:
+    return pb.KVShare(**{name: getattr(share, name) for name in KVShare.__struct_fields__})
+
+
+def share_from_pb(message: pb.KVShare) -> KVShare:
+    """Raises ConfigError when it is no part of the model."""
+    return KVShare(**{name: getattr(message, name) for name in KVShare.__struct_fields__})
+
+
 def rank_to_pb(rank: RankKV) -> pb.RankKV:
     return pb.RankKV(
         agent=rank.agent,
@@ -92,6 +101,7 @@ def rank_to_pb(rank: RankKV) -> pb.RankKV:
         device=rank.region.device,
         device_id=rank.region.device_id,
         layout=layout_to_pb(rank.layout),
+        share=None if rank.share is None else share_to_pb(rank.share),
     )
 
 
@@ -101,4 +111,5 @@ def rank_from_pb(message: pb.RankKV) -> RankKV:
         metadata=message.metadata,
         region=KVRegion(message.address, message.num_bytes, message.device, message.device_id),
         layout=layout_from_pb(message.layout),
+        share=share_from_pb(message.share) if message.HasField("share") else None,
     )

@@ -645,6 +645,7 @@ class RankKV(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     metadata: _builtins.bytes
     address: _builtins.int
@@ -653,6 +654,10 @@ class RankKV(_message.Message):
     device_id: _builtins.int
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
+    @_builtins.property
+    def share(self) -> Global___KVShare:
+        """absent: all of the model"""
+
     def __init__(
         self,
         *,
@@ -663,14 +668,51 @@ class RankKV(_message.Message):
         device: _builtins.str = ...,
         device_id: _builtins.int = ...,
         layout: Global___KVLayout | None = ...,
+        share: Global___KVShare | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "share", b"share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "device", b"device", "device_id", b"device_id", "layout", b"layout", "metadata", b"metadata", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "device", b"device", "device_id", b"device_id", "layout", b"layout", "metadata", b"metadata", "num_bytes", b"num_bytes", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankKV: _TypeAlias = RankKV  # noqa: Y015
+
+@_typing.final
+class KVShare(_message.Message):
+    """The layers and KV heads that a rank holds of the model's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    NUM_HEADS_FIELD_NUMBER: _builtins.int
+    TOTAL_LAYERS_FIELD_NUMBER: _builtins.int
+    TOTAL_HEADS_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    num_layers: _builtins.int
+    first_head: _builtins.int
+    num_heads: _builtins.int
+    total_layers: _builtins.int
+    total_heads: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_layer: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        first_head: _builtins.int = ...,
+        num_heads: _builtins.int = ...,
+        total_layers: _builtins.int = ...,
+        total_heads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_head", b"first_head", "first_layer", b"first_layer", "num_heads", b"num_heads", "num_layers", b"num_layers", "total_heads", b"total_heads", "total_layers", b"total_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVShare: _TypeAlias = KVShare  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):

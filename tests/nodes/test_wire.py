@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.compat import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
 from pdserve.wire import (
@@ -76,9 +76,10 @@ def test_logprobs(logprobs: TokenLogprobs) -> None:
     assert logprobs_from_pb(logprobs_to_pb(logprobs)) == logprobs
 
 
-def test_ranks() -> None:
+@pytest.mark.parametrize("share", [None, KVShare(0, 2, 4, 4, 8, 16)])
+def test_ranks(share: KVShare | None) -> None:
     layout = KVLayout(10, 32, 16, 2, 4, 64, "bfloat16")
-    rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout)
+    rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout, share)
     assert rank_from_pb(rank_to_pb(rank)) == rank
 
 
