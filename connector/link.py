@@ -228,7 +228,10 @@ class Link:
             if not pull.error:  # else the link broke, and that was told
                 self.ready = True
                 ucx.log().pass_on()
-                logger.info("connected to %s, UCX transports %s", self._name, ucx.log().transports or "unknown")
+                logger.info(
+                    "connected to %s, UCX transports %s, ranges of bytes per block: %d",
+                    *(self._name, ucx.log().transports or "unknown", self._blocks.num_ranges),
+                )
                 self._home.outbox.connected(self.epoch)
         elif pull.error:
             result = ReadResult(pull.read.read_id, f"{self._name}: {pull.error}", seconds=seconds)

@@ -283,5 +283,4 @@ def _compat_fields(model: ModelConfig, model_dir: Path, load_format: str, layout
         "num_kv_heads": str(layout.num_kv_heads),
         "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
-        "kernel_block_size": str(layout.kernel_block_size),
     }

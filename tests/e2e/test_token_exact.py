@@ -95,3 +95,13 @@ def test_without_a_prefill_node(tmp_path: Path) -> None:
     with start_fleet(directory, prefill=0) as fleet:
         Served(fleet, reference_model(directory)).check([random_prompt(length, length) for length in (1, BLOCK, 700)])
         assert fleet.decode[0].counter("handoffs") == 0
+
+
+def test_prefill_and_decode_with_pages_of_another_size(tmp_path: Path) -> None:
+    directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
+    pages = [["--block-size", str(BLOCK), "--kernel-block-size", str(page)] for page in (4, BLOCK)]
+    decode_flags = [*pages[1], "--handoff-min-tokens", "0"]
+    with start_fleet(directory, prefill_flags=pages[0], decode_flags=decode_flags) as fleet:
+        Served(fleet, reference_model(directory)).check([random_prompt(length, length) for length in (BLOCK + 1, 200)])
+        assert fleet.decode[0].counter("handoffs") == 2
+        assert fleet.decode[0].counter("handoff_failures") == 0
