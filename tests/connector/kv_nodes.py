@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,8 @@ class Source:
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:  # it takes a moment, in which the source could still answer
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
         """As ``kill -9`` does. Idempotent."""
