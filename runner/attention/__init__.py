@@ -57,10 +57,6 @@ class HeadNorms:
 class AttentionBackend(Protocol):
     """``plan`` does the host's work once per step, ``run`` one layer's."""
 
-    @property
-    def supports_graphs(self) -> bool:
-        """Whether ``run`` can be captured into a CUDA graph."""
-
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
         """Prepare the next ``run`` calls.
 

@@ -64,8 +64,6 @@ class _Chunks:
 class FlashInferAttention:
     """Implements AttentionBackend in bfloat16 and float16, with grouped queries and sliding windows."""
 
-    supports_graphs = True
-
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int) -> None:
         layout, device = cache.layout, cache.tensor.device
         self._triton = PagedTritonAttention(config, cache, place)

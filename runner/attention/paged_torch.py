@@ -74,8 +74,6 @@ class _HostBatch:
 class PagedTorchAttention:
     """Implements AttentionBackend. Supports any page size, grouped queries and sliding windows, but no CUDA graphs."""
 
-    supports_graphs = False
-
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
         layout = cache.layout
         self._cache = cache

@@ -34,8 +34,6 @@ class PagedTritonAttention:
     """Implements AttentionBackend, with grouped queries and sliding windows. Heads hold 16 numbers or a larger power of
     two."""
 
-    supports_graphs = True
-
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
