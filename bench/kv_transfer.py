@@ -1,13 +1,15 @@
-"""How fast KV blocks travel between two processes of this machine, beside a memcpy of the same bytes.
+"""How fast KV blocks travel between two processes of this machine, beside a plain copy of as many bytes.
 
     python bench/kv_transfer.py                         about half a minute; a table on stdout
     python bench/kv_transfer.py --json transfer.json    the same figures for programs
     UCX_TLS=tcp python bench/kv_transfer.py             as between machines without RDMA
+    python bench/kv_transfer.py --device cuda --block-kib 2048 --megabytes 512 --prompt-block-kib 2048
 
 Each row reads ``--megabytes`` with the NIXL connector, from the order to the result in the step loop's hands, once per
 repetition; the figures are medians. "run" is how many blocks are adjacent on both sides: 1 is every block by itself,
-"all" is one range. "descriptors" is what is left of a read once adjacent blocks are merged. The memcpy is numpy's, of
-the same blocks, in this process, in turns with the reads.
+"all" is one range. "descriptors" is what is left of a read once adjacent blocks are merged. The copy beside it is made
+in this process, in turns with the reads: numpy's of the same blocks; with ``--device cuda`` one of as many bytes in one
+piece, between the GPUs that the source and the reader use (the first two, or the only one).
 
 The line below the table is a handoff of one prompt (``--prompt-blocks`` blocks of ``--prompt-block-kib``): by default
 1,000 tokens of a model of 27 M parameters, 63 blocks of 128 KiB.
@@ -23,6 +25,7 @@ import statistics
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
     num_blocks: int
     descriptors: int
     read_seconds: float
-    memcpy_seconds: float
+    copy_seconds: float
 
     @property
     def gigabytes(self) -> float:
@@ -64,14 +67,14 @@ def main() -> None:
     total = options.megabytes * 2**20
     rows: list[Row] = []
     for block_bytes in block_sizes:
-        pair = Pair(block_bytes, max(2, total // block_bytes))
+        pair = Pair(options.device, block_bytes, max(2, total // block_bytes))
         for run in options.runs:
             rows.append(pair.measure(total // block_bytes, run or total // block_bytes, options.repeat)[0])
             if len(rows) == 1:
                 print(HEADING)
             print(line(rows[-1]), flush=True)
         pair.close()
-    pair = Pair(options.prompt_block_kib * 1024, 2 * options.prompt_blocks)
+    pair = Pair(options.device, options.prompt_block_kib * 1024, 2 * options.prompt_blocks)
     prompt, worst = pair.measure(options.prompt_blocks, 1, 4 * options.repeat)
     report = Report(
         platform.processor() or platform.machine(), os.cpu_count() or 0, pair.transports, tuple(rows), prompt, worst,
@@ -85,7 +88,8 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GB/s of KV blocks between two processes, beside a memcpy")
+    parser = argparse.ArgumentParser(description="GB/s of KV blocks between two processes, beside a plain copy")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--block-kib", type=int, nargs="+", default=[4, 16, 64, 128, 512, 2048], metavar="KIB")
     parser.add_argument(
         "--runs", type=int, nargs="+", default=[1, 4, 0], help="adjacent blocks per run; 0: all of them"
@@ -101,21 +105,63 @@ def parse_options() -> argparse.Namespace:
 # ---------------------------------------------------------------- two processes
 
 
+class HostCache:
+    """Blocks in host memory, touched once so that no page is new while the clock runs."""
+
+    def __init__(self, layout: KVLayout, index: int) -> None:
+        self._blocks = np.ones((layout.num_blocks, layout.block_bytes), np.uint8)
+        self._source = self._blocks
+        self.region = KVRegion(self._blocks.ctypes.data, self._blocks.nbytes, "cpu", 0)
+
+    def prepare_copies(self) -> None:
+        self._source = self._blocks.copy()
+
+    def copy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> None:
+        for to, of in zip(local[::run].tolist(), remote[::run].tolist(), strict=True):
+            self._blocks[to : to + run] = self._source[of : of + run]
+
+
+class CudaCache:
+    """Blocks on the GPU of this index, or on the last one there is."""
+
+    def __init__(self, layout: KVLayout, index: int) -> None:
+        import torch
+
+        self._torch, self._layout = torch, layout
+        device = min(index, torch.cuda.device_count() - 1)
+        self._blocks = self._source = self._allocate(device)
+        self.region = KVRegion(self._blocks.data_ptr(), self._blocks.nbytes, "cuda", device)
+
+    def prepare_copies(self) -> None:
+        self._source = self._allocate(0)
+
+    def copy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> None:
+        self._blocks[: len(local)].copy_(self._source[: len(remote)])
+        self._torch.cuda.synchronize(self._blocks.device)
+
+    def _allocate(self, device: int) -> Any:
+        shape = (self._layout.num_blocks, self._layout.block_bytes)
+        return self._torch.ones(shape, dtype=self._torch.uint8, device=f"cuda:{device}")
+
+
+CACHES = {"cpu": HostCache, "cuda": CudaCache}
+SOURCE, READER = 0, 1  # indexes of their GPUs
+
+
 class Pair:
     """A source in a process of its own and a reader here, with caches of ``num_blocks`` blocks."""
 
-    def __init__(self, block_bytes: int, num_blocks: int) -> None:
+    def __init__(self, device: str, block_bytes: int, num_blocks: int) -> None:
         self._layout = layout_of(block_bytes, num_blocks)
         context = multiprocessing.get_context("spawn")  # NIXL does not survive a fork
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(self._layout, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(device, self._layout, theirs), daemon=True)
         self._process.start()
-        self._cache = np.zeros((num_blocks, block_bytes), np.uint8)
-        self._cache.fill(1)  # so that no page is touched for the first time while the clock runs
-        self._copy_from = self._cache.copy()
+        self._cache = CACHES[device](self._layout, READER)
+        self._cache.prepare_copies()
         self._progress = threading.Event()
         self._connector = NixlConnector(f"reader-{os.urandom(4).hex()}")
-        self._connector.register(region_of(self._cache), self._layout, self._progress.set)
+        self._connector.register(self._cache.region, self._layout, self._progress.set)
         self._peer: Peer = self._pipe.recv()
         self._connector.connect(self._peer)
         self._progress.wait(30)
@@ -136,7 +182,9 @@ class Pair:
             read = KVRead(turn, self._peer.epoch, tuple(local.tolist()), tuple(remote.tolist()))
             seconds, descriptors = self._read(read)
             reads.append(seconds)
-            copies.append(self._memcpy(local, remote, run))
+            start = time.perf_counter()
+            self._cache.copy(local, remote, run)
+            copies.append(time.perf_counter() - start)
         reads, copies = reads[1:], copies[1:]  # the first of each warms up
         row = Row(
             self._layout.block_bytes, run, num_blocks, descriptors, statistics.median(reads), statistics.median(copies)
@@ -168,19 +216,12 @@ class Pair:
             raise SystemExit(f"the read failed: {result.error}")
         return seconds, result.num_descriptors
 
-    def _memcpy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> float:
-        pairs = list(zip(local[::run].tolist(), remote[::run].tolist(), strict=True))
-        start = time.perf_counter()
-        for to, of in pairs:
-            self._cache[to : to + run] = self._copy_from[of : of + run]
-        return time.perf_counter() - start
 
-
-def serve(layout: KVLayout, pipe: Connection) -> None:
+def serve(device: str, layout: KVLayout, pipe: Connection) -> None:
     """The source: register, say who we are, wait for the end."""
-    cache = np.ones((layout.num_blocks, layout.block_bytes), np.uint8)
+    cache = CACHES[device](layout, SOURCE)
     connector = NixlConnector(f"source-{os.urandom(4).hex()}")
-    rank = connector.register(region_of(cache), layout, lambda: None)
+    rank = connector.register(cache.region, layout, lambda: None)
     pipe.send(Peer("source", "e1", (rank,)))
     try:
         pipe.recv()
@@ -193,10 +234,6 @@ def layout_of(block_bytes: int, num_blocks: int) -> KVLayout:
     return KVLayout(num_blocks, 16, 16, 1, 1, head_dim, "bfloat16")
 
 
-def region_of(cache: NDArray[np.uint8]) -> KVRegion:
-    return KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0)
-
-
 def scattered_runs(rng: np.random.Generator, total: int, wanted: int, run: int) -> NDArray[np.int64]:
     """``wanted`` block ids: runs of ``run`` adjacent ones, no two runs adjacent by design."""
     run = min(run, wanted)
@@ -207,14 +244,14 @@ def scattered_runs(rng: np.random.Generator, total: int, wanted: int, run: int) 
 
 # ---------------------------------------------------------------- output
 
-HEADING = f"{'block':>9} {'run':>6} {'blocks':>7} {'descriptors':>11} {'read':>10} {'memcpy':>10} {'read ms':>8}"
+HEADING = f"{'block':>9} {'run':>6} {'blocks':>7} {'descriptors':>11} {'read':>10} {'copy':>10} {'read ms':>8}"
 
 
 def line(row: Row) -> str:
     run = "all" if row.run == row.num_blocks else str(row.run)
     return (
         f"{row.block_bytes // 1024:>5} KiB {run:>6} {row.num_blocks:>7} {row.descriptors:>11} "
-        f"{row.gigabytes / row.read_seconds:>5.2f} GB/s {row.gigabytes / row.memcpy_seconds:>5.2f} GB/s "
+        f"{row.gigabytes / row.read_seconds:>5.2f} GB/s {row.gigabytes / row.copy_seconds:>5.2f} GB/s "
         f"{1e3 * row.read_seconds:>8.2f}"
     )
 
@@ -225,7 +262,7 @@ def summary(report: Report) -> str:
         [
             f"\none prompt: {prompt.num_blocks} blocks of {prompt.block_bytes // 1024} KiB in "
             f"{1e3 * prompt.read_seconds:.2f} ms ({prompt.gigabytes / prompt.read_seconds:.2f} GB/s), slowest "
-            f"{1e3 * report.prompt_worst_seconds:.2f} ms, memcpy {1e3 * prompt.memcpy_seconds:.2f} ms",
+            f"{1e3 * report.prompt_worst_seconds:.2f} ms; copy {1e3 * prompt.copy_seconds:.2f} ms",
             f"idle, connected: {report.idle_cpu_percent:.2f} % of a core",
             f"UCX transports: {'; '.join(report.transports) or 'unknown (UCX_LOG_LEVEL or UCX_LOG_FILE is set)'}",
         ]
