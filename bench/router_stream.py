@@ -74,7 +74,7 @@ class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
 def run_node(num_streams: int, interval: float, pipe: Any) -> None:
     async def serve() -> None:
-        server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        server = grpc.aio.server(options=rpc.server_options())
         node = ReplayNode(num_streams, interval)
         pb_grpc.add_DecodeNodeServicer_to_server(node, server)
         pb_grpc.add_NodeServicer_to_server(node, server)

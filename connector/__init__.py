@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from pdserve.errors import ConfigError
 from pdserve.protocols import KVConnector
+from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 KINDS = ("nixl", "local", "none")
 
 
-def build(kind: str, agent: str) -> KVConnector:
+def build(kind: str, agent: str, timing: PeerTiming = DEFAULT_TIMING) -> KVConnector:
     """A connector of ``kind`` that is known to its peers as ``agent``, a name that no other life of a node ever uses.
 
     Raises ConfigError for an unknown kind.
@@ -25,7 +26,7 @@ def build(kind: str, agent: str) -> KVConnector:
     if kind == "nixl":
         from connector.worker import NixlConnector
 
-        return NixlConnector(agent)
+        return NixlConnector(agent, timing)
     if kind == "local":
         from connector.local import LocalConnector
 

@@ -91,6 +91,7 @@ class Link:
         self._waiting: deque[tuple[_Pull, Piece]] = deque()
         self._flights: list[_Flight] = []
         self._moved_at = 0.0
+        self._looked_at = 0.0
         self._was_cut = False
         self._greet()
 
@@ -123,11 +124,12 @@ class Link:
         for flight in list(self._flights):
             moved |= self._look_after(flight)
         now = time.monotonic()
-        if moved:
+        if moved or now - self._looked_at > self._home.stall_seconds / 4:  # if so, it was us who stood still
             self._moved_at = now
         elif self._flights and now - self._moved_at > self._home.stall_seconds:
             self._break(f"no byte arrived for {self._home.stall_seconds:g} s: the peer hangs or its network is cut")
             self._cut()
+        self._looked_at = now
         if self._flights and self.lost and now - self.lost_at > GRACE_SECONDS:
             self._cut()
         return moved

@@ -21,6 +21,7 @@ from connector import ucx
 from connector.cut import Side
 from pdserve.errors import CapacityError, ConfigError, PeerError
 from pdserve.records import KVRegion
+from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Disconnected(PeerError):
 class Agent:
     """A NIXL agent with the UCX back end. Raises ConfigError without NIXL, CapacityError when it cannot start."""
 
-    def __init__(self, name: str) -> None:
-        with ucx.settings():
+    def __init__(self, name: str, timing: PeerTiming = DEFAULT_TIMING) -> None:
+        with ucx.settings(timing):
             self._lib = _library()
             self._errors = _errors(self._lib)
             config = self._lib.nixlAgentConfig()
@@ -68,7 +69,7 @@ class Agent:
         return bytes(self._agent.getLocalMD())
 
     def add(self, metadata: bytes) -> str:
-        """Connect to the agent described by ``metadata``; returns its name. Blocks up to 5 s. Raises PeerError."""
+        """Connect to the agent described by ``metadata``; returns its name. Blocks for seconds. Raises PeerError."""
         with self._translated("connecting"):
             return bytes(self._agent.loadRemoteMD(metadata)).decode(errors="replace")
 

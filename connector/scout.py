@@ -1,6 +1,6 @@
 """Trying out a peer before the agent that carries the traffic connects to it.
 
-Connecting to a host that does not answer blocks for up to 5 s, and NIXL holds the lock of the agent's UCX worker all
+Connecting to a host that does not answer blocks for seconds, and NIXL holds the lock of the agent's UCX worker all
 that time: reads from every other peer would stand still. A second agent, with a thread of its own, takes that wait.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from connector.nixl import Agent
 from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Peer, RankKV
+from pdserve.timing import PeerTiming
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ Report = Callable[[Peer, RankKV, str], None]  # the reason it failed, or ""
 class Scout:
     """Connects to peers one after the other and reports; lets go of each connection at once."""
 
-    def __init__(self, name: str, report: Report) -> None:
+    def __init__(self, name: str, timing: PeerTiming, report: Report) -> None:
         self._name = name
+        self._timing = timing
         self._report = report
         self._orders: queue.SimpleQueue[tuple[Peer, RankKV] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-scout-{name}", daemon=True)
@@ -44,7 +46,7 @@ class Scout:
         while (order := self._orders.get()) is not None:
             peer, rank = order
             try:
-                agent = agent or Agent(f"{self._name}/scout")
+                agent = agent or Agent(f"{self._name}/scout", self._timing)
                 _visit(agent, rank)
             except PdserveError as error:
                 self._report(peer, rank, str(error))

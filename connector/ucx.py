@@ -12,16 +12,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pdserve.timing import PeerTiming
+
 logger = logging.getLogger(__name__)
 
-# A peer that is cut off without a reset would otherwise be noticed after 134 s (connecting) or never (reading).
-FAULT_DETECTION = {
-    "UCX_TCP_USER_TIMEOUT": "5s",
-    "UCX_TCP_SYN_CNT": "2",
-    "UCX_TCP_KEEPIDLE": "2s",
-    "UCX_TCP_KEEPINTVL": "1s",
-    "UCX_TCP_KEEPCNT": "3",
-}
 DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # UCX takes SIGHUP otherwise
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
@@ -83,12 +77,12 @@ def log() -> UcxLog:
 
 
 @contextmanager
-def settings() -> Iterator[None]:
+def settings(timing: PeerTiming) -> Iterator[None]:
     """Sets what UCX reads from the environment while it starts, except where the user has set it.
 
     The environment is restored afterwards, so that processes started later do not take our settings for the user's.
     """
-    defaults = FAULT_DETECTION | DEBUG_SIGNAL_OFF
+    defaults = timing.ucx | DEBUG_SIGNAL_OFF
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
         defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
     added = [name for name in defaults if name not in os.environ]

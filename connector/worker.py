@@ -30,10 +30,10 @@ from connector.scout import Scout
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
+from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)
 
-STALL_SECONDS = 5.0
 FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 400e-6  # seconds between polls of reads in flight
 SLEEP_WHILE_DRAINING = 0.02  # seconds, when all that is left are reads from lost peers
 CLOSE_SECONDS = 1.0
@@ -42,13 +42,12 @@ CLOSE_SECONDS = 1.0
 class NixlConnector:
     """Reads blocks of other nodes into ours.
 
-    ``agent`` names this life of this rank: peers tell lives apart by it. ``stall_seconds`` is how long a peer may let
-    every piece in flight wait before it counts as hung.
+    ``agent`` names this life of this rank: peers tell lives apart by it.
     """
 
-    def __init__(self, agent: str, stall_seconds: float = STALL_SECONDS) -> None:
+    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING) -> None:
         self._name = agent
-        self._stall_seconds = stall_seconds
+        self._timing = timing
         self._outbox = Outbox()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -117,7 +116,7 @@ class NixlConnector:
             self._outbox.on_progress()
 
     def _start(self, region: KVRegion, layout: KVLayout) -> None:
-        self._agent = Agent(self._name)
+        self._agent = Agent(self._name, self._timing)
         self._agent.register(region)
         scratch = KVRegion(self._scratch.ctypes.data, self._scratch.nbytes, "cpu", 0)
         self._agent.register(scratch)
@@ -126,7 +125,7 @@ class NixlConnector:
             region,
             self._agent.prepare(None, scratch, Side.whole(GREETING_BYTES, 1)),
             self._outbox,
-            self._stall_seconds,
+            self._timing.stall,
         )
         self._rank = RankKV(self._name, self._agent.metadata(), region, layout)
 
@@ -163,7 +162,9 @@ class NixlConnector:
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return
-        self._scout = self._scout or Scout(self._name, lambda *found: self._orders.put(partial(self._visited, *found)))
+        self._scout = self._scout or Scout(
+            self._name, self._timing, lambda *found: self._orders.put(partial(self._visited, *found))
+        )
         self._visiting.add(peer.epoch)
         self._scout.visit(peer, rank)
 

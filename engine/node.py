@@ -37,6 +37,7 @@ from pdserve.flags import CommandParser, add_node_flags, options_from
 from pdserve.kv import KVLayout
 from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
+from pdserve.timing import PeerTiming
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
 
 async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: StatusWriter) -> None:
     stop = _stop_event()
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     port = rpc.bind(server, front.host, front.port)
     address = front.address(port)
     config = resolve(options, detect_device(options.device))

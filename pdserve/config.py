@@ -22,6 +22,7 @@ from pdserve.hub import resolve_model, weights_fingerprint
 from pdserve.kv import DTYPE_BYTES, KVLayout
 from pdserve.model_config import ModelConfig, load_model_config, num_parameters
 from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide
+from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
 CUDA_GRAPHS = ("auto", "on", "off")
@@ -46,6 +47,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int | None = None  # tokens of one step
     max_waiting: int = 1024  # requests queued for room; more are refused
     threads: int | None = None  # of torch, on CPU
+    peer_timeout: float = DEFAULT_TIMING.timeout  # seconds
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
@@ -77,6 +79,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     max_waiting: int
     threads: int
+    peer_timing: PeerTiming
     compat_fields: dict[str, str]  # what two nodes must have in common to exchange KV
     choices: tuple[str, ...] = ()  # every "auto", what it became, and why
 
@@ -123,6 +126,7 @@ def resolve(
         max_batch_tokens=_choose_batch_tokens(options, device, choices),
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
+        peer_timing=PeerTiming(options.peer_timeout),
         compat_fields=_compat_fields(model, model_dir, options.load_format, layout),
         choices=tuple(choices),
     )

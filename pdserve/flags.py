@@ -174,6 +174,13 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
             metavar="N",
             help=meaning,
         )
+    limits.add_argument(
+        "--peer-timeout",
+        type=float,
+        default=_default("peer_timeout"),
+        metavar="S",
+        help="how long a node or an engine may be silent before it counts as dead (default %(default)s)",
+    )
 
 
 _TOKENS = "tokens of a block (default %(default)s)"

@@ -1,7 +1,7 @@
 """gRPC settings and error translation, the same for every process.
 
-A peer that is dead or hung is noticed within ``KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS``, with or without calls
-in flight: the connection is then closed and its calls fail with UNAVAILABLE.
+A peer that is dead or hung is noticed within the time of pdserve/timing.py, with or without calls in flight: the
+connection is then closed and its calls fail with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ from pdserve.errors import (
     PeerError,
     RequestError,
 )
+from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
-KEEPALIVE_SECONDS = 1.0
-KEEPALIVE_TIMEOUT_SECONDS = 2.0
 MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 16 M tokens
 
-_COMMON = (
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_SECONDS * 1000)),
-    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_SECONDS * 1000)),  # what really ends it; its default is 60 s
+Options = tuple[tuple[str, int], ...]
+
+_COMMON: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
-CHANNEL_OPTIONS = (
-    *_COMMON,
+_CHANNEL: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -43,8 +40,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # a cluster's own traffic never goes through $http_proxy
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share connections, nor their back-off
 )
-SERVER_OPTIONS = (
-    *_COMMON,
+_SERVER: Options = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a coin toss per connection
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
@@ -52,9 +48,26 @@ SERVER_OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def channel_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
+    return (*_COMMON, *_keepalive(timing), *_CHANNEL)
+
+
+def server_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
+    return (*_COMMON, *_keepalive(timing), *_SERVER)
+
+
+def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING) -> grpc.aio.Channel:
     """A channel to ``host:port``. It connects, and reconnects, when it is used."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=channel_options(timing))
+
+
+def _keepalive(timing: PeerTiming) -> Options:
+    timeout = int(timing.answer_within * 1000)
+    return (
+        ("grpc.keepalive_time_ms", int(timing.ask_after * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),  # what really ends it; its default is 60 s
+    )
 
 
 def join_address(host: str, port: int) -> str:

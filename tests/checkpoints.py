@@ -16,6 +16,7 @@ from pdserve.config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.model_config import load_model_config
 from pdserve.oracle import Decision
+from pdserve.timing import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
@@ -136,5 +137,6 @@ def node_config(
         max_batch_tokens=max_batch_tokens,
         max_waiting=1024,
         threads=threads,
+        peer_timing=DEFAULT_TIMING,
         compat_fields={},
     )

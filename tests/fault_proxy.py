@@ -13,7 +13,7 @@ import grpc
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
+from pdserve.rpc import channel_options, server_options
 
 _UNSET = "127.0.0.1:1"  # nobody listens there
 
@@ -33,7 +33,7 @@ class FaultProxy:
         self.before_event: Callable[[str], None]  # given its kind: accepted, first_tokens or kv_ready
         self.before_release: Callable[[], None]
         self.reset()
-        self._server = grpc.server(futures.ThreadPoolExecutor(32), options=SERVER_OPTIONS)
+        self._server = grpc.server(futures.ThreadPoolExecutor(32), options=server_options())
         pb_grpc.add_NodeServicer_to_server(_Node(self), self._server)
         pb_grpc.add_PrefillNodeServicer_to_server(_PrefillNode(self), self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -58,7 +58,7 @@ class FaultProxy:
     @property
     def channel(self) -> grpc.Channel:
         if self.target not in self._channels:
-            self._channels[self.target] = grpc.insecure_channel(self.target, options=CHANNEL_OPTIONS)
+            self._channels[self.target] = grpc.insecure_channel(self.target, options=channel_options())
         return self._channels[self.target]
 
 

@@ -14,7 +14,7 @@ import grpc
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import SamplingParams
-from pdserve.rpc import CHANNEL_OPTIONS
+from pdserve.rpc import channel_options
 from pdserve.wire import pack_tokens, sampling_to_pb
 
 WAIT_SECONDS = 30.0
@@ -72,7 +72,7 @@ class RouterClient:
     """One Serve stream. Leaving it as a context manager cancels the stream."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=channel_options())
         self._requests: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
         self._results: dict[int, tuple[Generated, int]] = {}
         self.num_batches = 0
@@ -143,5 +143,5 @@ class RouterClient:
 
 @contextlib.contextmanager
 def prefill_stub(address: str) -> Iterator[pb_grpc.PrefillNodeStub]:
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
         yield pb_grpc.PrefillNodeStub(channel)

@@ -35,6 +35,7 @@ def test_defaults_are_those_of_the_options() -> None:
         kernel_block_size=st.none() | st.integers(1, 512),
         kv_cache_memory=st.none() | st.integers(1, 2**50),
         gpu_memory_utilization=st.floats(0.01, 1.0),
+        peer_timeout=st.floats(1.0, 600.0),
         attention_backend=st.sampled_from(["auto", "torch", "triton", "flashinfer"]),
         cuda_graphs=st.sampled_from(["auto", "on", "off"]),
         max_num_seqs=st.integers(1, 4096),

@@ -19,6 +19,7 @@ from connector.worker import NixlConnector
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
+from pdserve.timing import PeerTiming
 
 # 128 KiB a block. Over TCP, all of them take a fifth of a second.
 BIG = KVLayout(
@@ -63,8 +64,8 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def connector(stall_seconds: float = 1.0) -> NixlConnector:
-    return NixlConnector(f"reader-{os.urandom(4).hex()}", stall_seconds)
+def connector(peer_timeout: float = 1.5) -> NixlConnector:
+    return NixlConnector(f"reader-{os.urandom(4).hex()}", PeerTiming(peer_timeout))
 
 
 def wait_for_first_bytes(reader: Reader) -> None:
@@ -105,7 +106,7 @@ def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: Mak
 
 @pytest.mark.usefixtures("tcp")
 def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(BIG), make_reader(connector(stall_seconds=1.0), BIG)
+    source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
     wait_for_first_bytes(reader)
@@ -122,7 +123,7 @@ def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: Ma
 
 @pytest.mark.usefixtures("tcp")
 def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(BIG), make_reader(connector(stall_seconds=60), BIG)
+    source, reader = make_source(BIG), make_reader(connector(peer_timeout=100), BIG)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
     read_id = reader.order(source.epoch, ALL, ALL)
@@ -134,7 +135,7 @@ def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: 
 
 @pytest.mark.usefixtures("tcp")
 def test_a_source_that_hangs_does_not_hold_up_others(make_source: MakeSource, make_reader: MakeReader) -> None:
-    hung, well, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(stall_seconds=60), SMALL)
+    hung, well, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(hung.peer) == ""
     assert reader.connect(well.peer) == ""
     hung.send(signal.SIGSTOP)
@@ -145,7 +146,7 @@ def test_a_source_that_hangs_does_not_hold_up_others(make_source: MakeSource, ma
 
 @pytest.mark.usefixtures("tcp")
 def test_closing_while_a_source_hangs_is_quick_and_final(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(stall_seconds=60), SMALL)
+    source, reader = make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
     reader.order(source.epoch, [1], [1])

@@ -110,7 +110,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self) -> None:
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=rpc.server_options())
         pb_grpc.add_DecodeNodeServicer_to_server(self, self._server)
         pb_grpc.add_NodeServicer_to_server(self, self._server)
         self.port = rpc.bind(self._server, "127.0.0.1", self.port)

@@ -1,0 +1,26 @@
+"""Every limit on a silent peer follows from one number."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.timing import PeerTiming
+
+
+@pytest.mark.parametrize("timeout", [1.0, 2.5, 4.0, 30.0, 600.0])
+def test_no_way_of_finding_out_takes_longer_than_the_timeout(timeout: float) -> None:
+    timing = PeerTiming(timeout)
+    assert timing.ask_after + timing.answer_within <= timeout, "gRPC keepalive, Describe, and a front that says stuck"
+    assert timing.stall <= timeout
+    ucx = {name.removeprefix("UCX_TCP_"): float(value.removesuffix("s")) for name, value in timing.ucx.items()}
+    assert ucx["USER_TIMEOUT"] <= timeout
+    if timeout >= 4:  # TCP counts whole seconds
+        assert ucx["KEEPIDLE"] + ucx["KEEPINTVL"] * ucx["KEEPCNT"] <= timeout
+        assert 2 ** (ucx["SYN_CNT"] + 1) - 1 <= timeout
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, 0.5, 601.0, float("inf"), float("nan")])
+def test_a_timeout_that_makes_no_sense(timeout: float) -> None:
+    with pytest.raises(ConfigError, match=r"--peer-timeout \S+ is not within 1 … 600 seconds"):
+        PeerTiming(timeout)
