@@ -10,14 +10,13 @@ from engine.messages import Connect, Disconnect
 from pdserve.errors import PeerError
 from pdserve.records import Peer
 
-_CONNECT_SECONDS = 20.0  # UCX itself gives up on an unreachable peer after about 5 s
-
 
 class EnginePeers:
-    """``on_lost(epoch, reason)`` is told of connections that break after they were made."""
+    """``on_lost(epoch, reason)`` is told of connections that break after they were made; ``seconds`` is to make one."""
 
-    def __init__(self, link: EngineLink, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(self, link: EngineLink, seconds: float, on_lost: Callable[[str, str], None]) -> None:
         self._link = link
+        self._seconds = seconds
         self._on_lost = on_lost
         self._waiting: dict[str, asyncio.Future[None]] = {}  # by epoch
         link.on_connected = self._connected
@@ -29,9 +28,9 @@ class EnginePeers:
         self._waiting[peer.epoch] = future
         self._link.send(Connect(peer))
         try:
-            await asyncio.wait_for(future, _CONNECT_SECONDS)
+            await asyncio.wait_for(future, self._seconds)
         except TimeoutError as exc:
-            raise PeerError(f"the connector did not connect within {_CONNECT_SECONDS:.0f} s") from exc
+            raise PeerError(f"the connector did not connect within {self._seconds:.3g} s") from exc
         finally:
             self._waiting.pop(peer.epoch, None)
 

@@ -79,7 +79,8 @@ class Handoffs:
         generation.on_read = inbox.put_nowait
         remaining, background = generation.remaining, self.background
         async with RemotePrefill(peer.stub, name, request, remaining, background, inbox.put_nowait) as prefill:
-            started = await self._receive(generation, inbox, epoch, name)
+            with peer.telling(inbox.put_nowait):
+                started = await self._receive(generation, inbox, epoch, name)
             if generation.ended:
                 self.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
                 return

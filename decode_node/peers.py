@@ -2,16 +2,19 @@
 
     trying ──Describe, Handshake, engine connects──► connected ──connection lost, other epoch, reads fail──► trying …
 
-A peer that dies or hangs closes its gRPC connection (keepalive, see pdserve/rpc.py); then the engine is told to
-disconnect, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with jitter.
+A peer that dies or hangs closes its gRPC connection (keepalive, see pdserve/rpc.py). That its engine is stuck, or its
+event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs that wait for
+it are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
+jitter. All limits are those of pdserve/timing.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
 import grpc
@@ -30,7 +33,6 @@ from pdserve.wire import rank_from_pb
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CALL_SECONDS = 3.0  # for Describe and Handshake
 _BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
 _LOADING_SECONDS = 0.2  # between looks at a peer that answers, but is not ready yet
 
@@ -55,7 +57,8 @@ class PrefillPeer:
         self.epoch = ""
         self.connected = False
         self.tried = asyncio.Event()
-        self._channel = open_channel(address)  # for good: gRPC reconnects it, whoever answers there
+        self._timing = node.config.peer_timing
+        self._channel = open_channel(address, self._timing)  # for good: gRPC reconnects it, whoever answers there
         self._describer = pb_grpc.NodeStub(self._channel)
         self.stub = pb_grpc.PrefillNodeStub(self._channel)
         self._node = node
@@ -64,6 +67,7 @@ class PrefillPeer:
         self._on_connected = on_connected
         self._doubt = asyncio.Event()  # something speaks against the connection: look
         self._broken = ""  # why the connector's connection must be made anew
+        self._waiting: set[Callable[[PeerError], None]] = set()
 
     def check(self) -> None:
         """A call failed: find out whether the peer still lives the same life."""
@@ -73,6 +77,15 @@ class PrefillPeer:
         """Reads fail: make the connector's connection anew."""
         self._broken = reason
         self._doubt.set()
+
+    @contextlib.contextmanager
+    def telling(self, on_lost: Callable[[PeerError], None]) -> Iterator[None]:
+        """Have ``on_lost`` told should this life of the peer end meanwhile."""
+        self._waiting.add(on_lost)
+        try:
+            yield
+        finally:
+            self._waiting.discard(on_lost)
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -110,7 +123,7 @@ class PrefillPeer:
             node_id=self._node.node_id,
             epoch=self._node.epoch,
         )
-        reply = await self._call(self.stub.Handshake(request, timeout=_CALL_SECONDS))
+        reply = await self._call(self.stub.Handshake(request, timeout=self._timing.answer_within))
         self.node_id, self.epoch = reply.node_id, reply.epoch
         self._broken = ""
         self._doubt.clear()
@@ -125,9 +138,12 @@ class PrefillPeer:
 
     async def _watch(self) -> None:
         """Returns never; raises PeerError when the connection cannot be relied on any more."""
+        broken = self._channel.wait_for_state_change
         while True:
-            await _first(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY), self._doubt.wait())
+            await _first(broken(grpc.ChannelConnectivity.READY), self._doubt.wait(), self._timing.ask_after)
             self._doubt.clear()
+            if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                raise PeerError("the connection broke")
             if self._broken:
                 raise PeerError(f"connection made anew: {self._broken}")
             description = await self._describe()
@@ -142,9 +158,11 @@ class PrefillPeer:
         if self.connected:
             self._counters["pdserve_peer_losses_total"] += 1
         self.connected, self.epoch = False, ""
+        for on_lost in list(self._waiting):
+            on_lost(PeerError(f"{self.address} was lost"))
 
     async def _describe(self) -> pb.NodeDescription:
-        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=_CALL_SECONDS))
+        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_within))
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:
@@ -157,7 +175,7 @@ class Peers:
     """All configured prefill nodes."""
 
     def __init__(self, addresses: Iterable[str], node: Node, counters: dict[str, float]) -> None:
-        self._engine = EnginePeers(node.link, self._on_engine_lost)
+        self._engine = EnginePeers(node.link, node.config.peer_timing.connect, self._on_engine_lost)
         self._some = asyncio.Event()  # one has been connected
         self._peers = [
             PrefillPeer(address, node, self._engine, counters, self._some.set) for address in dict.fromkeys(addresses)
@@ -200,11 +218,11 @@ class Peers:
                 peer.reset(reason)
 
 
-async def _first(*works: Awaitable[object]) -> None:
-    """Return when the first has ended; the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
+async def _first(one: Awaitable[object], other: Awaitable[object], seconds: float) -> None:
+    """Return when either has ended, or the time; what has not is cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in (one, other)]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()

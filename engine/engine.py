@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 
 from engine.channel import Channel
+from engine.heart import Turns
 from engine.messages import (
     Cancel,
     Configure,
@@ -28,7 +28,9 @@ class Engine:
     """Takes the front's commands between steps and tells it what each step brought. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, rank: Rank, channel: Channel) -> None:
+        self.turns = Turns()
         self._scheduler = scheduler
+        self._rank = rank
         self._pipeline = Pipeline(rank)
         self._channel = channel
         self._stopped = False
@@ -37,11 +39,12 @@ class Engine:
         """Serve until told to stop. Raises ChannelClosed when the front has gone."""
         while not self._stopped:
             messages = self._channel.receive(wait=self.idle)
-            start, waited = time.perf_counter(), self._pipeline.waited
+            self.turns.begin()
+            waited, in_runner = self._pipeline.waited, self._rank.runner_seconds
             self.obey(messages)
             self.step()
-            busy = time.perf_counter() - start - (self._pipeline.waited - waited)
-            self._scheduler.totals.host_seconds += busy
+            lasted = self.turns.end(self._rank.runner_seconds - in_runner)
+            self._scheduler.totals.host_seconds += lasted - (self._pipeline.waited - waited)
 
     @property
     def idle(self) -> bool:

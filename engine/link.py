@@ -25,6 +25,7 @@ import msgspec
 from engine.messages import (
     FRAME_HEADER,
     Batch,
+    Beat,
     Configure,
     FromEngine,
     Leased,
@@ -39,6 +40,7 @@ from engine.messages import (
     Status,
     ToEngine,
 )
+from engine.pulse import Pulse
 from pdserve import errors
 from pdserve.config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
@@ -67,6 +69,7 @@ class EngineLink:
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.pulse = Pulse(config.peer_timing.answer_within)
         self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
@@ -79,18 +82,21 @@ class EngineLink:
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Raises what it failed with, or EngineDied."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        ear, heart = socket.socketpair()
+        with theirs, heart:
+            fds = theirs.fileno(), heart.fileno()
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())),
+                *(sys.executable, "-P", "-m", "engine.process", *map(str, fds)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=fds,
                 start_new_session=True,  # Ctrl-C is the front's to handle
             )
         self._watch = asyncio.create_task(self._watch_process(self._process), name="engine watch")
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(lambda: _Frames(self._receive, self._socket_ended), sock=ours)
+        await loop.create_connection(lambda: _Frames(self._receive, lambda: None), sock=ear)
         self.send(Configure(self._config, self._agent))
         ready = await self._started
         self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
@@ -130,6 +136,11 @@ class EngineLink:
         body = self._encoder.encode(message)
         self._transport.write(FRAME_HEADER.pack(len(body)) + body)
 
+    def refuse_all(self, error: PdserveError) -> None:
+        """Tell whoever waits for the engine that it will not answer."""
+        for rid, handler in list(self._handlers.items()):
+            handler(Refused(rid, type(error).__name__, str(error)))
+
     # ------------------------------------------------------------ what comes back
 
     def _receive(self, message: FromEngine) -> None:
@@ -140,6 +151,8 @@ class EngineLink:
                 self.on_progress(message)
             case Ready() if not self._started.done():  # else nobody waits any more: told to stop while loading
                 self._started.set_result(message)
+            case Beat():
+                self.pulse.beat(message)
             case StartFailed(kind, text) if not self._started.done():
                 self._started.set_exception(_error(kind, text))
 

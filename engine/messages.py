@@ -1,7 +1,8 @@
 """What a node's front process (gRPC) and its engine process (step loop) say to each other.
 
 Frames on a Unix socket pair: 4 bytes little-endian length, then one msgpack message. Either side takes the end of the
-stream as the other's death. ``rid`` is a number the front draws per request, never reused.
+stream as the other's death. ``rid`` is a number the front draws per request, never reused. The engine's heartbeat comes
+in the same frames over a pair of its own.
 
 How a request goes on D, with handoff:
 
@@ -212,4 +213,12 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
 
 
-FromEngine = Progress | Ready | StartFailed | Batch
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs. Times are in seconds; the gaps are the longest since Ready."""
+
+    loop_gap: float  # of a turn of the step loop, outside of the runner
+    thread_gap: float  # that another thread of Python could not run
+    turn: float  # that the present turn of the step loop has lasted; 0.0 while it waits for work
+
+
+FromEngine = Progress | Ready | StartFailed | Batch | Beat

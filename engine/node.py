@@ -1,5 +1,7 @@
 """The front of a node, whichever its role: bind, load, connect, serve, stop.
 
+                                                          stuck  (the engine does not answer; engine/pulse.py)
+                                                            ▲▼
     loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0
        └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
 
@@ -27,6 +29,7 @@ from engine.link import EngineLink
 from engine.messages import Progress
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
 from engine.node_service import Health, add_node_service
+from engine.pulse import Watch
 from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions, resolve
@@ -48,6 +51,7 @@ class State(StrEnum):
     LOADING = "loading"
     CONNECTING = "connecting"
     READY = "ready"
+    STUCK = "stuck"
     DRAINING = "draining"
 
 
@@ -86,6 +90,7 @@ class Node:
         self.compat_hash = compat_hash(config.compat_fields)
         self.state = State.LOADING
         self.link = EngineLink(config, self.agent if role.uses_connector else "")
+        self.watch = Watch(self.link.pulse)
 
     @property
     def agent(self) -> str:
@@ -149,7 +154,7 @@ async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: 
         await health.set_serving(True)
         status.ready()
         _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config, node.link.kv_layout))
-        await _unless(stop, node.link, asyncio.Event().wait())
+        await _unless(stop, node.link, _attend(node, health))
         node.state = State.DRAINING
         await health.set_serving(False)
 
@@ -164,6 +169,21 @@ async def _start(node: Node, status: StatusWriter) -> None:
     _log.info("engine ready after %.1f s", time.monotonic() - started)
     node.state = State.CONNECTING
     await node.role.connect()
+
+
+async def _attend(node: Node, health: Health) -> None:
+    """Have everybody know, for ever, whether the engine answers."""
+
+    async def on_change(trouble: str) -> None:
+        node.state = State.STUCK if trouble else State.READY
+        await health.set_serving(not trouble)
+        if trouble:
+            _log.error("%s: no requests are taken until it goes on", trouble)
+            node.link.refuse_all(NodeError(f"{node.role.name} node {node.node_id}: {trouble}"))
+        else:
+            _log.warning("the engine goes on")
+
+    await node.watch.run(on_change)
 
 
 @contextlib.asynccontextmanager

@@ -76,8 +76,17 @@ class NodeService(pb_grpc.NodeServicer):
             reading=status.reading,
             running=status.running,
             steps=status.steps,
-            counters={**engine_counters(status), **self._node.role.counters()},
+            counters={**engine_counters(status), **self._gaps(), **self._node.role.counters()},
         )
+
+    def _gaps(self) -> dict[str, float]:
+        """The longest times in which nothing could happen, since start."""
+        beat = self._node.link.pulse.last
+        return {
+            "pdserve_step_loop_gap_max_seconds": beat.loop_gap,
+            "pdserve_engine_thread_gap_max_seconds": beat.thread_gap,
+            "pdserve_event_loop_gap_max_seconds": self._node.watch.longest_gap,
+        }
 
 
 def engine_counters(status: Status) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The engine process of a node: ``python -m engine.process FD``, FD being its end of the socket to the front.
+"""The engine process of a node: ``python -m engine.process FD HEART_FD``, its ends of two sockets to the front.
 
 It builds what the first message describes, says Ready or StartFailed, and runs the step loop until the front tells it
 to stop or ends. It ignores SIGINT: Ctrl-C is the front's to handle.
@@ -16,6 +16,7 @@ import sys
 from engine.channel import Channel, ChannelClosed
 from engine.draft import FULL_STEP
 from engine.engine import Engine
+from engine.heart import Heart
 from engine.messages import Configure, Progress, Ready, Shutdown, StartFailed
 from engine.rank import Rank
 from engine.scheduler import Scheduler
@@ -37,12 +38,12 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
-        return _serve(channel)
+        return _serve(channel, socket.socket(fileno=int(argv[1])))
     except ChannelClosed:
         return 0
 
 
-def _serve(channel: Channel) -> int:
+def _serve(channel: Channel, heart: socket.socket) -> int:
     messages = channel.receive(wait=True)
     while not messages:
         messages = channel.receive(wait=True)
@@ -64,6 +65,7 @@ def _serve(channel: Channel) -> int:
     gc.collect()
     gc.freeze()
     channel.send(Ready(rank.kv_layout, ranks))
+    Heart(heart, engine.turns).start()
     try:
         engine.obey(rest)
         engine.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from pdserve.kv import KVLayout
@@ -14,17 +15,18 @@ class PendingOutput:
     """A step that was launched on a rank."""
 
     _step: PendingStep
-    _connector: KVConnector
+    _rank: Rank
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's tokens, and ask what the connector has to tell by then. Called once."""
-        return ModelRunnerOutput(self._step.result(), self._connector.poll())
+        return self._rank.take(self._step)
 
 
 class Rank:
     """One rank. It answers every step with a ModelRunnerOutput, also steps without a forward pass."""
 
     def __init__(self, runner: ModelRunner, connector: KVConnector) -> None:
+        self.runner_seconds = 0.0  # spent in the runner: launching, and waiting for the device
         self._runner = runner
         self._connector = connector
 
@@ -40,7 +42,17 @@ class Rank:
     def launch(self, plan: StepPlan) -> PendingOutput:
         """Order transfers and start the model."""
         self._load_kv(plan)
-        return PendingOutput(self._runner.launch(plan), self._connector)
+        start = time.perf_counter()
+        step = self._runner.launch(plan)
+        self.runner_seconds += time.perf_counter() - start
+        return PendingOutput(step, self)
+
+    def take(self, step: PendingStep) -> ModelRunnerOutput:
+        """Wait for a launched step; for its PendingOutput only."""
+        start = time.perf_counter()
+        output = step.result()
+        self.runner_seconds += time.perf_counter() - start
+        return ModelRunnerOutput(output, self._connector.poll())
 
     def close(self) -> None:
         self._connector.close()

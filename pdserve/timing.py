@@ -46,6 +46,11 @@ class PeerTiming(msgspec.Struct, frozen=True):
         return self.timeout * 3 / 4
 
     @property
+    def connect(self) -> float:
+        """How long a connector has to connect. Visits to other peers that do not answer may come first."""
+        return self.timeout * 4
+
+    @property
     def ucx(self) -> dict[str, str]:
         """Settings of UCX over TCP. Without them connecting to a host that is gone takes 134 s, reading for ever."""
         probe = max(1, int(self.ask_after))  # whole seconds are all that TCP knows

@@ -101,7 +101,7 @@ class NodeDescription(_message.Message):
     role: _builtins.str
     """"prefill" or "decode" """
     state: _builtins.str
-    """"loading", "connecting", "ready", "draining" """
+    """"loading", "connecting", "ready", "stuck", "draining" """
     model: _builtins.str
     """the name the model is served under"""
     version: _builtins.str

@@ -1,0 +1,65 @@
+"""The front's ear at the engine's heart, and its watch over itself.
+
+    ready ──silent for half of --peer-timeout, or one turn without end──► stuck ──a beat──► ready
+
+While the engine is stuck the node says so in Describe and to health checks, takes no request and ends those that run:
+whoever waits is told in time, and may go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from engine.messages import Beat
+
+_NAP = 0.02  # seconds; a stall of the event loop is measured to within this
+_LONGEST_TURN = 120.0  # seconds: no step takes so long, but a device or a lock that will never answer does
+
+
+class Pulse:
+    """What is known of the engine's life. Time in which this process itself stood still is no silence of the engine."""
+
+    def __init__(self, patience: float) -> None:
+        self.last = Beat(0.0, 0.0, 0.0)
+        self._patience = patience  # seconds of silence
+        self._silence = 0.0
+
+    def beat(self, beat: Beat) -> None:
+        self.last = beat
+        self._silence = 0.0
+
+    def pass_time(self, seconds: float) -> None:
+        """So long nothing was heard, though somebody listened for at least one nap of it."""
+        self._silence += min(seconds, 2 * _NAP)
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with the engine; empty while nothing is."""
+        if self._silence > self._patience:
+            return f"the engine process has given no sign of life for {self._patience:.3g} s"
+        if self.last.turn > _LONGEST_TURN:
+            return f"the engine has been in one step for {self.last.turn:.0f} s"
+        return ""
+
+
+class Watch:
+    """Tells of trouble as it comes and goes, and measures how long the event loop could not run."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self.longest_gap = 0.0  # seconds
+        self._pulse = pulse
+
+    async def run(self, on_change: Callable[[str], Awaitable[None]]) -> None:
+        """For ever. ``on_change`` is told of trouble, and with "" of its end."""
+        said, before = "", time.monotonic()
+        while True:
+            await asyncio.sleep(_NAP)
+            now = time.monotonic()
+            self.longest_gap = max(self.longest_gap, now - before - _NAP)
+            self._pulse.pass_time(now - before)
+            before = now
+            if bool(self._pulse.trouble) != bool(said):
+                said = self._pulse.trouble
+                await on_change(said)
