@@ -54,7 +54,8 @@ class Row(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     machine: str
     cpus: int
-    transports: tuple[str, ...]
+    transport: str
+    lanes: str  # of UCX
     rows: tuple[Row, ...]
     prompt: Row
     prompt_worst_seconds: float
@@ -77,9 +78,15 @@ def main() -> None:
     pair = Pair(options.device, options.prompt_block_kib * 1024, 2 * options.prompt_blocks)
     prompt, worst = pair.measure(options.prompt_blocks, 1, 4 * options.repeat)
     report = Report(
-        platform.processor() or platform.machine(), os.cpu_count() or 0, pair.transports, tuple(rows), prompt, worst,
-        pair.idle_cpu_percent(),
-    )  # fmt: skip
+        machine=platform.processor() or platform.machine(),
+        cpus=os.cpu_count() or 0,
+        transport=pair.connection.transport,
+        lanes=pair.connection.lanes,
+        rows=tuple(rows),
+        prompt=prompt,
+        prompt_worst_seconds=worst,
+        idle_cpu_percent=pair.idle_cpu_percent(),
+    )
     pair.close()
     print(summary(report))
     if options.json:
@@ -168,10 +175,7 @@ class Pair:
         output = self._connector.poll()
         if not output.connected:
             raise SystemExit(f"cannot connect to the source: {output.failed_peers}")
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        return self._connector.transports
+        (self.connection,) = output.connected
 
     def measure(self, num_blocks: int, run: int, repeat: int) -> tuple[Row, float]:
         """The row, and the slowest read in seconds."""
@@ -264,7 +268,7 @@ def summary(report: Report) -> str:
             f"{1e3 * prompt.read_seconds:.2f} ms ({prompt.gigabytes / prompt.read_seconds:.2f} GB/s), slowest "
             f"{1e3 * report.prompt_worst_seconds:.2f} ms; copy {1e3 * prompt.copy_seconds:.2f} ms",
             f"idle, connected: {report.idle_cpu_percent:.2f} % of a core",
-            f"UCX transports: {'; '.join(report.transports) or 'unknown (UCX_LOG_LEVEL or UCX_LOG_FILE is set)'}",
+            f"transport: {report.transport}, UCX lanes: {report.lanes or '(UCX_LOG_LEVEL or UCX_LOG_FILE is set)'}",
         ]
     )
 

@@ -20,14 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from connector import ucx
+from connector import transport, ucx
 from connector.bridge import Source
 from connector.cut import Side
 from connector.nixl import Agent, Disconnected, Transfer
 from connector.outbox import Outbox
 from connector.plan import Piece, plan_read
+from connector.traffic import Traffic
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, KVRegion, Peer, ReadResult
+from pdserve.transports import Connected
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +43,12 @@ GRACE_SECONDS = 0.5  # for what is in flight when a link is given up
 class _Pull:
     """A read under way; without an order it is the greeting that shows a new link to work."""
 
-    def __init__(self, read: KVRead | None, pieces: list[Piece], num_bytes: int, ordered_at: float) -> None:
+    def __init__(self, read: KVRead | None, pieces: list[Piece], num_bytes: int) -> None:
         self.read = read
         self.pieces_left = len(pieces)
         self.num_bytes = num_bytes
         self.num_descriptors = sum(piece.num_runs for piece in pieces)
         self.error = ""
-        self.ordered_at = ordered_at
 
 
 class _Flight:
@@ -76,8 +77,10 @@ class Link:
     UCX has done what it puts off until the first transfer.
     """
 
-    def __init__(self, home: Home, peer: Peer, source: Source) -> None:
-        self.epoch = peer.epoch
+    def __init__(self, home: Home, peer: Peer, source: Source, lanes: str) -> None:
+        devices = home.region.device, source.rank.region.device
+        kind = transport.kind_of(lanes, "cuda" if "cuda" in devices else "cpu")
+        self.connection = Connected(peer.epoch, kind, lanes)
         self.ready = False
         self.lost = ""  # why, once no new piece is posted
         self.lost_at = 0.0
@@ -88,6 +91,7 @@ class Link:
         self._remote = home.agent.prepare(self._rank.agent, self._rank.region, self._blocks.remote)
         self._remote_start = home.agent.prepare(self._rank.agent, self._rank.region, Side.whole(GREETING_BYTES, 1))
         self._local = home.agent.prepare(None, home.region, self._blocks.local)
+        self._traffic = Traffic()
         self._waiting: deque[tuple[_Pull, Piece]] = deque()
         self._flights: list[_Flight] = []
         self._moved_at = 0.0
@@ -113,7 +117,8 @@ class Link:
         except PeerError as error:
             self._home.outbox.refused(read, f"{self._name}: {error}")
             return
-        pull = _Pull(read, pieces, len(read.local_blocks) * self._blocks.num_bytes, ordered_at)
+        pull = _Pull(read, pieces, len(read.local_blocks) * self._blocks.num_bytes)
+        self._traffic.begin(ordered_at)
         if not pieces:
             self._report(pull)
         self._waiting.extend((pull, piece) for piece in pieces)
@@ -149,6 +154,7 @@ class Link:
 
     def close(self) -> None:
         """Let the agent forget this peer; only once drained, or when the agent is destroyed right after."""
+        logger.info("connection to %s closed (%s): %s", self._name, self.lost or "node stopped", self._traffic)
         self._home.agent.release(self._remote)
         self._home.agent.release(self._remote_start)
         self._home.agent.release(self._local)
@@ -160,16 +166,15 @@ class Link:
         """Give up for a reason that nobody ordered, and tell."""
         if not self.lost:
             self.give_up(reason)
-            self._home.outbox.failed(self.epoch, f"{self._name}: {reason}")
+            self._home.outbox.failed(self.connection.epoch, f"{self._name}: {reason}")
 
     def _greet(self) -> None:
-        start = time.monotonic()
         if self._rank.region.device != "cpu":  # a read into host memory may take a path that no block ever takes
-            self._report(_Pull(None, [], 0, start))
+            self._report(_Pull(None, [], 0))
             return
         only = np.zeros(1, np.int32)
         transfer = self._home.agent.read(self._home.scratch, only, self._remote_start, only)
-        self._begin(_Flight(_Pull(None, [Piece(only, only, 1)], GREETING_BYTES, start), transfer))
+        self._begin(_Flight(_Pull(None, [Piece(only, only, 1)], GREETING_BYTES), transfer))
 
     def _post_next(self) -> bool:
         if not self._waiting or len(self._flights) >= PIECES_IN_FLIGHT:
@@ -225,28 +230,33 @@ class Link:
             self._report(pull)
 
     def _report(self, pull: _Pull) -> None:
-        seconds = time.monotonic() - pull.ordered_at
         if pull.read is None:
             if not pull.error:  # else the link broke, and that was told
-                self.ready = True
-                ucx.log().pass_on()
-                logger.info(
-                    "connected to %s, UCX transports %s, ranges of bytes per block: %d",
-                    *(self._name, ucx.log().transports or "unknown", self._blocks.num_ranges),
-                )
-                self._home.outbox.connected(self.epoch)
-        elif pull.error:
+                self._tell_connected()
+            return
+        if pull.error:
+            seconds = self._traffic.end(0, 0, failed=True)
             result = ReadResult(pull.read.read_id, f"{self._name}: {pull.error}", seconds=seconds)
             self._home.outbox.ended(result, pull.read.local_blocks)
-        else:
-            self._home.outbox.ended(
-                ReadResult(pull.read.read_id, "", pull.num_bytes, pull.num_descriptors, seconds),
+            return
+        seconds = self._traffic.end(pull.num_bytes, pull.num_descriptors, failed=False)
+        self._home.outbox.ended(ReadResult(pull.read.read_id, "", pull.num_bytes, pull.num_descriptors, seconds))
+        if self._traffic.num_reads == 1 and self.connection.transport == "tcp":
+            logger.warning(
+                "KV of %s comes over TCP, at %.2f GB/s; check UCX_TLS and UCX_NET_DEVICES, or refuse that with "
+                "--require-transport (UCX lanes: %s)",
+                *(self._name, self._traffic.rate, self.connection.lanes),
             )
-            logger.debug(
-                "read %d from %s: %d B in %d descriptors, %.2f GB/s",
-                *(pull.read.read_id, self._name, pull.num_bytes, pull.num_descriptors),
-                pull.num_bytes / max(seconds, 1e-9) / 1e9,
-            )
+
+    def _tell_connected(self) -> None:
+        self.ready = True
+        ucx.log().pass_on()
+        logger.info(
+            "connected to %s over %s, ranges of bytes per block: %d (UCX lanes: %s)",
+            *(self._name, self.connection.transport, self._blocks.num_ranges),
+            self.connection.lanes or "unknown, its log is not ours",
+        )
+        self._home.outbox.connected(self.connection)
 
     def _cut(self) -> None:
         if self._was_cut:

@@ -16,6 +16,7 @@ from connector.plan import Piece, plan_read
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.transports import Connected
 
 _registry: dict[str, LocalConnector] = {}
 _registry_lock = threading.Lock()
@@ -96,7 +97,7 @@ class LocalConnector:
             self._outbox.failed(peer.epoch, str(error))
             return
         self._peers[peer.epoch] = ranks
-        self._outbox.connected(peer.epoch)
+        self._outbox.connected(Connected(peer.epoch, "shm", "memmove"))
 
     def _disconnect(self, epoch: str) -> None:
         self._peers.pop(epoch, None)

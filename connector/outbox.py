@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVConnectorOutput, KVRead, ReadResult
+from pdserve.transports import Connected
 
 
 class Outbox:
@@ -16,7 +17,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._results: list[ReadResult] = []
         self._invalid: set[int] = set()
-        self._connected: list[str] = []
+        self._connected: list[Connected] = []
         self._failed: list[tuple[str, str]] = []
 
     def ended(self, result: ReadResult, invalid_blocks: Iterable[int] = ()) -> None:
@@ -30,9 +31,9 @@ class Outbox:
         """A read that was never begun; its local blocks hold nothing of use."""
         self.ended(ReadResult(read.read_id, error=reason), read.local_blocks)
 
-    def connected(self, epoch: str) -> None:
+    def connected(self, connection: Connected) -> None:
         with self._lock:
-            self._connected.append(epoch)
+            self._connected.append(connection)
         self.on_progress()
 
     def failed(self, epoch: str, reason: str) -> None:

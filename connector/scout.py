@@ -1,16 +1,21 @@
 """Trying out a peer before the agent that carries the traffic connects to it.
 
 Connecting to a host that does not answer blocks for seconds, and NIXL holds the lock of the agent's UCX worker all
-that time: reads from every other peer would stand still. A second agent, with a thread of its own, takes that wait.
+that time: reads from every other peer would stand still. An agent of its own, on a thread of its own, takes that wait.
+
+It is another agent for every visit, since UCX names the lanes of a connection only where it is the worker's first one
+with these lanes. The traffic's agent will get the same: both run in one process with one configuration.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 from collections.abc import Callable
 
+from connector import ucx
 from connector.nixl import Agent
 from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Peer, RankKV
@@ -18,7 +23,11 @@ from pdserve.timing import PeerTiming
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[Peer, RankKV, str], None]  # the reason it failed, or ""
+Report = Callable[[Peer, RankKV, str, str], None]  # UCX's lanes, "" where unknown, and the reason it failed, or ""
+
+_LINGER_SECONDS = 1.0  # the peer connects back meanwhile; if it found nobody there, it would log a warning
+
+_numbers = itertools.count()  # within the process, as is UCX's log
 
 
 class Scout:
@@ -42,22 +51,38 @@ class Scout:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        agent: Agent | None = None
-        while (order := self._orders.get()) is not None:
+        agents: list[Agent] = []
+        while (order := self._next_order(agents)) is not None:
             peer, rank = order
             try:
-                agent = agent or Agent(f"{self._name}/scout", self._timing)
-                _visit(agent, rank)
+                lanes = self._visit(rank, agents)
             except PdserveError as error:
-                self._report(peer, rank, str(error))
+                self._report(peer, rank, "", str(error))
             else:
-                self._report(peer, rank, "")
-        if agent is not None:
-            agent.close()
+                self._report(peer, rank, lanes, "")
+        _close(agents)
+
+    def _next_order(self, agents: list[Agent]) -> tuple[Peer, RankKV] | None:
+        try:
+            return self._orders.get(timeout=_LINGER_SECONDS if agents else None)
+        except queue.Empty:
+            _close(agents)
+            return self._orders.get()
+
+    def _visit(self, rank: RankKV, agents: list[Agent]) -> str:
+        """The lanes of a connection to that rank. The agent that made it is added to ``agents``."""
+        label = f"scout-{next(_numbers)} "  # in front: UCX cuts names off at 31 characters
+        agents.append(Agent(label + self._name, self._timing))
+        try:
+            found = agents[-1].add(rank.metadata)
+            agents[-1].remove(found)
+        finally:
+            lanes = ucx.log().take_lanes(label)
+        if found != rank.agent:
+            raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {found}")
+        return lanes
 
 
-def _visit(agent: Agent, rank: RankKV) -> None:
-    name = agent.add(rank.metadata)
-    agent.remove(name)
-    if name != rank.agent:
-        raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {name}")
+def _close(agents: list[Agent]) -> None:
+    while agents:
+        agents.pop().close()

@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # UCX takes SIGHUP otherwise
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
-_TRANSPORTS = re.compile(r"(?P<scope>intra-node|inter-node) cfg#\d+ (?P<lanes>.*)")
+_LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
 _LEVELS = {"FATAL": logging.CRITICAL, "ERROR": logging.WARNING, "WARN": logging.WARNING}  # errors are translated above
 
 
 class UcxLog:
-    """What UCX writes to its log, passed on to ``logging``; from it we learn the transports in use.
+    """What UCX writes to its log, passed on to ``logging``; from it we learn the lanes of connections.
 
     UCX opens its log once per process. An anonymous file in memory leaves nothing behind, whatever ends the process.
     """
 
     def __init__(self) -> None:
-        self.transports: tuple[str, ...] = ()  # as UCX names them, one entry per kind of connection, newest last
+        self._lanes: dict[str, str] = {}  # of the newest kind of connection, by worker
         self._file = os.memfd_create("ucx-log", os.MFD_CLOEXEC)
         self._read = 0  # bytes passed on already
         self._lock = threading.Lock()
@@ -38,6 +38,16 @@ class UcxLog:
     @property
     def path(self) -> str:
         return f"/proc/self/fd/{self._file}"
+
+    def take_lanes(self, worker: str) -> str:
+        """Those of the connection that the worker whose name begins so made last, "" if unknown. Then forgets them.
+
+        A worker names the lanes of a connection only where it has none with the same lanes yet.
+        """
+        self.pass_on()
+        with self._lock:
+            names = [name for name in self._lanes if name.startswith(worker)]
+            return [self._lanes.pop(name) for name in names][-1] if names else ""
 
     def pass_on(self) -> None:
         """Log what UCX has written since the last call."""
@@ -55,12 +65,9 @@ class UcxLog:
             logger.debug("%s", line)
             return
         logger.log(_LEVELS.get(match["level"], logging.DEBUG), "%s", match["text"])
-        found = _TRANSPORTS.search(match["text"])
+        found = _LANES.match(match["text"])
         if found:
-            entry = f"{found['scope']}: {' '.join(found['lanes'].split())}"
-            if entry not in self.transports:
-                self.transports += (entry,)
-                logger.info("UCX transports, %s", entry)
+            self._lanes[found["worker"]] = " ".join(found["lanes"].split())
 
 
 _log: UcxLog | None = None

@@ -62,12 +62,6 @@ class NixlConnector:
         self._visiting: set[str] = set()  # epochs
         self._stopping = False
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """UCX transports that connections of this process use, in UCX's words; empty where UCX's log is the user's."""
-        ucx.log().pass_on()
-        return ucx.log().transports
-
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         """Start the agent; takes about half a second. Raises ConfigError or CapacityError."""
         assert self._thread is None, "register is called once"
@@ -155,7 +149,7 @@ class NixlConnector:
         link = self._links.get(peer.epoch)
         if link is not None and not link.lost:
             if link.ready:  # else it is answered as soon as it is
-                self._outbox.connected(peer.epoch)
+                self._outbox.connected(link.connection)
             return
         try:
             rank = only_source(self._rank.layout, peer).rank
@@ -168,27 +162,27 @@ class NixlConnector:
         self._visiting.add(peer.epoch)
         self._scout.visit(peer, rank)
 
-    def _visited(self, peer: Peer, rank: RankKV, error: str) -> None:
+    def _visited(self, peer: Peer, rank: RankKV, lanes: str, error: str) -> None:
         if peer.epoch not in self._visiting:  # disconnected meanwhile, or reported for an earlier order
             return
         self._visiting.discard(peer.epoch)
         try:
             if error:
                 raise PeerError(error)
-            self._link(peer, rank)
+            self._link(peer, rank, lanes)
         except PeerError as failure:
             self._outbox.failed(peer.epoch, str(failure))
             return
         finally:
             ucx.log().pass_on()
 
-    def _link(self, peer: Peer, rank: RankKV) -> None:
+    def _link(self, peer: Peer, rank: RankKV, lanes: str) -> None:
         self._forget_drained(at_once=True)
         if peer.epoch in self._links:
             raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
         self._agent.add(rank.metadata)
         try:
-            self._links[peer.epoch] = Link(self._home, peer, only_source(self._rank.layout, peer))
+            self._links[peer.epoch] = Link(self._home, peer, only_source(self._rank.layout, peer), lanes)
         except PeerError:
             self._agent.remove(rank.agent)
             raise

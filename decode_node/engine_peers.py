@@ -9,6 +9,7 @@ from engine.link import EngineLink
 from engine.messages import Connect, Disconnect
 from pdserve.errors import PeerError
 from pdserve.records import Peer
+from pdserve.transports import Connected
 
 
 class EnginePeers:
@@ -18,17 +19,17 @@ class EnginePeers:
         self._link = link
         self._seconds = seconds
         self._on_lost = on_lost
-        self._waiting: dict[str, asyncio.Future[None]] = {}  # by epoch
+        self._waiting: dict[str, asyncio.Future[Connected]] = {}  # by epoch
         link.on_connected = self._connected
         link.on_failed_peer = self._failed
 
-    async def connect(self, peer: Peer) -> None:
+    async def connect(self, peer: Peer) -> Connected:
         """Have the connector connect. Raises PeerError when it cannot."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Connected] = asyncio.get_running_loop().create_future()
         self._waiting[peer.epoch] = future
         self._link.send(Connect(peer))
         try:
-            await asyncio.wait_for(future, self._seconds)
+            return await asyncio.wait_for(future, self._seconds)
         except TimeoutError as exc:
             raise PeerError(f"the connector did not connect within {self._seconds:.3g} s") from exc
         finally:
@@ -38,9 +39,9 @@ class EnginePeers:
         """Forget that life of a peer: its reads in flight end with an error."""
         self._link.send(Disconnect(epoch))
 
-    def _connected(self, epoch: str) -> None:
-        if (future := self._waiting.get(epoch)) is not None and not future.done():
-            future.set_result(None)
+    def _connected(self, connection: Connected) -> None:
+        if (future := self._waiting.get(connection.epoch)) is not None and not future.done():
+            future.set_result(connection)
 
     def _failed(self, epoch: str, reason: str) -> None:
         future = self._waiting.get(epoch)

@@ -45,6 +45,7 @@ from pdserve import errors
 from pdserve.config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.records import RankKV
+from pdserve.transports import Connected
 
 Event = Output | Reserved | Refused | ReadEnded | Leased
 Handler = Callable[[Event], None]
@@ -74,7 +75,7 @@ class EngineLink:
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_unclaimed: Handler = lambda event: None  # an event of a request that was closed here meanwhile
-        self.on_connected: Callable[[str], None] = lambda epoch: None
+        self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
 
     # ------------------------------------------------------------ life
@@ -163,8 +164,8 @@ class EngineLink:
         )
         for event in events:
             self._handlers.get(event.rid, self.on_unclaimed)(event)
-        for epoch in batch.connected:
-            self.on_connected(epoch)
+        for connection in batch.connected:
+            self.on_connected(connection)
         for epoch, reason in batch.failed_peers:
             self.on_failed_peer(epoch, reason)
 

@@ -33,6 +33,7 @@ import msgspec
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
+from pdserve.transports import Connected
 
 FRAME_HEADER = struct.Struct("<I")
 
@@ -209,7 +210,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     refused: tuple[Refused, ...] = ()
     reads: tuple[ReadEnded, ...] = ()
     leased: tuple[Leased, ...] = ()
-    connected: tuple[str, ...] = ()  # epochs
+    connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
 
 

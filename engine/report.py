@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.blocks import BlockPool, Use
 from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
+from pdserve.transports import Connected
 
 
 @dataclass(slots=True)
@@ -18,7 +19,7 @@ class Report:
     refused: list[Refused] = field(default_factory=list)
     reads: list[ReadEnded] = field(default_factory=list)
     leased: list[Leased] = field(default_factory=list)
-    connected: list[str] = field(default_factory=list)
+    connected: list[Connected] = field(default_factory=list)
     failed_peers: list[tuple[str, str]] = field(default_factory=list)
     status_changed: bool = False  # blocks came or went, though nobody has to be told of a request
 

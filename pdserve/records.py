@@ -10,6 +10,7 @@ from enum import StrEnum
 import msgspec
 
 from pdserve.kv import KVLayout, KVShare
+from pdserve.transports import Connected
 
 
 class FinishReason(StrEnum):
@@ -119,7 +120,11 @@ class KVRead(msgspec.Struct, frozen=True):
 
 
 class ReadResult(msgspec.Struct, frozen=True):
-    """A read that has ended: no byte of it can land any more. ``error`` is empty when all bytes arrived."""
+    """A read that has ended: no byte of it can land any more. ``error`` is empty when all bytes arrived.
+
+    ``seconds`` is the time since the last read from this peer ended, as far as reads were under way: those of all reads
+    add up to the time that reading took, however many of them overlapped.
+    """
 
     read_id: int
     error: str = ""
@@ -206,13 +211,13 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     """What one rank's connector has to tell since it was last asked.
 
     ``invalid_block_ids`` are local blocks whose read ended without success; every other block of an ended read is
-    good. ``connected`` and ``failed_peers`` answer connect orders, by epoch; ``failed_peers`` also names a connection
-    that broke later, so that somebody orders it anew.
+    good. ``connected`` and ``failed_peers`` answer connect orders; ``failed_peers`` also names a connection that broke
+    later, so that somebody orders it anew.
     """
 
     finished_recving: tuple[ReadResult, ...] = ()
     invalid_block_ids: frozenset[int] = frozenset()
-    connected: tuple[str, ...] = ()
+    connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
 
     def __bool__(self) -> bool:

@@ -1,0 +1,60 @@
+"""Which way the bytes of a connection take: as UCX's words are read, and as real connections tell it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from kv_nodes import Reader, Source
+
+from connector.transport import kind_of
+from connector.worker import NixlConnector
+from pdserve.kv import KVLayout
+from pdserve.transports import KINDS, Connected
+
+LAYOUT = KVLayout(
+    num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
+)
+LOOPBACK = "rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)"
+
+
+@pytest.mark.parametrize(
+    ("lanes", "device", "kind"),
+    [
+        (LOOPBACK, "cpu", "shm"),
+        (LOOPBACK, "cuda", "tcp"),
+        ("rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo tcp/eth0) ka(tcp/lo)", "cpu", "tcp"),
+        ("rma(rc_mlx5/mlx5_0:1/path0) am(rc_mlx5/mlx5_0:1/path1) ka(ud_mlx5/mlx5_0:1)", "cpu", "rdma"),
+        ("rma(rc_verbs/mlx5_0:1/path0) am(tcp/eth0)", "cuda", "rdma"),
+        ("rma_am(tcp/eth0) am(tcp/eth0 cma/memory cuda_ipc/cuda)", "cuda", "nvlink"),
+        ("rma_am(tcp/eth0) am(tcp/eth0 cma/memory cuda_ipc/cuda)", "cpu", "shm"),
+        ("", "cpu", "unknown"),
+    ],
+)
+def test_the_fastest_lane_that_can_carry_the_memory_counts(lanes: str, device: str, kind: str) -> None:
+    assert kind_of(lanes, device) == kind
+
+
+def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
+    for index, required in enumerate(KINDS):
+        met = [kind for kind in (*KINDS, "unknown") if Connected("e", kind).meets(required)]
+        assert met == list(KINDS[index:])
+
+
+@pytest.mark.parametrize(("tls", "kind"), [(None, "shm"), ("tcp", "tcp")])
+def test_every_connection_says_its_transport(tls: str | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one with the same lanes, which UCX itself does not mention."""
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+    reader = Reader(NixlConnector(f"reader-{os.urandom(4).hex()}"), LAYOUT)
+    sources = [Source(f"source-{os.urandom(4).hex()}", LAYOUT) for _ in range(2)]
+    try:
+        for source in sources:
+            reader.connector.connect(source.peer)
+            (connection,) = reader.wait(lambda output: bool(output.connected or output.failed_peers))[-1].connected
+            assert (connection.epoch, connection.transport) == (source.epoch, kind)
+            assert "tcp/" in connection.lanes
+    finally:
+        reader.connector.close()
+        for source in sources:
+            source.kill()
