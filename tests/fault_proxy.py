@@ -5,7 +5,7 @@ The KV itself travels directly between the real nodes. Hooks run in the thread o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -32,6 +32,8 @@ class FaultProxy:
         self.before_prefill: Callable[[], None]
         self.before_event: Callable[[str], None]  # given its kind: accepted, first_tokens or kv_ready
         self.before_release: Callable[[], None]
+        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # passed on instead
+        self.alter_handshake: Callable[[pb.HandshakeReply], pb.HandshakeReply]
         self.reset()
         self._server = grpc.server(futures.ThreadPoolExecutor(32), options=server_options())
         pb_grpc.add_NodeServicer_to_server(_Node(self), self._server)
@@ -54,6 +56,8 @@ class FaultProxy:
         self.before_prefill = lambda: None
         self.before_event = lambda kind: None
         self.before_release = lambda: None
+        self.alter_event = lambda event: (event,)
+        self.alter_handshake = lambda reply: reply
 
     @property
     def channel(self) -> grpc.Channel:
@@ -82,7 +86,7 @@ class _PrefillNode(pb_grpc.PrefillNodeServicer):
         return pb_grpc.PrefillNodeStub(self._proxy.channel)
 
     def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:
-        return _forward(self._stub.Handshake, request, context)  # type: ignore[no-any-return]
+        return self._proxy.alter_handshake(_forward(self._stub.Handshake, request, context))
 
     def Prefill(self, request: pb.PrefillRequest, context: Any) -> Iterator[pb.PrefillEvent]:
         self._interfere(self._proxy.before_prefill, context)
@@ -91,7 +95,7 @@ class _PrefillNode(pb_grpc.PrefillNodeServicer):
         try:
             for event in call:
                 self._proxy.before_event(event.WhichOneof("kind") or "")
-                yield event
+                yield from self._proxy.alter_event(event)
         except grpc.RpcError as exc:
             context.abort(exc.code(), exc.details())
 

@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -75,16 +76,40 @@ class Process:
             child.send_signal(number)
 
 
+PARTS = ("node", "front", "engine")  # of a node, as ``stop`` knows them
+
+
 class NodeProcess(Process):
     """A prefill or decode node; its gRPC answers are asked for anew each time."""
 
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
         super().__init__(fleet, child)
         self.environ = environ  # beyond this process's
+        self._stops: Counter[int] = Counter()  # by process id
 
     def restart(self) -> None:
         """Start it again at the same address, with the same flags and variables, after it was killed."""
         self._fleet.respawn(self)
+
+    def stop(self, part: str) -> None:
+        """SIGSTOP to one of PARTS. Returns once it stands still, which takes a moment. Stops add up."""
+        stopped = self._processes(part)
+        for process in stopped:
+            self._stops[process.pid] += 1
+            process.suspend()
+        self._fleet.wait_until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in stopped), 5.0)
+
+    def go_on(self, part: str) -> None:
+        """Take a stop back; a process goes on once all of its stops were. Nothing where it has ended since."""
+        for process in self._processes(part) if psutil.pid_exists(self.pid) else ():
+            if self._stops[process.pid]:
+                self._stops[process.pid] -= 1
+                if not self._stops[process.pid]:
+                    process.resume()
+
+    def _processes(self, part: str) -> list[psutil.Process]:
+        front = psutil.Process(self.pid)
+        return [*([front] if part != "engine" else []), *(front.children() if part != "front" else [])]
 
     def status(self) -> pb.NodeStatus:
         with grpc.insecure_channel(self.address) as channel:

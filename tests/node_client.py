@@ -85,6 +85,10 @@ class RouterClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Go away, and all requests with it. Idempotent."""
         self._call.cancel()
         self._requests.put(None)
         self._reader.join()

@@ -1,8 +1,7 @@
 """Real nodes with a fault proxy before every prefill node, for tests of the nodes themselves.
 
     prefill ◄── proxy ────────┐
-    short   ◄── short_proxy ──┼── decode      policy recompute
-    (none)  ◄── spare_proxy ──┘
+    short   ◄── short_proxy ──┴── decode      policy recompute
     prefill ◄── proxy ────────┐
     short   ◄─────────────────┴── strict      policy fail
 
@@ -30,7 +29,6 @@ class Nodes:
     decodes: Fleet
     proxy: FaultProxy
     short_proxy: FaultProxy
-    spare_proxy: FaultProxy
 
     @property
     def prefill(self) -> NodeProcess:
@@ -62,7 +60,7 @@ class Nodes:
 
     def settle(self) -> None:
         """Have no proxy interfere, and wait until no node holds anything."""
-        for proxy in (self.proxy, self.short_proxy, self.spare_proxy):
+        for proxy in (self.proxy, self.short_proxy):
             proxy.reset()
         for node in (self.prefill, self.short, self.decode, self.strict):
             node.wait_idle()
@@ -70,17 +68,17 @@ class Nodes:
 
 @contextlib.contextmanager
 def start_nodes(checkpoint: Path) -> Iterator[Nodes]:
-    with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy, FaultProxy() as short, FaultProxy() as spare:
+    with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy, FaultProxy() as short:
         leases = ("--lease-seconds", str(LEASE_SECONDS), "--lease-guard", str(LEASE_GUARD))
         proxy.target = prefills.start_prefill(checkpoint, FLAGS).address
         short.target = prefills.start_prefill(checkpoint, [*FLAGS, *leases]).address
-        peers = [word for each in (proxy, short, spare) for word in ("--prefill", each.address)]
+        peers = [word for each in (proxy, short) for word in ("--prefill", each.address)]
         decodes.start_decode(checkpoint, [*FLAGS, *peers])
         peers = ["--prefill", proxy.address, "--prefill", prefills.prefill[1].address]
         decodes.start_decode(checkpoint, [*FLAGS, *peers, "--kv-failure-policy", "fail"])
         prefills.wait_ready()
         decodes.wait_ready()
-        nodes = Nodes(checkpoint, prefills, decodes, proxy, short, spare)
+        nodes = Nodes(checkpoint, prefills, decodes, proxy, short)
         nodes.wait_peers(nodes.decode, 2)
         nodes.wait_peers(nodes.strict, 2)
         yield nodes

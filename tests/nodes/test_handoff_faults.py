@@ -66,26 +66,6 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
     assert after["pdserve_handoff_recomputes_total"] == before["pdserve_handoff_recomputes_total"] + 1
 
 
-@pytest.mark.parametrize("stage", ["accepted", "kv_ready", "release"])
-def test_prefill_node_killed(stage: str, nodes: Nodes) -> None:
-    """Before, during and after the transfer. Its successor, with another epoch, is connected to by itself."""
-    victim = nodes.prefills.start_prefill(nodes.checkpoint, FLAGS)
-    nodes.spare_proxy.target = victim.address
-    nodes.wait_peers(nodes.decode, 3)
-    kill = once(victim.kill)
-    nodes.spare_proxy.before_event = lambda kind: kill() if kind == stage else None
-    if stage == "release":
-        nodes.spare_proxy.before_release = kill
-    prompt = prompt_of(300, 2)
-    with RouterClient(nodes.decode.address) as client:
-        expected = client.generate(prompt, greedy(10), cache_salt=f"local {stage}").tokens
-        result = client.generate(prompt, greedy(10), victim.address, cache_salt=stage)
-        assert result.tokens == expected
-        assert victim.child.state == "ended"
-        nodes.wait_peers(nodes.decode, 2)
-        assert client.generate(prompt, greedy(10), victim.address, cache_salt=f"{stage} again").tokens == expected
-
-
 @pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
 def test_a_refused_prefill(code: grpc.StatusCode, nodes: Nodes) -> None:
     prompt = prompt_of(100, 3)
@@ -115,22 +95,6 @@ def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
         failure = client.generate(prompt, greedy(10), nodes.main).failure
         assert failure is not None
         assert failure.code == pb.Failure.NODE_FAILED
-
-
-def test_a_hung_prefill_node_is_noticed_and_comes_back(nodes: Nodes) -> None:
-    prompt = prompt_of(100, 5)
-    with RouterClient(nodes.strict.address) as client:
-        nodes.short.signal(signal.SIGSTOP)
-        try:
-            failure = client.generate(prompt, greedy(10), nodes.short.address).failure
-            nodes.wait_peers(nodes.strict, 1)
-        finally:
-            nodes.short.signal(signal.SIGCONT)
-        assert failure is not None
-        assert failure.code == pb.Failure.NODE_FAILED
-        nodes.wait_peers(nodes.strict, 2)
-        nodes.wait_peers(nodes.decode, 2)
-        assert len(client.generate(prompt, greedy(10), nodes.short.address).tokens) == 10
 
 
 @pytest.mark.slow

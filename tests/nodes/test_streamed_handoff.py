@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fault_proxy import FaultProxy
-from fleet import Fleet, NodeProcess
 from node_client import RouterClient, greedy, prefill_stub
-from node_fleet import FLAGS
+from stages import BLOCK, LENGTH, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
 from pdserve.wire import pack_tokens, sampling_to_pb
 
-BLOCK, STEP, LENGTH = 8, 64, 300  # tokens: of a block, a step of the prefill node and the prompts here
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 32 * 4  # layers, heads, K and V, tokens, head size, float32
-STEPWISE = [*FLAGS, "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--lease-seconds", "4"]
 
 
 def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
@@ -32,61 +26,19 @@ def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
     return [rng.randrange(3, 128) for _ in range(length)]
 
 
-def on_part(number: int, action: Callable[[], None]) -> Callable[[str], None]:
-    """A hook that acts before the ``number``-th announcement of blocks (from 1) is passed on."""
-    seen: list[str] = []
-
-    def hook(kind: str) -> None:
-        seen.append(kind)
-        if kind == "kv_ready" and seen.count(kind) == number:
-            action()
-
-    return hook
-
-
-@dataclass
-class Pair:
-    """A prefill node of small steps, a proxy, and a decode node that recomputes what fails."""
-
-    prefills: Fleet
-    decodes: Fleet
-    proxy: FaultProxy
-
-    @property
-    def prefill(self) -> NodeProcess:
-        return self.prefills.prefill[0]
-
-    @property
-    def decode(self) -> NodeProcess:
-        return self.decodes.decode[0]
-
-    def settle(self) -> None:
-        """Both alive, connected and idle, and nobody between them."""
-        self.proxy.reset()
-        for node in (self.prefill, self.decode):
-            if node.child.state == "ended":
-                node.restart()
-            node.wait_idle()
-        epoch = self.prefill.describe().epoch
-        self.decodes.wait_until(lambda: f"epoch {epoch}" in self.decode.output, 20.0)
-
-
 @pytest.fixture(scope="module")
 def started(checkpoint: Path) -> Iterator[Pair]:
-    with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
-        proxy.target = prefills.start_prefill(checkpoint, STEPWISE).address
-        decodes.start_decode(checkpoint, [*FLAGS, "--prefill", proxy.address])
-        prefills.wait_ready()
-        decodes.wait_ready()
-        yield Pair(prefills, decodes, proxy)
+    with start_pair(checkpoint) as pair:
+        yield pair
 
 
 @pytest.fixture
 def pair(started: Pair) -> Iterator[Pair]:
-    """Whatever happens to it in a test, both nodes are idle afterwards."""
-    started.decodes.wait_until(lambda: len(started.decode.describe().connected_peers) == 1, 20.0)
+    """Both nodes are idle after each test, and nobody is between them."""
     yield started
-    started.settle()
+    started.proxy.reset()
+    for node in (started.prefill, started.decode):
+        node.wait_idle()
 
 
 def test_what_is_announced_has_been_read_before_the_prompt_is_done(pair: Pair) -> None:
@@ -157,45 +109,3 @@ def test_choices_and_a_cached_prefix(pair: Pair) -> None:
         before = pair.decode.counter("kv_read_bytes")
         assert client.generate(prompt, sampling, pair.prefill.address).choices == local
         assert pair.decode.counter("kv_read_bytes") - before == (-(-LENGTH // BLOCK) - 10) * BLOCK_BYTES
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_prefill_node_that_is_killed_between_parts(number: int, pair: Pair) -> None:
-    pair.proxy.before_event = on_part(number, pair.prefill.kill)
-    prompt = prompt_of(4)
-    with RouterClient(pair.decode.address) as client:
-        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
-        recomputes = pair.decode.counter("handoff_recomputes")
-        assert client.generate(prompt, greedy(10), pair.prefill.address, cache_salt=f"at {number}").tokens == expected
-        assert pair.prefill.child.state == "ended"
-        assert pair.decode.counter("handoff_recomputes") == recomputes + 1
-
-
-def test_a_request_that_is_cancelled_between_parts(pair: Pair) -> None:
-    reached, idle = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        reached.set()
-        assert idle.wait(20.0)
-
-    pair.proxy.before_event = on_part(3, pause)
-    with RouterClient(pair.decode.address) as client:
-        result = client.send(prompt_of(5), greedy(10), pair.prefill.address)
-        assert reached.wait(20.0)
-        client.cancel(result)
-        pair.decode.wait_idle()
-        idle.set()
-        pair.prefill.wait_idle()
-        assert result.choices == {}
-        pair.proxy.reset()
-        assert len(client.generate(prompt_of(5), greedy(10), pair.prefill.address).tokens) == 10
-
-
-def test_a_decode_node_that_is_killed_between_parts(pair: Pair) -> None:
-    """The lease ends with the call, or by itself where P has announced everything already."""
-    pair.proxy.before_event = on_part(2, pair.decode.kill)
-    with RouterClient(pair.decode.address) as client:
-        client.send(prompt_of(6), greedy(10), pair.prefill.address)
-        client.join()
-    pair.decodes.wait_until(lambda: pair.decode.child.state == "ended", 5.0)
-    pair.prefill.wait_idle()

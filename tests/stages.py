@@ -1,0 +1,177 @@
+"""A prefill and a decode node with a proxy between them, and requests that are held at a stage of their handoff.
+
+    client ──► decode ──► proxy ──► prefill          KV travels directly between the two nodes
+
+What holds a request is the proxy, which does not pass on what comes next, or an engine that is stopped; nothing in the
+nodes knows of it. The stages are those of docs/structure.md, "The way of a request".
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fault_proxy import FaultProxy
+from fleet import Fleet, NodeProcess
+from node_client import Generated, RouterClient, greedy
+
+BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens: of a block, a step of P, the prompt, and what follows
+FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
+PREFILL_FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--lease-seconds", "2", "--lease-guard", "0.5")
+WAIT_SECONDS = 20.0
+GIVEN_BACK = 5.0  # seconds after a fault in which nobody may hold a block any more
+
+STAGES = (
+    "before Prefill",  # D has reserved blocks; P knows of nothing
+    "accepted",  # P has the prompt; D has not heard so
+    "computing",  # P is in its first step
+    "announced",  # P has leased a first part; D has not heard so
+    "reading",  # D's connector is to read a part
+    "last announced",  # P has leased everything, D has the first token
+    "before Release",  # D has read everything; nothing is confirmed
+    "decoding",  # P is out of it
+)
+
+PROMPT = random.Random(LENGTH).choices(range(3, 128), k=LENGTH)
+
+_salts = itertools.count()
+
+
+@dataclass
+class Pair:
+    prefills: Fleet
+    decodes: Fleet
+    proxy: FaultProxy
+    expected: list[int] = field(default_factory=list)  # tokens that follow PROMPT, without a handoff
+
+    @property
+    def prefill(self) -> NodeProcess:
+        return self.prefills.prefill[0]
+
+    @property
+    def decode(self) -> NodeProcess:
+        return self.decodes.decode[0]
+
+    def wait_connected(self) -> None:
+        """Wait until both are ready, and D is connected to the present life of P."""
+        nodes = (self.prefill, self.decode)
+        self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
+        self.decodes.wait_until(lambda: len(self.decode.describe().connected_peers) == 1, WAIT_SECONDS)
+
+    def check_served(self) -> None:
+        """The next request is handed off and answered as ever, and nothing is left of it."""
+        self.wait_connected()
+        failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
+        with RouterClient(self.decode.address) as client:
+            assert _send(client, self).wait().tokens == self.expected
+        assert self.decode.counter("handoffs") == handoffs + 1
+        assert self.decode.counter("handoff_failures") == failures
+        for node in (self.prefill, self.decode):
+            node.wait_idle(GIVEN_BACK)
+
+
+@contextmanager
+def start_pair(checkpoint: Path) -> Iterator[Pair]:
+    with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
+        proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS]).address
+        decodes.start_decode(checkpoint, [*FLAGS, "--prefill", proxy.address])
+        prefills.wait_ready()
+        decodes.wait_ready()
+        pair = Pair(prefills, decodes, proxy)
+        pair.wait_connected()
+        with RouterClient(pair.decode.address) as client:
+            pair.expected = client.generate(PROMPT, greedy(OUTPUT), cache_salt="local").tokens
+        yield pair
+
+
+@dataclass
+class Held:
+    """A request that has reached its stage, and stays there until ``release``."""
+
+    client: RouterClient
+    result: Generated
+    release: Callable[[], None]
+
+
+@contextmanager
+def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
+    """A request that is held at ``stage``. Afterwards it is let go and the proxy interferes no more."""
+    gate = _Gate(pair, stage)
+    with RouterClient(pair.decode.address) as client:
+        result = _send(client, pair, timeout_ms)
+        try:
+            if stage == "decoding":
+                assert result.started.wait(WAIT_SECONDS)
+                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2, WAIT_SECONDS)
+                pair.decode.stop("engine")
+            else:
+                assert gate.reached.wait(WAIT_SECONDS), f"the request never came {stage}"
+            yield Held(client, result, gate.open)
+        finally:
+            gate.open()
+            pair.proxy.reset()
+
+
+class _Gate:
+    """Holds what passes through the proxy, from the event on that marks the stage, until it is opened."""
+
+    def __init__(self, pair: Pair, stage: str) -> None:
+        self.reached = threading.Event()
+        self._opened = threading.Event()
+        self._pair = pair
+        self._stage = stage
+        self._seen: list[str] = []
+        if stage == "before Prefill":
+            pair.proxy.before_prefill = self._hold
+        elif stage == "before Release":
+            pair.proxy.before_release = self._hold
+        else:
+            pair.proxy.before_event = self._on_event
+
+    def open(self) -> None:
+        """Let everything go on that was made to wait here. Idempotent."""
+        if not self._opened.is_set():
+            self._opened.set()
+            if self._stage == "computing":
+                self._pair.prefill.go_on("engine")
+            elif self._stage in ("reading", "decoding"):
+                self._pair.decode.go_on("engine")
+
+    def _on_event(self, kind: str) -> None:
+        self._seen.append(kind)
+        count = len(self._seen)
+        match self._stage:
+            case "accepted" if count == 1:
+                self._hold()
+            case "computing" if count == 1:
+                self._pair.prefill.stop("engine")
+                self.reached.set()
+            case "announced" if count == 2:
+                self._hold()
+            case "reading" if count == 2:
+                self._pair.decode.stop("engine")
+            case "reading" if count == 3:
+                self._hold()
+            case "last announced" if self._seen[-2:] == ["first_tokens", "kv_ready"]:
+                self._hold()
+
+    def _hold(self) -> None:
+        self.reached.set()
+        self._opened.wait(WAIT_SECONDS)
+
+
+def _send(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
+    """The prompt, in no cache of either node."""
+    salt = f"held {next(_salts)}"
+    return client.send(PROMPT, greedy(OUTPUT), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
+
+
+def is_prefix(result: Generated, expected: list[int]) -> bool:
+    """Whether all tokens that came, if any, are the right ones."""
+    tokens = result.choices.get(0, [])
+    return tokens == expected[: len(tokens)]
