@@ -124,6 +124,8 @@ class PrefillPeer:
             epoch=self._node.epoch,
         )
         reply = await self._call(self.stub.Handshake(request, timeout=self._timing.answer_within))
+        if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
+            raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         self.node_id, self.epoch = reply.node_id, reply.epoch
         self._broken = ""
         self._doubt.clear()

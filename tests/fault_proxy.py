@@ -15,7 +15,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel_options, server_options
 
-_UNSET = "127.0.0.1:1"  # nobody listens there
+UNSET = "127.0.0.1:1"  # nobody listens there
 
 
 class Refusal(Exception):
@@ -28,7 +28,7 @@ class Refusal(Exception):
 class FaultProxy:
     """``target`` may be changed: the next calls go to the new one. Leaving it as a context manager stops it."""
 
-    def __init__(self, target: str = _UNSET) -> None:
+    def __init__(self, target: str = UNSET) -> None:
         self.before_prefill: Callable[[], None]
         self.before_event: Callable[[str], None]  # given its kind: accepted, first_tokens or kv_ready
         self.before_release: Callable[[], None]

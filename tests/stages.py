@@ -68,9 +68,9 @@ class Pair:
         self.wait_connected()
         failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
         with RouterClient(self.decode.address) as client:
-            assert _send(client, self).wait().tokens == self.expected
+            assert send_prompt(client, self).wait().tokens == self.expected
         assert self.decode.counter("handoffs") == handoffs + 1
-        assert self.decode.counter("handoff_failures") == failures
+        assert self.decode.counter("handoff_failures") == failures, self.decode.output
         for node in (self.prefill, self.decode):
             node.wait_idle(GIVEN_BACK)
 
@@ -103,7 +103,7 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
     """A request that is held at ``stage``. Afterwards it is let go and the proxy interferes no more."""
     gate = _Gate(pair, stage)
     with RouterClient(pair.decode.address) as client:
-        result = _send(client, pair, timeout_ms)
+        result = send_prompt(client, pair, timeout_ms)
         try:
             if stage == "decoding":
                 assert result.started.wait(WAIT_SECONDS)
@@ -165,7 +165,7 @@ class _Gate:
         self._opened.wait(WAIT_SECONDS)
 
 
-def _send(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
+def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
     """The prompt, in no cache of either node."""
     salt = f"held {next(_salts)}"
     return client.send(PROMPT, greedy(OUTPUT), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)

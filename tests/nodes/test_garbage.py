@@ -1,0 +1,254 @@
+"""Bytes that are no gRPC, messages that are no messages, and peers that say what is not so."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fault_proxy import UNSET
+from fleet import NodeProcess
+from node_client import RouterClient, prefill_stub
+from stages import GIVEN_BACK, Pair, send_prompt, start_pair
+
+from pdserve.pb import pdserve_pb2 as pb
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1])
+NO_MESSAGE = b"\x0a\xff\xff\xff\xff\x0f"  # a field that is longer than the message
+
+
+@pytest.fixture(scope="module")
+def started(checkpoint: Path) -> Iterator[Pair]:
+    with start_pair(checkpoint) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(started: Pair) -> Iterator[Pair]:
+    """Whatever was said in a test, the next request after it is served as ever."""
+    yield started
+    started.proxy.reset()
+    started.proxy.target = started.prefill.address
+    started.check_served()
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_bytes_that_are_no_grpc(pair: Pair) -> None:
+    noise = random.Random(1).randbytes(4096)
+    sent = [
+        b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS says hello
+        noise,
+        PREFACE[:11],
+        PREFACE + SETTINGS[:7],
+        PREFACE + SETTINGS + noise,
+        PREFACE + b"\xff\xff\xff" + noise,
+    ]
+    with ExitStack() as connections:  # left open: whoever waits for their next byte must not hold up others
+        for node in (pair.prefill, pair.decode):
+            host, _, port = node.address.rpartition(":")
+            for data in sent:
+                connection = connections.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
+                connection.sendall(data)
+        pair.check_served()
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["PrefillNode/Prefill", "PrefillNode/Handshake", "PrefillNode/Release", "DecodeNode/Serve", "Node/None"],
+)
+def test_messages_that_are_none(method: str, pair: Pair) -> None:
+    node = pair.decode if method.startswith("DecodeNode") else pair.prefill
+    channel: Any
+    with grpc.insecure_channel(node.address) as channel, pytest.raises(grpc.RpcError) as raised:
+        list(channel.stream_stream(f"/pdserve.v1.{method}")(iter([NO_MESSAGE]), timeout=5.0))
+    assert raised.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+# ---------------------------------------------------------------- handshakes
+
+
+def _no_ranks(reply: pb.HandshakeReply) -> None:
+    del reply.ranks[:]
+
+
+def _two_ranks(reply: pb.HandshakeReply) -> None:
+    reply.ranks.add().CopyFrom(reply.ranks[0])
+
+
+def _half_the_metadata(reply: pb.HandshakeReply) -> None:
+    metadata = reply.ranks[0].metadata
+    reply.ranks[0].metadata = metadata[: len(metadata) // 2]
+
+
+def _no_metadata(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].metadata = b""
+
+
+def _noise(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].metadata = random.Random(2).randbytes(len(reply.ranks[0].metadata))
+
+
+def _somebody_elses_metadata(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].agent = "somebody"
+
+
+def _no_layout(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].ClearField("layout")
+
+
+def _memory_that_is_not_there(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].num_bytes *= 1000
+    reply.ranks[0].layout.num_blocks *= 1000
+
+
+def _memory_elsewhere(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].address = 4096
+
+
+def _another_epoch(reply: pb.HandshakeReply) -> None:
+    reply.epoch = "0123456789abcdef"
+
+
+def _nothing(reply: pb.HandshakeReply) -> None:
+    reply.Clear()
+
+
+HANDSHAKES = [
+    *(_no_ranks, _two_ranks, _half_the_metadata, _no_metadata, _noise, _somebody_elses_metadata, _no_layout),
+    *(_memory_that_is_not_there, _memory_elsewhere, _another_epoch, _nothing),
+]
+EVERYDAY = (_half_the_metadata, _memory_that_is_not_there)
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [pytest.param(alter, marks=[] if alter in EVERYDAY else pytest.mark.slow) for alter in HANDSHAKES],
+    ids=lambda alter: alter.__name__.strip("_"),
+)
+def test_a_handshake_that_lies(alter: Callable[[pb.HandshakeReply], None], pair: Pair) -> None:
+    """D cannot read from such a peer, says so, tries again, and serves meanwhile."""
+    heard: list[None] = []
+
+    def altered(reply: pb.HandshakeReply) -> pb.HandshakeReply:
+        heard.append(None)
+        alter(reply)
+        return reply
+
+    pair.proxy.target = UNSET  # so that D shakes hands anew
+    pair.decodes.wait_until(lambda: not pair.decode.describe().connected_peers, 10.0)
+    pair.proxy.alter_handshake = altered
+    pair.proxy.target = pair.prefill.address
+    pair.decodes.wait_until(lambda: len(heard) > 1, 20.0)
+    assert_served(pair)
+
+
+def assert_served(pair: Pair) -> None:
+    """With the right tokens, whoever computed them; and nobody keeps a block."""
+    with RouterClient(pair.decode.address) as client:
+        assert send_prompt(client, pair).wait().tokens == pair.expected
+    for node in (pair.prefill, pair.decode):
+        node.wait_idle(GIVEN_BACK)
+
+
+# ---------------------------------------------------------------- announcements and releases
+
+
+Altered = Iterable[pb.PrefillEvent]
+
+
+def _twice(kind: str) -> Callable[[pb.PrefillEvent], Altered]:
+    return lambda event: (event, event) if event.HasField(kind) else (event,)  # type: ignore[arg-type]
+
+
+def _never(kind: str) -> Callable[[pb.PrefillEvent], Altered]:
+    return lambda event: () if event.HasField(kind) else (event,)  # type: ignore[arg-type]
+
+
+def _kv_ready(**fields: object) -> Callable[[pb.PrefillEvent], Altered]:
+    def alter(event: pb.PrefillEvent) -> Altered:
+        if event.HasField("kv_ready"):
+            event.kv_ready.MergeFrom(pb.KVReady(**fields))  # type: ignore[arg-type]
+        return (event,)
+
+    return alter
+
+
+def _first_token(token_id: int) -> Callable[[pb.PrefillEvent], Altered]:
+    def alter(event: pb.PrefillEvent) -> Altered:
+        for choice in event.first_tokens.choices if event.HasField("first_tokens") else ():
+            choice.token_id = token_id
+        return (event,)
+
+    return alter
+
+
+def _late() -> Callable[[pb.PrefillEvent], Altered]:
+    """Every announcement comes after the one that follows it."""
+    kept: list[pb.PrefillEvent] = []
+
+    def alter(event: pb.PrefillEvent) -> Altered:
+        if event.HasField("kv_ready") and not kept:
+            kept.append(event)
+            return ()
+        return (event, *(kept.pop() for _ in range(len(kept))))
+
+    return alter
+
+
+EVENTS = {
+    "accepted twice": _twice("accepted"),
+    "a part twice": _twice("kv_ready"),
+    "first tokens twice": _twice("first_tokens"),
+    "never accepted": _never("accepted"),
+    "no part": _never("kv_ready"),
+    "no first tokens": _never("first_tokens"),
+    "parts out of order": _late(),
+    "blocks that P has not": _kv_ready(block_ids=[1 << 31]),
+    "another number of tokens": _kv_ready(num_tokens=8),
+    "more than the prompt": _kv_ready(num_tokens=4096),
+    "another lease": _kv_ready(lease=1 << 40),
+    "no time": _kv_ready(lease_ms=1),
+    "a token that is none": _first_token(1 << 20),
+    "an event of no kind": lambda event: (pb.PrefillEvent(), event),
+}
+
+
+@pytest.mark.parametrize("what", EVENTS)
+def test_announcements_that_lie(what: str, pair: Pair) -> None:
+    pair.proxy.alter_event = EVENTS[what]
+    assert_served(pair)
+
+
+def release(node: NodeProcess, lease: int) -> bool:
+    epoch = node.describe().epoch
+    with prefill_stub(node.address) as stub:
+        return stub.Release(pb.ReleaseRequest(epoch=epoch, lease=lease), timeout=5.0).stood
+
+
+def test_a_release_that_comes_twice_and_late(pair: Pair) -> None:
+    leases: list[int] = []
+
+    def alter(event: pb.PrefillEvent) -> Altered:
+        if event.HasField("accepted"):
+            leases.append(event.accepted.lease)
+        return (event,)
+
+    pair.proxy.alter_event = alter
+    pair.proxy.before_release = lambda: assert_released(pair, leases[-1])
+    assert_served(pair)
+    assert_served(pair)
+    assert_released(pair, leases[0])
+    pair.prefill.wait_idle(0.5)
+
+
+def assert_released(pair: Pair, lease: int) -> None:
+    assert release(pair.prefill, lease), "a repeated release says what the first one said"
