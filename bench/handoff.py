@@ -19,70 +19,24 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
 
 import grpc
-
-from pdserve import rpc
-from pdserve.pb import pdserve_pb2 as pb
-from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import SamplingParams
-from pdserve.wire import pack_tokens, sampling_to_pb
-
-SAMPLING = sampling_to_pb(SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
-
-
-class Client:
-    """One router's stream to a decode node."""
-
-    def __init__(self, stub: pb_grpc.DecodeNodeAsyncStub) -> None:
-        self._requests: asyncio.Queue[pb.ServeRequest] = asyncio.Queue()
-        self._outputs: grpc.aio.StreamStreamCall[pb.ServeRequest, pb.OutputBatch] = stub.Serve(self._send())
-        self._number = 0
-
-    async def _send(self) -> AsyncIterator[pb.ServeRequest]:
-        while True:
-            yield await self._requests.get()
-
-    async def two_tokens(self, token_ids: list[int], prefill_node: str) -> tuple[float, float]:
-        """Seconds until the first and the second token."""
-        self._number += 1
-        start = time.perf_counter()
-        generate = pb.Generate(
-            request=self._number,
-            token_ids=pack_tokens(token_ids),
-            sampling=SAMPLING,
-            prefill_node=prefill_node,
-        )
-        self._requests.put_nowait(pb.ServeRequest(generate=generate))
-        times: list[float] = []
-        while len(times) < 2:
-            batch = await self._outputs.read()
-            if not isinstance(batch, pb.OutputBatch):
-                raise RuntimeError("the decode node ended the stream")
-            for output in batch.outputs:
-                if output.HasField("failure"):
-                    raise RuntimeError(output.failure.message)
-                times += [time.perf_counter() - start] * output.has_token
-        return times[0], times[1]
+from decode_client import connect
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, float]]:
     source = random.Random(args.seed)
     rows = []
-    async with rpc.open_channel(args.decode) as channel:
-        node = await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
-        if not node.connected_peers:
-            raise RuntimeError(f"decode node {args.decode} has no prefill node; start it with --prefill ADDR")
-        client = Client(pb_grpc.DecodeNodeStub(channel))
+    async with connect(args.decode) as client:
         for length in args.prompts:
-            taken: dict[str, list[tuple[float, float]]] = {"": [], node.connected_peers[0]: []}
+            taken: dict[str, list[tuple[float, float]]] = {"": [], client.prefill_node: []}
             for turn in range(args.repeat + 1):
                 for peer, times in taken.items():
-                    prompt = source.choices(range(node.vocab_size), k=length)
-                    pair = await client.two_tokens(prompt, peer)
+                    prompt = source.choices(range(client.node.vocab_size), k=length)
+                    start = time.perf_counter()
+                    first, second = await client.token_times(prompt, 2, peer)
                     if turn:  # the first of each warms up
-                        times.append(pair)
+                        times.append((first - start, second - start))
             rows.append(summary(length, *taken.values()))
             print(json.dumps(rows[-1]), flush=True)
     return rows

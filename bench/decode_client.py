@@ -1,0 +1,88 @@
+"""A decode node as its router sees it, for benches: prompts go in, and the times of their tokens come out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from pdserve import rpc
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.records import SamplingParams
+from pdserve.wire import pack_tokens, sampling_to_pb
+
+
+class DecodeClient:
+    """One router's stream to a decode node; any number of prompts at once."""
+
+    def __init__(self, node: pb.NodeDescription, stub: pb_grpc.DecodeNodeAsyncStub) -> None:
+        self.node = node
+        self._requests: asyncio.Queue[pb.ServeRequest] = asyncio.Queue()
+        self._outputs: grpc.aio.StreamStreamCall[pb.ServeRequest, pb.OutputBatch] = stub.Serve(self._send())
+        self._waiting: dict[int, tuple[list[float], int, asyncio.Future[None]]] = {}
+        self._number = 0
+
+    @property
+    def prefill_node(self) -> str:
+        """The first one it is connected to. Raises RuntimeError when there is none."""
+        if not self.node.connected_peers:
+            raise RuntimeError(f"decode node {self.node.node_id} has no prefill node; start it with --prefill ADDR")
+        return str(self.node.connected_peers[0])
+
+    async def token_times(self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "") -> list[float]:
+        """When each of ``num_tokens`` greedy tokens arrived, as time.perf_counter() says; prefilled on D without a
+        name. Raises RuntimeError when the request fails."""
+        self._number += 1
+        times: list[float] = []
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[self._number] = times, num_tokens, done
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        generate = pb.Generate(
+            request=self._number,
+            token_ids=pack_tokens(list(token_ids)),
+            sampling=sampling_to_pb(sampling),
+            prefill_node=prefill_node,
+        )
+        self._requests.put_nowait(pb.ServeRequest(generate=generate))
+        await done
+        return times
+
+    async def read(self) -> None:
+        """Take outputs in until the stream ends, which fails whatever has not ended by then."""
+        while isinstance(batch := await self._outputs.read(), pb.OutputBatch):
+            now = time.perf_counter()
+            for output in batch.outputs:
+                self._take(output, now)
+        for _, _, done in self._waiting.values():
+            done.set_exception(RuntimeError("the decode node ended the stream"))
+
+    def _take(self, output: pb.Output, now: float) -> None:
+        times, num_tokens, done = self._waiting[output.request]
+        times += [now] * output.has_token
+        if output.HasField("failure"):
+            done.set_exception(RuntimeError(output.failure.message))
+        elif len(times) == num_tokens:
+            done.set_result(None)
+        if done.done():
+            del self._waiting[output.request]
+
+    async def _send(self) -> AsyncIterator[pb.ServeRequest]:
+        while True:
+            yield await self._requests.get()
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[DecodeClient]:
+    """A client of the decode node at ``address``."""
+    async with rpc.open_channel(address) as channel:
+        node = await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
+        client = DecodeClient(node, pb_grpc.DecodeNodeStub(channel))
+        reader = asyncio.create_task(client.read())
+        try:
+            yield client
+        finally:
+            reader.cancel()

@@ -1,0 +1,115 @@
+"""What those who decode feel of prompts that others send: time between tokens, without prompts, with prompts prefilled
+on the same node, and with prompts prefilled on P, whose KV is read meanwhile.
+
+    pdserve prefill MODEL --port 9001 &
+    pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 &
+    python bench/steady_decode.py --decode 127.0.0.1:9002
+
+``--streams`` requests of 128 prompt tokens decode all the time; beside them ``--clients`` clients send one prompt of
+``--prompt`` random tokens after the other, each for two tokens. Times are taken at the client, in ms, over the gaps of
+all streams while prompts were under way (design: 32 streams, two clients, 8,192 tokens).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import grpc
+import numpy as np
+from decode_client import DecodeClient, connect
+
+STREAM_PROMPT = 128  # tokens
+
+
+class Load:
+    """The streams, the clients, and what they felt."""
+
+    def __init__(self, client: DecodeClient, args: argparse.Namespace) -> None:
+        self._client = client
+        self._args = args
+        self._random = random.Random(args.seed)
+
+    async def measure(self, clients: int, prefill_node: str) -> dict[str, float]:
+        """Figures of one run: percentiles of the gaps in ms, and how many prompts were served meanwhile."""
+        streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
+        await asyncio.sleep(self._args.settle)
+        start = time.perf_counter()
+        end = start + self._args.seconds
+        served = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
+        await asyncio.sleep(max(0.0, end - time.perf_counter()))
+        gaps = [gap for times in await asyncio.gather(*streams) for gap in gaps_between(times, start, end)]
+        p50, p99, largest = np.percentile(np.array(gaps) * 1e3, [50, 99, 100])
+        return {
+            "p50_ms": round(p50, 2),
+            "p99_ms": round(p99, 2),
+            "max_ms": round(largest, 2),
+            "gaps": len(gaps),
+            "prompts": sum(served),
+        }
+
+    async def _stream(self) -> list[float]:
+        return await self._client.token_times(self._prompt(STREAM_PROMPT), self._args.tokens)
+
+    async def _send_prompts(self, end: float, prefill_node: str) -> int:
+        served = 0
+        while time.perf_counter() < end:
+            await self._client.token_times(self._prompt(self._args.prompt), 2, prefill_node)
+            served += 1
+        return served
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._random.choices(range(self._client.node.vocab_size), k=length)
+
+
+def gaps_between(times: list[float], start: float, end: float) -> Iterator[float]:
+    """Gaps between adjacent tokens that came between ``start`` and ``end``. Raises RuntimeError when they ended."""
+    if times[-1] < end:
+        raise RuntimeError("a stream ended before its time was over; give more --tokens")
+    inside = [at for at in times if start <= at <= end]
+    return (later - earlier for earlier, later in pairwise(inside))
+
+
+async def run(args: argparse.Namespace) -> None:
+    async with connect(args.decode) as client:
+        load = Load(client, args)
+        for name, clients, peer in (
+            ("no prompts", 0, ""),
+            ("prompts on the same node", args.clients, ""),
+            ("prompts on P", args.clients, client.prefill_node),
+        ):
+            if name not in args.skip:
+                print(
+                    json.dumps({"streams": args.streams, "with": name} | await load.measure(clients, peer)), flush=True
+                )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", required=True, metavar="ADDR")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=2000, help="of each stream; enough for --seconds and --settle")
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompts beside the streams")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long prompts are sent")
+    parser.add_argument("--settle", type=float, default=1.0, help="seconds from sending the streams on")
+    parser.add_argument("--skip", action="append", default=[], metavar="NAME", help="leave a row out; repeatable")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        asyncio.run(run(args))
+    except (grpc.RpcError, RuntimeError) as exc:
+        text = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else exc
+        print(f"steady_decode.py: {text}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
