@@ -182,6 +182,15 @@ class NewBlocks(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
 
 
+class DigestOrder(msgspec.Struct, frozen=True):
+    """Blocks whose content is to be told as a number each. All ``num_tokens`` tokens count; only the last block may
+    hold fewer than ``block_size`` of them, and what else is in it does not count.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added.
 
@@ -194,6 +203,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     scheduled: tuple[ScheduledSequence, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
+    digests: tuple[DigestOrder, ...] = ()  # of the blocks as they are after this step
 
     @property
     def num_tokens(self) -> int:
@@ -201,10 +211,14 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """What a step produced: of each scheduled sequence its ``num_samples`` samples, in the plan's order."""
+    """What a step produced: of each scheduled sequence its ``num_samples`` samples, in the plan's order.
+
+    ``digests`` has one signed 64-bit number per block of each of the plan's orders.
+    """
 
     step: int
     samples: tuple[Sample, ...] = ()
+    digests: tuple[tuple[int, ...], ...] = ()
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):

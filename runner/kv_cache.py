@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import KVRegion
+from runner.kv_digest import BlockDigests
 
 _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
 
@@ -42,6 +44,11 @@ class KVCache:
     def clear(self) -> None:
         """Zero every block."""
         self.tensor.zero_()
+
+    @cached_property
+    def digests(self) -> BlockDigests:
+        """Takes memory, twice that of a block and more, from its first use on."""
+        return BlockDigests(self.tensor, self.layout, KVShare.whole(self.layout))
 
     @property
     def region(self) -> KVRegion:

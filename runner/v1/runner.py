@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
+from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
@@ -75,7 +76,11 @@ class RunnerV1:
         return 1
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> FinishedStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
+        step = self._launch(plan)
+        return self._cache.digests.follow(step, plan.digests) if plan.digests else step
+
+    def _launch(self, plan: StepPlan) -> FinishedStep:
         """One step: update the sequences, compute what is scheduled, sample where the plan says so."""
         self._update(plan)
         if not plan.scheduled:

@@ -129,6 +129,10 @@ class RunnerV2:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
+        step = self._launch(plan)
+        return self._cache.digests.follow(step, plan.digests) if plan.digests else step
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
         """Start one step: tell the device what is new, compute what is scheduled, sample where the plan says so."""
         self._update(plan)
         if not plan.scheduled:

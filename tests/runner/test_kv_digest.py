@@ -1,0 +1,113 @@
+"""Digests of blocks: whatever differs shows, and how a cache is cut and paged does not."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pdserve.kv import KVLayout, KVShare
+from pdserve.records import DigestOrder
+from runner.kv_digest import BlockDigests
+
+LAYERS, HEADS, BLOCK = 4, 4, 8
+WRAP = 1 << 64
+
+# The KV of a model as it is meant, [blocks, layers, heads, K or V, tokens of a block, head_dim].
+Meant = NDArray[np.uint8]
+
+
+def make_layout(num_blocks: int, dtype: str = "float16", head_dim: int = 6, page: int = BLOCK) -> KVLayout:
+    return KVLayout(num_blocks, BLOCK, page, LAYERS, HEADS, head_dim, dtype)
+
+
+def random_kv(layout: KVLayout, seed: int) -> Meant:
+    row = layout.head_dim * {"float32": 4, "float16": 2, "bfloat16": 2}[layout.dtype]
+    shape = layout.num_blocks, layout.num_layers, layout.num_kv_heads, 2, BLOCK, row
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def digests(kv: Meant, layout: KVLayout, share: KVShare | None = None, num_tokens: int | None = None) -> list[int]:
+    """Of all blocks, as the rank computes them that holds ``share``, with a cache of pages of ``layout``."""
+    share = share or KVShare.whole(layout)
+    held = kv[
+        :,
+        share.first_layer : share.first_layer + share.num_layers,
+        share.first_head : share.first_head + share.num_heads,
+    ]
+    pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
+    memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv.py
+    layout = msgspec.structs.replace(layout, num_layers=share.num_layers, num_kv_heads=share.num_heads)
+    cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
+    blocks = tuple(range(len(kv)))
+    order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
+    return [digest % WRAP for digest in BlockDigests(cache, layout, share).compute([order]).tolist()]
+
+
+@given(dtype=st.sampled_from(["float32", "float16"]), head_dim=st.sampled_from([1, 2, 6]), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_element_that_differs_shows(dtype: str, head_dim: int, data: st.DataObject) -> None:
+    layout = make_layout(2, dtype, head_dim)
+    kv = random_kv(layout, data.draw(st.integers(0, 1000)))
+    changed = kv.copy()
+    at = data.draw(st.integers(0, kv.size - 1))
+    changed.reshape(-1)[at] ^= data.draw(st.integers(1, 255))
+    before, after = digests(kv, layout), digests(changed, layout)
+    assert [a != b for a, b in zip(before, after, strict=True)] == [block == at * 2 // kv.size for block in range(2)]
+
+
+@pytest.mark.parametrize("axis", range(6), ids=["block", "layer", "head", "K and V", "token", "place in a row"])
+def test_parts_that_changed_places_show(axis: int) -> None:
+    layout = make_layout(2)
+    kv = random_kv(layout, axis)
+    swapped = np.flip(kv, axis) if axis < 5 else kv.reshape(-1, 4)[:, [2, 3, 0, 1]].reshape(kv.shape)
+    assert all(a != b for a, b in zip(digests(kv, layout), digests(swapped, layout), strict=True))
+
+
+@given(page=st.sampled_from([1, 2, 4, 8]), num_tokens=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000))
+@settings(deadline=None, max_examples=40)
+def test_pages_make_no_difference_and_later_tokens_do_not_count(page: int, num_tokens: int, seed: int) -> None:
+    num_blocks = math.ceil(num_tokens / BLOCK)
+    layout = make_layout(num_blocks)
+    kv = random_kv(layout, seed)
+    expected = digests(kv, layout, num_tokens=num_tokens)
+    used = num_tokens - (num_blocks - 1) * BLOCK
+    kv[-1, :, :, :, used:] = 7
+    assert digests(kv, make_layout(num_blocks, page=page), num_tokens=num_tokens) == expected
+    kv[-1, 0, 0, 0, used - 1, 0] ^= 1
+    assert digests(kv, layout, num_tokens=num_tokens) != expected
+
+
+@given(
+    stages=st.sampled_from([(4,), (1, 3), (2, 1, 1)]),
+    shards=st.sampled_from([1, 2, 4]),
+    page=st.sampled_from([2, 8]),
+    num_tokens=st.sampled_from([2 * BLOCK, BLOCK + 3]),
+)
+@settings(deadline=None, max_examples=40)
+def test_ranks_add_up_to_the_whole(stages: tuple[int, ...], shards: int, page: int, num_tokens: int) -> None:
+    layout = make_layout(2, page=page)
+    kv = random_kv(layout, 1)
+    parts = [
+        digests(kv, layout, KVShare.of_rank(stage, stages, shard, shards, HEADS), num_tokens)
+        for stage in range(len(stages))
+        for shard in range(shards)
+    ]
+    assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == digests(kv, make_layout(2), None, num_tokens)
+
+
+def test_orders_are_answered_one_after_the_other_and_chunks_do_not_show() -> None:
+    layout = KVLayout(64, 64, 64, 8, 8, 64, "bfloat16")  # larger than a chunk
+    memory = torch.randn(layout.shape).to(torch.bfloat16)
+    each = BlockDigests(memory, layout, KVShare.whole(layout))
+    orders = [DigestOrder((5, 3, 60, 61), 4 * 64), DigestOrder((7,), 1), DigestOrder((0, 7), 128)]
+    alone = [each.compute([DigestOrder((block,), 64)]).item() for block in (5, 3, 60, 61, 0, 7)]
+    found = each.compute(orders).tolist()
+    assert found[:4] + found[5:] == alone
+    assert found[4] not in alone
