@@ -48,7 +48,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
         done = asyncio.Event()
-        remaining, tokens, decoding = batch, 0, self._link.status
+        remaining, tokens, decoding = batch, 0, self._link.status.totals
 
         def on_event(event: Event) -> None:
             nonlocal remaining, tokens, decoding
@@ -58,7 +58,7 @@ class Bench:
                 tokens += 1
                 remaining -= event.finish is not None
             if tokens == SHORT * batch:
-                decoding = self._link.status
+                decoding = self._link.status.totals
             if not remaining:
                 done.set()
 
@@ -66,7 +66,7 @@ class Bench:
         for prompt_ids in prompts:
             self._link.send(Submit(self._link.open(on_event), prompt_ids.tobytes(), sampling, Mode.LOCAL))
         await done.wait()
-        seconds, last = time.perf_counter() - start, self._link.status
+        seconds, last = time.perf_counter() - start, self._link.status.totals
         return Run(seconds, (last.host_seconds - decoding.host_seconds) / max(last.steps - decoding.steps, 1))
 
     async def decode_step(self, batch: int, steps: int, repeat: int) -> Run:

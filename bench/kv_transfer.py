@@ -151,7 +151,7 @@ class CudaCache:
         return self._torch.ones(shape, dtype=self._torch.uint8, device=f"cuda:{device}")
 
 
-CACHES = {"cpu": HostCache, "cuda": CudaCache}
+CACHES: dict[str, type[HostCache] | type[CudaCache]] = {"cpu": HostCache, "cuda": CudaCache}
 SOURCE, READER = 0, 1  # indexes of their GPUs
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from decode_node.background import Background
 from decode_node.cost import worth_handoff
 from decode_node.generation import Generation
+from decode_node.metrics import Metrics
 from decode_node.peers import PrefillPeer
 from decode_node.remote_prefill import PrefillEvent, RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
@@ -49,8 +50,12 @@ class Handoffs:
     link: EngineLink
     settings: Settings
     model: ModelConfig
-    counters: dict[str, float]
+    metrics: Metrics
     background: Background
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self.metrics.counters
 
     async def run(self, generation: Generation, peer: PrefillPeer) -> None:
         """From Submit(HANDOFF) to a request that decodes, has ended, or is prefilled here."""
@@ -69,7 +74,7 @@ class Handoffs:
                 peer.reset(str(exc))
             elif isinstance(exc, PeerError):
                 peer.check()
-            self._give_up(generation, exc)
+            self._give_up(generation, exc, generation.num_tokens - cached)
 
     async def _attempt(self, generation: Generation, peer: PrefillPeer, cached_tokens: int) -> None:
         """The handoff when all goes well; raises PdserveError when it does not."""
@@ -87,7 +92,7 @@ class Handoffs:
             if not await prefill.release():
                 raise PeerError(f"the lease at {name} ended before its blocks had been read")
         self.link.send(KVConfirmed(generation.rid, generation.first))
-        self.counters["pdserve_handoff_exposed_seconds_total"] += time.monotonic() - started
+        self.metrics.exposed.observe(time.monotonic() - started)
 
     async def _receive(self, generation: Generation, inbox: Inbox, epoch: str, peer: str) -> float:
         """Read what P announces as it comes and pass its first tokens on, until all is here or no choice goes on.
@@ -108,14 +113,17 @@ class Handoffs:
                                 return started
                         case pb.KVReady() as ready:
                             blocks, announced = tuple(ready.block_ids), ready.num_tokens
-                            self.link.send(StartRead(generation.rid, epoch, blocks, announced))
+                            self.link.send(StartRead(generation.rid, epoch, blocks, announced, tuple(ready.digests)))
                             num_reads += 1
                             if announced >= generation.num_tokens:  # the lease's time runs from now on
                                 seconds = _reading_seconds(ready.lease_ms)
                                 limit.reschedule(asyncio.get_running_loop().time() + seconds)
                         case ReadEnded() as read:
                             num_reads -= 1
-                            self._count(read)
+                            if read.num_corrupt:
+                                raise PeerError(f"what was read from {peer} is corrupt: {read.error}")
+                            if read.error:
+                                raise ReadFailed(f"reading KV failed: {read.error}")
                         case PdserveError() as error if announced < generation.num_tokens:
                             raise error
         except TimeoutError as exc:
@@ -130,22 +138,15 @@ class Handoffs:
         first = self._samples(tokens, generation.sampling.n, peer)
         generation.emit_first(first, tokens.cached_tokens, self.model.eos_token_ids)
 
-    def _count(self, read: ReadEnded) -> None:
-        """Raises ReadFailed where it has failed."""
-        if read.error:
-            raise ReadFailed(f"reading KV failed: {read.error}")
-        self.counters["pdserve_kv_read_bytes_total"] += read.num_bytes
-        self.counters["pdserve_kv_read_descriptors_total"] += read.num_descriptors
-        self.counters["pdserve_kv_read_seconds_total"] += read.seconds
-
-    def _give_up(self, generation: Generation, error: PdserveError) -> None:
-        """What the failure policy says."""
+    def _give_up(self, generation: Generation, error: PdserveError, num_tokens: int) -> None:
+        """What the failure policy says. The prompt lacks the KV of ``num_tokens``."""
         self.counters["pdserve_handoff_failures_total"] += 1
         if self.settings.failure_policy is FailurePolicy.FAIL:
             known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
             generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
             return
         self.counters["pdserve_handoff_recomputes_total"] += 1
+        self.counters["pdserve_handoff_recomputed_tokens_total"] += num_tokens
         _log.warning("request %s is prefilled here: %s", generation.request_id or generation.rid, error)
         self.link.send(PrefillLocally(generation.rid, generation.first))
 

@@ -14,13 +14,15 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import grpc
 
 from decode_node.background import Background
 from decode_node.engine_peers import EnginePeers
+from decode_node.metrics import Metrics, PeerMetrics, too_slow
+from decode_node.settings import Settings
 from engine.node import Node
 from pdserve.compat import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
@@ -28,6 +30,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
 from pdserve.rpc import error_from_rpc, open_channel
+from pdserve.transports import Connected
 from pdserve.wire import rank_from_pb
 
 _log = logging.getLogger(__name__)
@@ -41,6 +44,10 @@ class PeerLoading(PeerError):
     """The peer is there and will be ready soon."""
 
 
+class TooSlow(PeerError):
+    """The connection does not take the way that ``--require-transport`` asks for."""
+
+
 class PrefillPeer:
     """One configured prefill node. ``node_id`` and ``epoch`` are those of its current life, empty while unknown."""
 
@@ -49,8 +56,10 @@ class PrefillPeer:
         address: str,
         node: Node,
         engine: EnginePeers,
-        counters: dict[str, float],
+        metrics: PeerMetrics,
+        required: str,
         on_connected: Callable[[], None],
+        on_too_slow: Callable[[TooSlow], None],
     ) -> None:
         self.address = address
         self.node_id = ""
@@ -63,8 +72,10 @@ class PrefillPeer:
         self.stub = pb_grpc.PrefillNodeStub(self._channel)
         self._node = node
         self._engine = engine
-        self._counters = counters
+        self._metrics = metrics
+        self._required = required  # transport
         self._on_connected = on_connected
+        self._on_too_slow = on_too_slow
         self._doubt = asyncio.Event()  # something speaks against the connection: look
         self._broken = ""  # why the connector's connection must be made anew
         self._waiting: set[Callable[[PeerError], None]] = set()
@@ -133,10 +144,19 @@ class PrefillPeer:
             ranks = tuple(rank_from_pb(rank) for rank in reply.ranks)
         except ConfigError as exc:
             raise PeerError(f"describes an impossible KV layout: {exc}") from exc
-        await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
+        self._metrics.epoch = reply.epoch
+        connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
+        self._check_transport(connection)
+        self._metrics.transport = connection.transport
         self.connected = True
         self._on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+
+    def _check_transport(self, connection: Connected) -> None:
+        problem = too_slow(connection, self.address, self._required)
+        if problem:
+            self._on_too_slow(error := TooSlow(problem))
+            raise error
 
     async def _watch(self) -> None:
         """Returns never; raises PeerError when the connection cannot be relied on any more."""
@@ -158,8 +178,8 @@ class PrefillPeer:
         if self.epoch:
             self._engine.disconnect(self.epoch)
         if self.connected:
-            self._counters["pdserve_peer_losses_total"] += 1
-        self.connected, self.epoch = False, ""
+            self._metrics.counters["pdserve_peer_losses_total"] += 1
+        self.connected, self.epoch, self._metrics.transport = False, "", ""
         for on_lost in list(self._waiting):
             on_lost(PeerError(f"{self.address} was lost"))
 
@@ -176,12 +196,18 @@ class PrefillPeer:
 class Peers:
     """All configured prefill nodes."""
 
-    def __init__(self, addresses: Iterable[str], node: Node, counters: dict[str, float]) -> None:
+    def __init__(self, settings: Settings, node: Node, metrics: Metrics) -> None:
         self._engine = EnginePeers(node.link, node.config.peer_timing.connect, self._on_engine_lost)
-        self._some = asyncio.Event()  # one has been connected
+        self._some = asyncio.Event()  # one has been connected, or is too slow
+        self._too_slow: TooSlow | None = None  # the latest
         self._peers = [
-            PrefillPeer(address, node, self._engine, counters, self._some.set) for address in dict.fromkeys(addresses)
+            PrefillPeer(
+                *(address, node, self._engine, metrics.add_peer(address), settings.require_transport),
+                *(self._some.set, self._refuse),
+            )
+            for address in dict.fromkeys(settings.prefill)
         ]
+        node.link.on_read = metrics.count_read
         self._background = Background()
 
     def get(self, node_id: str) -> PrefillPeer | None:
@@ -192,7 +218,10 @@ class Peers:
         return [peer.node_id for peer in self._peers if peer.connected]
 
     async def start(self, seconds: float) -> None:
-        """Connect; return once every peer was tried and one is connected, but at the latest after ``seconds``."""
+        """Connect; return once every peer was tried and one is connected, but at the latest after ``seconds``.
+
+        Raises ConfigError where a connection is slower than required.
+        """
         for peer in self._peers:
             self._background.start(peer.run(), f"peer {peer.address}")
         if not self._peers:
@@ -202,6 +231,8 @@ class Peers:
                 for peer in self._peers:
                     await peer.tried.wait()
                 await self._some.wait()
+            if self._too_slow is not None:
+                raise ConfigError(str(self._too_slow))
         except TimeoutError:
             _log.warning(
                 "no prefill node could be reached within %.3g s (%s): prompts are prefilled here until one can",
@@ -213,6 +244,10 @@ class Peers:
         await self._background.close(0)
         for peer in self._peers:
             await peer.close()
+
+    def _refuse(self, error: TooSlow) -> None:
+        self._too_slow = error
+        self._some.set()
 
     def _on_engine_lost(self, epoch: str, reason: str) -> None:
         for peer in self._peers:

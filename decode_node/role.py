@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from decode_node.background import Background
 from decode_node.handoff import Handoffs
+from decode_node.metrics import Metrics
 from decode_node.peers import Peers
 from decode_node.service import DecodeService
-from decode_node.settings import FailurePolicy, Settings, new_counters
+from decode_node.settings import FailurePolicy, Settings
 from engine.node import Node
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.transports import REQUIRABLE
 
 
 class DecodeRole:
@@ -27,13 +29,13 @@ class DecodeRole:
             )
         self.uses_connector = bool(settings.prefill)
         self._settings = settings
-        self._counters = new_counters()
+        self._metrics = Metrics()
         self._background = Background()
         self._peers: Peers | None = None
 
     def attach(self, node: Node) -> None:
-        self._peers = Peers(self._settings.prefill, node, self._counters)
-        handoffs = Handoffs(node.link, self._settings, node.config.model, self._counters, self._background)
+        self._peers = Peers(self._settings, node, self._metrics)
+        handoffs = Handoffs(node.link, self._settings, node.config.model, self._metrics, self._background)
         service = DecodeService(node, self._peers, handoffs, self._background)
         pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
 
@@ -45,7 +47,7 @@ class DecodeRole:
         return self._peers.connected_ids() if self._peers is not None else ()
 
     def counters(self) -> Mapping[str, float]:
-        return self._counters
+        return self._metrics.export()
 
     async def close(self) -> None:
         await self._background.close()
@@ -72,6 +74,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="prefill here what lacks fewer tokens of KV; 0 hands everything off (default %(default)s)",
     )
     group.add_argument(
+        "--require-transport",
+        choices=REQUIRABLE,
+        default="",
+        metavar="KIND",
+        help="refuse connections to prefill nodes that are slower than KIND: shm (memory that both processes of a host "
+        "see: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards that read by themselves: "
+        "rc, dc, ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts those named after it; plain "
+        "TCP satisfies none. Judged by the lanes UCX chose, not by their speed. (default: any, with a warning for TCP)",
+    )
+    group.add_argument(
         "--peer-wait",
         type=float,
         default=60.0,
@@ -82,4 +94,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def make_role(args: argparse.Namespace) -> DecodeRole:
     policy = FailurePolicy(args.kv_failure_policy)
-    return DecodeRole(Settings(tuple(args.prefill), policy, args.handoff_min_tokens, args.peer_wait))
+    return DecodeRole(
+        Settings(tuple(args.prefill), policy, args.handoff_min_tokens, args.peer_wait, args.require_transport)
+    )

@@ -151,6 +151,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
                 generation.fail(PeerError(f"prefill node {prefill_node} is not connected; name another one"))
                 return
             counters["pdserve_handoff_recomputes_total"] += 1
+            counters["pdserve_handoff_recomputed_tokens_total"] += generation.num_tokens
             generation.submit(Mode.LOCAL)
 
 

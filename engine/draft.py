@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.requests import Sequence
-from pdserve.records import KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
+from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
 FULL_STEP = {"cpu": 512, "cuda": 8192}
@@ -83,8 +83,11 @@ class StepDraft:
         sequence.length += num_tokens == missing
         self.participants.prompts.append(sequence)
 
-    def plan(self, step: int, finished: tuple[int, ...], connector: KVConnectorPlan) -> StepPlan:
-        return StepPlan(step, finished, tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks), connector)
+    def plan(
+        self, step: int, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]
+    ) -> StepPlan:
+        new, scheduled, new_blocks = tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks)
+        return StepPlan(step, finished, new, scheduled, new_blocks, connector, digests)
 
     def _tell_blocks(self, sequence: Sequence) -> None:
         """The runner is told of all blocks of a sequence; together with the sequence where it does not know that."""

@@ -39,6 +39,7 @@ from engine.messages import (
     StartFailed,
     Status,
     ToEngine,
+    Totals,
 )
 from engine.pulse import Pulse
 from pdserve import errors
@@ -69,12 +70,13 @@ class EngineLink:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
-        self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
         self.pulse = Pulse(config.peer_timing.answer_within)
         self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_unclaimed: Handler = lambda event: None  # an event of a request that was closed here meanwhile
+        self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # of every read, whoever waits for it
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
 
@@ -102,7 +104,7 @@ class EngineLink:
         ready = await self._started
         self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
         total = ready.kv_layout.num_blocks
-        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, 0)
+        self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
 
     async def shutdown(self, seconds: float = 1.0) -> None:
         """End the engine: ask, then terminate, then kill. Takes little more than twice ``seconds``. Idempotent."""
@@ -159,6 +161,8 @@ class EngineLink:
 
     def _dispatch(self, batch: Batch) -> None:
         self.status = batch.status
+        for read in batch.reads:
+            self.on_read(read)
         events: Iterable[Event] = itertools.chain(
             batch.reserved, batch.refused, batch.reads, batch.outputs, batch.leased
         )

@@ -20,7 +20,7 @@ How a request goes on D, with handoff:
       Cancel                      ──►                                         blocks come back (or are quarantined)
 
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; with the last, in the same batch, also
-outputs(first tokens).   FreeLease(rid) ──►
+outputs(first tokens).   FreeLease(rid) ──►   In integrity mode each leased follows a step later, with its digests.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     epoch: str
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
+    digests: tuple[int, ...] = ()  # of these blocks, as P has announced them; in integrity mode, else none
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
@@ -164,13 +165,15 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Of one part of a prompt."""
+    """Of one part of a prompt. The request may have been given up meanwhile."""
 
     rid: int
     error: str  # empty: all bytes arrived
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
+    num_corrupt: int = 0  # blocks with another digest than P has announced
+    epoch: str = ""  # of the peer
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +182,22 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
     num_tokens: int  # of the prompt, up to the end of these blocks
+    digests: tuple[int, ...] = ()  # of these blocks, in integrity mode
+
+
+class Totals(msgspec.Struct, array_like=True):
+    """What an engine has counted since it started; ``X`` is exported as ``pdserve_X_total``."""
+
+    steps: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0  # whose KV a preemption dropped: it is computed again
+    prompt_tokens: int = 0
+    prefix_cached_tokens: int = 0  # of the prompts
+    output_tokens: int = 0
+    host_seconds: float = 0.0  # of the step loop, without waiting for results
+
+    def export(self) -> dict[str, float]:
+        return {f"pdserve_{name}_total": getattr(self, name) for name in self.__struct_fields__}
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
@@ -192,13 +211,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     waiting: int
     reading: int
     running: int
-    steps: int
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    host_seconds: float = 0.0
+    totals: Totals
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from engine.messages import Status
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.wire import layout_to_pb
@@ -75,8 +74,8 @@ class NodeService(pb_grpc.NodeServicer):
             waiting=status.waiting,
             reading=status.reading,
             running=status.running,
-            steps=status.steps,
-            counters={**engine_counters(status), **self._gaps(), **self._node.role.counters()},
+            steps=status.totals.steps,
+            counters={**status.totals.export(), **self._gaps(), **self._node.role.counters()},
         )
 
     def _gaps(self) -> dict[str, float]:
@@ -87,17 +86,6 @@ class NodeService(pb_grpc.NodeServicer):
             "pdserve_engine_thread_gap_max_seconds": beat.thread_gap,
             "pdserve_event_loop_gap_max_seconds": self._node.watch.longest_gap,
         }
-
-
-def engine_counters(status: Status) -> dict[str, float]:
-    return {
-        "pdserve_preemptions_total": status.preemptions,
-        "pdserve_recomputed_tokens_total": status.recomputed_tokens,
-        "pdserve_host_seconds_total": status.host_seconds,
-        "pdserve_prefix_cached_tokens_total": status.cached_tokens,
-        "pdserve_prompt_tokens_total": status.prompt_tokens,
-        "pdserve_output_tokens_total": status.output_tokens,
-    }
 
 
 def add_node_service(node: Node) -> None:

@@ -45,4 +45,4 @@ class Pipeline:
 
 
 def _has_orders(plan: StepPlan) -> bool:
-    return bool(plan.scheduled or plan.finished) or plan.connector != NO_ORDERS
+    return bool(plan.scheduled or plan.finished or plan.digests) or plan.connector != NO_ORDERS

@@ -99,6 +99,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
         full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
         eos_token_ids=config.model.eos_token_ids,
+        kv_checksum=config.kv_checksum,
     )
 
 

@@ -1,11 +1,10 @@
-"""Collects what one turn of the step loop has to tell the front, and counts since start."""
+"""Collects what one turn of the step loop has to tell the front."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.blocks import BlockPool, Use
 from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
 from pdserve.transports import Connected
 
@@ -55,36 +54,3 @@ class Report:
             entries.clear()
         self.status_changed = False
         return batch
-
-
-@dataclass(slots=True)
-class Totals:
-    """Since the engine started."""
-
-    steps: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    host_seconds: float = 0.0  # of the step loop, without waiting for results
-
-    def status(self, pool: BlockPool, *, waiting: int, reading: int, running: int) -> Status:
-        """Together with what there is at present."""
-        return Status(
-            free=pool.count(Use.FREE),
-            held=pool.count(Use.HELD),
-            leased=pool.count(Use.LEASED),
-            quarantined=pool.count(Use.QUARANTINED),
-            total=pool.total,
-            waiting=waiting,
-            reading=reading,
-            running=running,
-            steps=self.steps,
-            preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed_tokens,
-            cached_tokens=self.cached_tokens,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            host_seconds=self.host_seconds,
-        )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
+import msgspec
+
+from engine.digests import Digests
 from engine.messages import ReadEnded, Reserved, StartRead
 from engine.report import Report
 from engine.requests import Sequence
@@ -12,13 +16,18 @@ from pdserve.records import ReadResult
 
 
 class Reservations:
-    """By request id. A read belongs to its reservation; without one it is abandoned, and its blocks quarantined."""
+    """By request id. A read belongs to its reservation; without one it is abandoned, and its blocks quarantined.
 
-    def __init__(self, transfers: Transfers, report: Report, block_size: int) -> None:
+    With ``digests``, a read has ended for the front only when its blocks have been found to be what P has announced.
+    """
+
+    def __init__(self, transfers: Transfers, report: Report, digests: Digests | None, block_size: int) -> None:
         self._transfers = transfers
         self._report = report
+        self._digests = digests
         self._block_size = block_size
         self._sequences: dict[int, Sequence] = {}
+        self._to_check: dict[int, StartRead] = {}  # by read
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -38,28 +47,61 @@ class Reservations:
         sequence = self._sequences.get(message.rid)
         if sequence is None:
             return
-        request, num_tokens = sequence.request, message.num_tokens
+        request = sequence.request
         start = max(request.announced, sequence.num_computed // self._block_size)
-        end = -(-num_tokens // self._block_size)
-        if num_tokens > sequence.prompt_len or (num_tokens % self._block_size and num_tokens != sequence.prompt_len):
-            text = f"the peer named blocks up to token {num_tokens} of a prompt of {sequence.prompt_len}"
-            self._report.reads.append(ReadEnded(request.rid, text))
-        elif start + len(message.remote_blocks) != end:
-            text = f"the peer named {len(message.remote_blocks)} blocks where {end - start} are missing"
-            self._report.reads.append(ReadEnded(request.rid, text))
-        else:
-            request.announced = end
-            local = tuple(sequence.blocks[start:end])
-            request.reads.add(self._transfers.start_read(request.rid, message.epoch, local, message.remote_blocks))
+        end = -(-message.num_tokens // self._block_size)
+        problem = self._problem(message, sequence.prompt_len, end - start)
+        if problem:
+            self._report.reads.append(ReadEnded(request.rid, problem, epoch=message.epoch))
+            return
+        request.announced = end
+        local = tuple(sequence.blocks[start:end])
+        read = self._transfers.start_read(request.rid, message.epoch, local, message.remote_blocks)
+        request.reads.add(read)
+        if self._digests is not None:
+            self._to_check[read] = message
 
     def reads_ended(self, results: Iterable[ReadResult]) -> None:
-        """Tell the front of reads that somebody waits for; free the blocks of the others."""
+        """Tell the front of reads, but check first what somebody waits for; free the blocks of the others."""
         for result in results:
-            rid = self._transfers.ended(result.read_id)
-            if rid is None:
-                self._report.status_changed = True
-                continue
-            self._sequences[rid].request.reads.discard(result.read_id)
-            self._report.reads.append(
-                ReadEnded(rid, result.error, result.num_bytes, result.num_descriptors, result.seconds)
+            reading = self._transfers.ended(result.read_id)
+            rid, error, sizes = reading.rid, result.error, (result.num_bytes, result.num_descriptors)
+            ended = ReadEnded(rid, error, *sizes, result.seconds, epoch=reading.epoch)
+            asked = self._to_check.pop(result.read_id, None)
+            if not reading.abandoned:
+                self._sequences[rid].request.reads.discard(result.read_id)
+            if asked is None or reading.abandoned or error:
+                self._report.reads.append(ended)
+            else:
+                self._check(asked, ended)
+
+    def _problem(self, message: StartRead, prompt_len: int, num_missing: int) -> str:
+        """What a peer got wrong when it announced blocks; "" if nothing."""
+        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
+        if num_tokens > prompt_len or (num_tokens % self._block_size and num_tokens != prompt_len):
+            return f"the peer named blocks up to token {num_tokens} of a prompt of {prompt_len}"
+        if not num_blocks or num_blocks != num_missing:
+            return f"the peer named {num_blocks} blocks where {num_missing} are missing"
+        if self._digests is not None and len(message.digests) != num_blocks:
+            return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
+        return ""
+
+    def _check(self, asked: StartRead, ended: ReadEnded) -> None:
+        assert self._digests is not None
+        end = -(-asked.num_tokens // self._block_size)
+        local = self._sequences[asked.rid].blocks[end - len(asked.remote_blocks) : end]
+        self._digests.order(local, asked.num_tokens, partial(self._compare, asked, ended))
+
+    def _compare(self, asked: StartRead, ended: ReadEnded, found: tuple[int, ...]) -> None:
+        """Digests of the blocks as read are there. Where the request has gone, they may be of anything."""
+        corrupt = [index for index, digest in enumerate(found) if digest != asked.digests[index]]
+        if corrupt and asked.rid in self._sequences:
+            index = corrupt[0]
+            block = -(-asked.num_tokens // self._block_size) - len(found) + index
+            text = (
+                f"checksum of {len(corrupt)} of {len(found)} blocks differs: block {block} of the prompt, "
+                f"{asked.remote_blocks[index]} at the peer, was announced with {asked.digests[index] % 2**64:#018x} "
+                f"and arrived with {found[index] % 2**64:#018x}"
             )
+            ended = msgspec.structs.replace(ended, error=text, num_corrupt=len(corrupt))
+        self._report.reads.append(ended)

@@ -21,12 +21,15 @@ from collections import deque
 from collections.abc import Collection
 from itertools import islice
 
-from engine.blocks import BlockPool
+import msgspec
+
+from engine.blocks import BlockPool, Use
 from engine.choices import Choices
+from engine.digests import Announcements, Digests
 from engine.draft import Participants, StepDraft
 from engine.kv_space import KVSpace
-from engine.messages import Batch, Mode, Refused, Status, Submit
-from engine.report import Report, Totals
+from engine.messages import Batch, Mode, Refused, Status, Submit, Totals
+from engine.report import Report
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
 from engine.transfers import Transfers
@@ -49,6 +52,7 @@ class Scheduler:
         full_step: int,
         max_waiting: int,
         eos_token_ids: Collection[int] = (),
+        kv_checksum: bool = False,
     ) -> None:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
@@ -63,7 +67,10 @@ class Scheduler:
         self._choices = Choices(block_size, eos_token_ids, self.report)
         self._requests: dict[int, Request] = {}
         self._waiting: deque[Sequence] = deque()
-        self.reservations = Reservations(self.transfers, self.report, block_size)
+        self._digests = Digests(block_size)
+        checks = self._digests if kv_checksum else None
+        self._announcements = Announcements(self.report, self.transfers, checks)
+        self.reservations = Reservations(self.transfers, self.report, checks, block_size)
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
         self._in_flight: deque[Participants] = deque()  # per step that was planned and not applied, oldest first
         self._forgotten: list[int] = []  # sequences the runner must drop
@@ -129,9 +136,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True when ``plan`` would have nothing for the runner or the connector, until a command or a result comes."""
-        if self._running or self._forgotten or self.transfers.has_orders:
-            return False
-        return self._head is None or not self._kv.fits(self._head)
+        orders = self._forgotten or self.transfers.has_orders or self._digests.has_orders
+        return not (self._running or orders or (self._head is not None and self._kv.fits(self._head)))
 
     def plan(self) -> StepPlan:
         """The next step: every decode, then prompts one after the other, within the token budget."""
@@ -141,15 +147,15 @@ class Scheduler:
         if draft.participants:
             self._in_flight.append(draft.participants)
         self._num_plans += 1
-        plan = draft.plan(self._num_plans, tuple(self._forgotten), self.transfers.take_orders())
-        self._forgotten.clear()
-        return plan
+        finished, self._forgotten = tuple(self._forgotten), []
+        return draft.plan(self._num_plans, finished, self.transfers.take_orders(), self._digests.take_orders())
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput) -> None:
         """Take in what the step produced."""
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples)
             self.totals.steps += 1
+        self._digests.arrived(output.step.digests)
         self.reservations.reads_ended(output.connector.finished_recving)
         self.report.connected += output.connector.connected
         self.report.failed_peers += output.connector.failed_peers
@@ -160,9 +166,10 @@ class Scheduler:
         return self.report.take(self.status()) if self.report else None
 
     def status(self) -> Status:
-        return self.totals.status(
-            self.pool, waiting=len(self._waiting), reading=len(self.reservations), running=len(self._running)
-        )
+        count = self.pool.count
+        blocks = count(Use.FREE), count(Use.HELD), count(Use.LEASED), count(Use.QUARANTINED)
+        requests = len(self._waiting), len(self.reservations), len(self._running)
+        return Status(*blocks, self.pool.total, *requests, msgspec.structs.replace(self.totals))
 
     # ------------------------------------------------------------ planning
 
@@ -187,7 +194,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence.seq]
         self.totals.preemptions += 1
-        self.totals.recomputed_tokens += sequence.num_computed
+        self.totals.preempted_tokens += sequence.num_computed
         self._forget_in_runner(sequence)
         self._give_back(sequence)
         self._waiting.appendleft(sequence)
@@ -208,7 +215,7 @@ class Scheduler:
             self._waiting.popleft()
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
-                self.totals.cached_tokens += sequence.num_computed
+                self.totals.prefix_cached_tokens += sequence.num_computed
                 self.totals.prompt_tokens += sequence.prompt_len
             if handoff:
                 self.reservations.add(sequence)
@@ -245,7 +252,7 @@ class Scheduler:
         """More of a prompt is there; ``samples`` are empty unless this was its end."""
         goes_on = not samples or self._take_samples(sequence, samples)
         if sequence.request.mode is Mode.LEASE and (leased := self._kv.lease(sequence)) is not None:
-            self.report.leased.append(leased)
+            self._announcements.add(leased)
         self._branch(sequence)
         if not goes_on:
             self._finish(sequence)

@@ -26,9 +26,13 @@ from pdserve.records import KVConnectorPlan, KVRead, Peer
 
 
 @dataclass(slots=True)
-class _Reading:
-    rid: int | None  # None: abandoned
+class Reading:
+    """A read in flight, and the request it was ordered for."""
+
+    rid: int
+    epoch: str  # of the peer
     blocks: tuple[int, ...]
+    abandoned: bool = False  # the request does not wait for it any more
 
 
 class Transfers:
@@ -36,7 +40,7 @@ class Transfers:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._reads: dict[int, _Reading] = {}
+        self._reads: dict[int, Reading] = {}
         self._leases: dict[int, list[int]] = {}  # by rid
         self._connect: list[Peer] = []
         self._disconnect: list[str] = []
@@ -69,23 +73,23 @@ class Transfers:
         """Order a read into held blocks ``local``; returns its number."""
         read = KVRead(read_id=self._next_id, epoch=epoch, local_blocks=local, remote_blocks=remote)
         self._next_id += 1
-        self._reads[read.read_id] = _Reading(rid, local)
+        self._reads[read.read_id] = Reading(rid, epoch, local)
         self._orders.append(read)
         return read.read_id
 
     def abandon(self, read_id: int) -> tuple[int, ...]:
         """Nobody waits for this read any more: its blocks go from held to quarantined. Returns them."""
         reading = self._reads[read_id]
-        reading.rid = None
+        reading.abandoned = True
         self._pool.move(reading.blocks, Use.HELD, Use.QUARANTINED)
         return reading.blocks
 
-    def ended(self, read_id: int) -> int | None:
-        """No byte of it can land any more. Returns the request that waits for it; None frees an abandoned one."""
+    def ended(self, read_id: int) -> Reading:
+        """No byte of it can land any more: frees its blocks where it was abandoned."""
         reading = self._reads.pop(read_id)
-        if reading.rid is None:
+        if reading.abandoned:
             self._pool.drop(reading.blocks, Use.QUARANTINED)
-        return reading.rid
+        return reading
 
     # ------------------------------------------------------------ leases
 
@@ -93,6 +97,9 @@ class Transfers:
         """A peer may read these held blocks, too, from now on."""
         self._pool.lease(blocks)
         self._leases.setdefault(rid, []).extend(blocks)
+
+    def is_leased(self, rid: int) -> bool:
+        return rid in self._leases
 
     def free_lease(self, rid: int) -> None:
         """No peer reads them any more. Unknown leases are ignored."""

@@ -40,6 +40,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
+    kv_checksum: bool = False  # compare KV that was read from a peer with what the peer computed
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
     cuda_graphs: str = "auto"  # auto: where V2 runs on a GPU
@@ -70,6 +71,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str
     max_model_len: int
     kv_layout: KVLayout
+    kv_checksum: bool
     measure_kv_memory: bool  # the runner measures how many blocks there is room for; kv_layout has an estimate
     gpu_memory_utilization: float  # share of the GPU's memory that weights, steps and KV cache take together
     attention_backend: str
@@ -117,6 +119,7 @@ def resolve(
         load_format=options.load_format,
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
         kv_layout=layout,
+        kv_checksum=options.kv_checksum,
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.gpu_memory_utilization,
         attention_backend=backend,
@@ -127,7 +130,7 @@ def resolve(
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
-        compat_fields=_compat_fields(model, model_dir, options.load_format, layout),
+        compat_fields=_compat_fields(model, model_dir, options, layout),
         choices=tuple(choices),
     )
 
@@ -276,15 +279,16 @@ def model_name(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _compat_fields(model: ModelConfig, model_dir: Path, load_format: str, layout: KVLayout) -> dict[str, str]:
+def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
     """What must be equal on both sides of a handoff, by name, so that a refusal can say what differs."""
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
-        "weights": "dummy" if load_format == "dummy" else weights_fingerprint(model_dir),
+        "weights": "dummy" if options.load_format == "dummy" else weights_fingerprint(model_dir),
         "kv_dtype": layout.dtype,
         "num_layers": str(layout.num_layers),
         "num_kv_heads": str(layout.num_kv_heads),
         "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
+        "kv_checksum": "on" if options.kv_checksum else "off",
     }

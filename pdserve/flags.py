@@ -154,6 +154,11 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         "--kv-cache-memory", type=parse_size, metavar="SIZE", help="bytes, or with K, M, G, KiB, MiB, GiB"
     )
     cache.add_argument(
+        "--kv-checksum",
+        action="store_true",
+        help="compare KV that was read with a digest from the prefill node; on both kinds of nodes or on neither",
+    )
+    cache.add_argument(
         "--gpu-memory-utilization",
         type=_fraction,
         default=_default("gpu_memory_utilization"),
@@ -202,5 +207,6 @@ def node_flags_of(options: NodeOptions) -> list[str]:
     for name in NodeOptions.__struct_fields__:
         value = getattr(options, name)
         if name != "model" and value != defaults[name]:
-            flags += ["--" + name.replace("_", "-"), str(value)]
+            flag = "--" + name.replace("_", "-")
+            flags += [flag] if value is True else [flag, str(value)]
     return flags

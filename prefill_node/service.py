@@ -90,6 +90,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             lease_ms=int(self._leases.table.seconds * 1000),
             block_ids=part.block_ids,
             num_tokens=part.num_tokens,
+            digests=part.digests,
         )
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:

@@ -128,6 +128,7 @@ def node_config(
         load_format=load_format,
         max_model_len=max_model_len,
         kv_layout=layout,
+        kv_checksum=False,
         measure_kv_memory=False,
         gpu_memory_utilization=0.9,
         attention_backend=attention_backend,

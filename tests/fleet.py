@@ -120,8 +120,13 @@ class NodeProcess(Process):
             return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
 
     def counter(self, name: str) -> float:
-        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total"."""
-        return self.status().counters[f"pdserve_{name}_total"]
+        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total".
+
+        The sum over all labels.
+        """
+        found = [value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"]
+        assert found, f"{self.child.name} has no counter {name}"
+        return sum(found)
 
     def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
         """Wait until no block is held, leased or quarantined. Checks that blocks always add up to the total."""

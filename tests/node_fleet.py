@@ -52,7 +52,8 @@ class Nodes:
         return self.prefill.address
 
     def counter(self, name: str, node: NodeProcess | None = None) -> float:
-        return (node or self.decode).status().counters[name]
+        """See ``NodeProcess.counter``."""
+        return (node or self.decode).counter(name)
 
     def wait_peers(self, node: NodeProcess, count: int) -> None:
         """Wait until a decode node is connected to so many prefill nodes."""

@@ -817,6 +817,7 @@ class KVReady(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     lease_ms: _builtins.int
     """P keeps all of them until the last are announced and at least so long after that"""
@@ -824,6 +825,10 @@ class KVReady(_message.Message):
     """prompt tokens whose KV is ready, the skipped ones included; all: these were the last"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these blocks, where --kv-checksum is on"""
+
     def __init__(
         self,
         *,
@@ -831,10 +836,11 @@ class KVReady(_message.Message):
         lease_ms: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "lease", b"lease", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "lease", b"lease", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

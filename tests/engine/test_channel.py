@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from engine.channel import Channel, ChannelClosed
-from engine.messages import FRAME_HEADER, Batch, Cancel, FromEngine, Mode, Output, Status, Submit, ToEngine
+from engine.messages import FRAME_HEADER, Batch, Cancel, FromEngine, Mode, Output, Status, Submit, ToEngine, Totals
 from pdserve.records import Sample, SamplingParams
 
-STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, 0)
+STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
 
 
 def frame(message: ToEngine) -> bytes:

@@ -20,7 +20,7 @@ def test_the_next_step_is_launched_before_the_last_ones_tokens_are_taken(depth: 
     node.submit(0, [1, 2, 3], SamplingParams(max_tokens=10), Mode.LOCAL)
     node.run()
     assert node.tokens[0, 0] == reference([1, 2, 3], 0, 10)
-    assert node.scheduler.status().steps == 10
+    assert node.scheduler.status().totals.steps == 10
     assert node.runner.num_overlapped == overlapped
     node.close()
 

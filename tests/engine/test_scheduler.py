@@ -61,7 +61,7 @@ def test_local_requests_are_exact_under_preemption(
             expected[rid, choice] = tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
     node.run()
     assert {key: (node.tokens[key], node.finished[key]) for key in expected} == expected
-    assert node.scheduler.status().output_tokens == sum(len(tokens) for tokens, _ in expected.values())
+    assert node.scheduler.status().totals.output_tokens == sum(len(tokens) for tokens, _ in expected.values())
     node.assert_all_free()
     node.close()
 
@@ -72,7 +72,7 @@ def test_the_second_request_finds_the_first_ones_prefix(make: Make) -> None:
     for rid in range(2):
         node.submit(rid, prompt, SamplingParams(max_tokens=2), Mode.LOCAL)
         node.run()
-    assert node.scheduler.status().cached_tokens == 20
+    assert node.scheduler.status().totals.prefix_cached_tokens == 20
     assert node.tokens[0, 0] == node.tokens[1, 0] == reference(prompt, 0, 2)
 
 
@@ -84,7 +84,7 @@ def test_what_was_generated_is_found_again(make: Make) -> None:
     node.run()
     node.submit(1, [*prompt, *node.tokens[0, 0], 5], SamplingParams(max_tokens=1), Mode.LOCAL)
     node.run()
-    assert node.scheduler.status().cached_tokens == 2 * BLOCK
+    assert node.scheduler.status().totals.prefix_cached_tokens == 2 * BLOCK
 
 
 def test_choices_share_their_prompts_blocks(make: Make) -> None:
@@ -221,7 +221,7 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
     node.submit(0, list(range(20)), SamplingParams(max_tokens=9), mode)
     node.run()
     assert node.runner.num_tokens == 20 + (8 if mode is Mode.LOCAL else 0)
-    assert node.scheduler.status().output_tokens == (9 if mode is Mode.LOCAL else 1)
+    assert node.scheduler.status().totals.output_tokens == (9 if mode is Mode.LOCAL else 1)
 
 
 def test_long_prompts_are_computed_one_after_the_other(make: Make) -> None:
@@ -271,5 +271,5 @@ def test_a_stop_token_frees_the_blocks_once_no_step_writes_to_them(make: Make, d
     assert (status.running, status.held > 0) == (0, depth == 2)
     node.run()
     assert node.tokens[0, 0] == reference(prompt, 0, 3)
-    assert node.scheduler.status().output_tokens == 3
+    assert node.scheduler.status().totals.output_tokens == 3
     node.assert_all_free()

@@ -27,13 +27,13 @@ def test_handed_off_equals_local(length: int, nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         prompt = prompt_of(length)
         local = client.generate(prompt, greedy(12), cache_salt="local").tokens
-        before = nodes.decode.status().counters
+        read, failed = nodes.counter("kv_read_bytes"), nodes.counter("handoff_failures")
         assert client.generate(prompt, greedy(12), nodes.main).tokens == local
-        assert nodes.counter("pdserve_kv_read_bytes_total") > before["pdserve_kv_read_bytes_total"]
+        assert nodes.counter("kv_read_bytes") > read
         # Once more: now D has all but the end of it.
         again = client.generate(prompt, greedy(12), nodes.main)
         assert again.tokens == local
-    assert nodes.counter("pdserve_handoff_failures_total") == before["pdserve_handoff_failures_total"]
+    assert nodes.counter("handoff_failures") == failed
 
 
 def test_choices_share_one_handoff(nodes: Nodes) -> None:
@@ -41,7 +41,7 @@ def test_choices_share_one_handoff(nodes: Nodes) -> None:
     prompt = prompt_of(100, seed=1)
     with RouterClient(nodes.decode.address) as client:
         local = client.generate(prompt, sampling, cache_salt="local")
-        handoffs = nodes.counter("pdserve_handoffs_total")
+        handoffs = nodes.counter("handoffs")
         remote = client.generate(prompt, sampling, nodes.main)
     assert remote.choices == local.choices
     assert [len(tokens) for tokens in remote.choices.values()] == [10, 10, 10]
@@ -51,7 +51,7 @@ def test_choices_share_one_handoff(nodes: Nodes) -> None:
         assert [entry.top_ids for entry in remote.logprobs[choice]] == [
             entry.top_ids for entry in local.logprobs[choice]
         ]
-    assert nodes.counter("pdserve_handoffs_total") == handoffs + 1
+    assert nodes.counter("handoffs") == handoffs + 1
 
 
 @pytest.mark.parametrize("by", ["max_tokens", "stop"])
@@ -59,14 +59,14 @@ def test_a_request_that_its_first_token_ends_reads_nothing(by: str, nodes: Nodes
     prompt = prompt_of(64, seed=2)
     with RouterClient(nodes.decode.address) as client:
         first = client.generate(prompt, greedy(1), cache_salt="local").tokens
-        before = nodes.counter("pdserve_kv_read_bytes_total")
+        before = nodes.counter("kv_read_bytes")
         sampling = greedy(1) if by == "max_tokens" else greedy(5, stop_token_ids=tuple(first))
         result = client.generate(prompt, sampling, nodes.main)
     assert result.tokens == first
     assert result.finish[0] == ("length" if by == "max_tokens" else "stop")
     nodes.decode.wait_idle()
     nodes.prefill.wait_idle()
-    assert nodes.counter("pdserve_kv_read_bytes_total") == before
+    assert nodes.counter("kv_read_bytes") == before
 
 
 def test_a_choice_that_its_first_token_ends_does_not_end_the_others(nodes: Nodes) -> None:
@@ -85,13 +85,13 @@ def test_a_choice_that_its_first_token_ends_does_not_end_the_others(nodes: Nodes
 
 def test_short_and_cached_prompts_stay_here(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
-        handoffs, local = nodes.counter("pdserve_handoffs_total"), nodes.counter("pdserve_local_prefills_total")
+        handoffs, local = nodes.counter("handoffs"), nodes.counter("local_prefills")
         client.generate(prompt_of(31, seed=4), greedy(2), nodes.main)
         long = prompt_of(200, seed=4)
         client.generate(long, greedy(2))  # fills the prefix cache
         client.generate([*long[:192], 5, 6, 7], greedy(2), nodes.main)
-        assert nodes.counter("pdserve_handoffs_total") == handoffs
-        assert nodes.counter("pdserve_local_prefills_total") == local + 3
+        assert nodes.counter("handoffs") == handoffs
+        assert nodes.counter("local_prefills") == local + 3
 
 
 def test_only_what_is_not_cached_is_read(nodes: Nodes) -> None:
@@ -99,9 +99,9 @@ def test_only_what_is_not_cached_is_read(nodes: Nodes) -> None:
     prefix = prompt_of(80, seed=5)
     with RouterClient(nodes.decode.address) as client:
         client.generate(prefix, greedy(2))
-        before = nodes.counter("pdserve_kv_read_bytes_total")
+        before = nodes.counter("kv_read_bytes")
         client.generate([*prefix, *prompt_of(64, seed=6)], greedy(2), nodes.main)
-        assert nodes.counter("pdserve_kv_read_bytes_total") == before + 64 // BLOCK * block_bytes
+        assert nodes.counter("kv_read_bytes") == before + 64 // BLOCK * block_bytes
 
 
 def test_an_unknown_prefill_node_means_prefill_here(nodes: Nodes) -> None:

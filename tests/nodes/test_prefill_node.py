@@ -75,11 +75,11 @@ def test_every_choice_gets_its_first_token(nodes: Nodes) -> None:
 
 def test_a_lease_expires(nodes: Nodes) -> None:
     epoch = nodes.short.describe().epoch
-    before = nodes.counter("pdserve_leases_expired_total", nodes.short)
+    before = nodes.counter("leases_expired", nodes.short)
     with prefill_stub(nodes.short.address) as stub:
         _, _, ready = run(stub, prefill_request(epoch))
         nodes.short.wait_idle()
-        assert nodes.counter("pdserve_leases_expired_total", nodes.short) == before + 1
+        assert nodes.counter("leases_expired", nodes.short) == before + 1
         assert not stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease)).stood
 
 
