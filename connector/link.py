@@ -33,8 +33,9 @@ from pdserve.transports import Connected
 
 logger = logging.getLogger(__name__)
 
-# Copies within a host happen while posting, so a piece bounds how long one post keeps the thread from the others.
-PIECE_BYTES = 8 * 2**20
+# By the device that is read into. Copies between processes of a host happen while posting, so there a piece bounds how
+# long one post keeps the thread from the others. A GPU copies by itself, and is to have enough to do between two polls.
+PIECE_BYTES = {"cpu": 8 * 2**20, "cuda": 64 * 2**20}
 PIECES_IN_FLIGHT = 4
 GREETING_BYTES = 64
 GRACE_SECONDS = 0.5  # for what is in flight when a link is given up
@@ -113,7 +114,7 @@ class Link:
         try:
             if self.lost:
                 raise PeerError(self.lost)
-            pieces = plan_read(read, self._blocks, PIECE_BYTES)
+            pieces = plan_read(read, self._blocks, PIECE_BYTES[self._home.region.device])
         except PeerError as error:
             self._home.outbox.refused(read, f"{self._name}: {error}")
             return

@@ -34,7 +34,8 @@ from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)
 
-FIRST_SLEEP, LONGEST_SLEEP = 20e-6, 400e-6  # seconds between polls of reads in flight
+FIRST_SLEEP = 20e-6  # seconds between polls of reads in flight, twice as long each time nothing has moved …
+LONGEST_SLEEP = {"cpu": 400e-6, "cuda": 50e-6}  # … up to this, by the device that is read into
 SLEEP_WHILE_DRAINING = 0.02  # seconds, when all that is left are reads from lost peers
 CLOSE_SECONDS = 1.0
 
@@ -124,7 +125,7 @@ class NixlConnector:
         self._rank = RankKV(self._name, self._agent.metadata(), region, layout)
 
     def _work(self) -> None:
-        sleep = 0.0
+        sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._home.region.device]
         while not self._stopping:
             busy = [link for link in self._links.values() if link.busy]
             self._take_orders(sleep if busy else None)
@@ -132,7 +133,7 @@ class NixlConnector:
             if True in moved:
                 sleep = 0.0
             else:
-                longest = SLEEP_WHILE_DRAINING if all(link.lost for link in busy) else LONGEST_SLEEP
+                longest = SLEEP_WHILE_DRAINING if all(link.lost for link in busy) else longest_sleep
                 sleep = min(max(2 * sleep, FIRST_SLEEP), longest)
             self._forget_drained()
 
@@ -231,4 +232,4 @@ class NixlConnector:
         while any(link.busy for link in self._links.values()) and time.monotonic() < deadline:
             for link in self._links.values():
                 link.advance()
-            time.sleep(LONGEST_SLEEP)
+            time.sleep(LONGEST_SLEEP[self._home.region.device])
