@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,10 +76,11 @@ class Pair:
 
 
 @contextmanager
-def start_pair(checkpoint: Path) -> Iterator[Pair]:
+def start_pair(checkpoint: Path, flags: Sequence[str] = ()) -> Iterator[Pair]:
+    """``flags`` are those of both nodes, where the usual ones will not do."""
     with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
-        proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS]).address
-        decodes.start_decode(checkpoint, [*FLAGS, "--prefill", proxy.address])
+        proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS, *flags]).address
+        decodes.start_decode(checkpoint, [*FLAGS, *flags, "--prefill", proxy.address])
         prefills.wait_ready()
         decodes.wait_ready()
         pair = Pair(prefills, decodes, proxy)

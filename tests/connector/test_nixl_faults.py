@@ -181,6 +181,31 @@ def test_the_next_life_of_a_node(make_source: MakeSource, make_reader: MakeReade
     assert reader.touched() == {1, 3}
 
 
+def test_nothing_of_dead_peers_is_kept(make_source: MakeSource, make_reader: MakeReader) -> None:
+    """Neither sockets and other open files nor threads, however often a peer comes back."""
+    reader = make_reader(connector(), SMALL)
+
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{things}")) for things in ("fd", "task")]
+
+    def live_and_die() -> None:
+        source = make_source(SMALL)
+        assert reader.connect(source.peer) == ""
+        assert reader.read(source.epoch, [1], [1]).error == ""
+        source.kill()
+        reader.connector.disconnect(source.epoch)
+
+    live_and_die()
+    time.sleep(2.0)  # some of it is let go of a little later
+    before = held()
+    for _ in range(3):
+        live_and_die()
+    deadline = time.monotonic() + 10
+    while any(now > then for now, then in zip(held(), before, strict=True)):
+        assert time.monotonic() < deadline, f"files and threads: {before} before, {held()} now"
+        time.sleep(0.05)
+
+
 def test_metadata_of_somebody_else(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
     rank = msgspec.structs.replace(source.peer.ranks[0], agent="somebody-e1")

@@ -8,7 +8,7 @@
 After each: 5 s later no node holds a block, a node that was stopped or restarted is connected again by itself, and the
 next request is handed off and answered as ever. Never a wrong token.
 
-    python -m pytest tests/e2e/test_fault_table.py -m slow      all of the table, in four minutes
+    python -m pytest tests/e2e/test_fault_table.py      all of the table, in four minutes; scripts/test runs a few rows
 """
 
 from __future__ import annotations
