@@ -16,7 +16,6 @@ import msgspec
 
 from engine.messages import Leased
 from engine.report import Report
-from engine.transfers import Transfers
 from pdserve.records import DigestOrder
 
 Then = Callable[[tuple[int, ...]], None]  # given a number per block
@@ -55,9 +54,8 @@ class Digests:
 class Announcements:
     """Tells the front of leased blocks: at once, or with ``digests`` as soon as there are any."""
 
-    def __init__(self, report: Report, transfers: Transfers, digests: Digests | None) -> None:
+    def __init__(self, report: Report, digests: Digests | None) -> None:
         self._report = report
-        self._transfers = transfers
         self._digests = digests
 
     def add(self, leased: Leased) -> None:
@@ -67,5 +65,5 @@ class Announcements:
             self._digests.order(leased.block_ids, leased.num_tokens, partial(self._add_digested, leased))
 
     def _add_digested(self, leased: Leased, digests: tuple[int, ...]) -> None:
-        if self._transfers.is_leased(leased.rid):  # else it was given up meanwhile, and so were the blocks
-            self._report.leased.append(msgspec.structs.replace(leased, digests=digests))
+        # Told also if the lease has ended meanwhile, as it would be without digests: somebody waits for the last part.
+        self._report.leased.append(msgspec.structs.replace(leased, digests=digests))

@@ -69,7 +69,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._digests = Digests(block_size)
         checks = self._digests if kv_checksum else None
-        self._announcements = Announcements(self.report, self.transfers, checks)
+        self._announcements = Announcements(self.report, checks)
         self.reservations = Reservations(self.transfers, self.report, checks, block_size)
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
         self._in_flight: deque[Participants] = deque()  # per step that was planned and not applied, oldest first

@@ -98,9 +98,6 @@ class Transfers:
         self._pool.lease(blocks)
         self._leases.setdefault(rid, []).extend(blocks)
 
-    def is_leased(self, rid: int) -> bool:
-        return rid in self._leases
-
     def free_lease(self, rid: int) -> None:
         """No peer reads them any more. Unknown leases are ignored."""
         self._pool.drop(self._leases.pop(rid, []), Use.LEASED)

@@ -47,6 +47,42 @@ def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
     fleet.close()
 
 
+@DEPTHS
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(1, 60),
+            st.integers(1, 3),
+            st.booleans(),
+            st.sampled_from(["cancel", "give up", "break", "expire", "corrupt"]),
+            st.sampled_from(["never", *STAGES]),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_with_digests_it_is_exact_too(depth: int, requests: list[tuple[int, int, bool, str, str]]) -> None:
+    """Also where they are announced wrong from some stage on."""
+    jobs = [
+        Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when)
+        for rid, (length, n, shared, what, when) in enumerate(requests)
+    ]
+    fleet = Fleet(Node(96, depth, kv_checksum=True), Node(72, depth, kv_checksum=True), jobs)
+    fleet.run()
+    fleet.close()
+
+
+@DEPTHS
+@pytest.mark.parametrize("length", [4, 16, 30, 59])
+def test_blocks_that_are_no_longer_what_was_announced_are_not_used(depth: int, length: int) -> None:
+    job = Job([3] * length, SamplingParams(max_tokens=6), what="overwrite", when="leased")
+    fleet = Fleet(Node(96, depth, kv_checksum=True), Node(72, depth, kv_checksum=True), [job])
+    fleet.run()
+    assert fleet.d.runner.num_tokens == length + 5, "it has computed the prompt itself"
+    fleet.close()
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     prompt = [draw(st.integers(5, 8))] * draw(st.integers(1, 24) | st.integers(25, 36))

@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from pdserve.kv import KVLayout
-from pdserve.records import KVRegion, Sample, StepOutput, StepPlan
+from pdserve.records import DigestOrder, KVRegion, Sample, StepOutput, StepPlan
 
 VOCAB = 1000
 
@@ -62,6 +62,7 @@ class ToyStep:
     runner: ToyRunner
     step: int
     work: tuple[_Work, ...]
+    digests: tuple[DigestOrder, ...]
 
     def result(self) -> StepOutput:
         return self.runner.compute(self)
@@ -106,7 +107,7 @@ class ToyRunner:
             state = _State(new.seq, list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = new.num_computed
             self._states[new.seq] = state
-        step = ToyStep(self, plan.step, tuple(self._take_in(plan)))
+        step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests)
         self._in_flight.append(step)
         return step
 
@@ -122,13 +123,24 @@ class ToyRunner:
             state.num_computed += work.num_tokens
             if work.num_samples:
                 samples += self._sample(state, work.num_samples)
-        return StepOutput(step.step, tuple(samples))
+        return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)))
 
     def reload_weights(self, model_dir: str) -> None:
         """It has none."""
 
     def close(self) -> None:
         self._states.clear()
+
+    def overwrite(self, block: int) -> None:
+        """As a peer's memory may be by the time it is read."""
+        self._cache[block] += 1
+
+    def _digests(self, order: DigestOrder) -> tuple[int, ...]:
+        size, digests = self.kv_layout.block_size, []
+        for index, block in enumerate(order.block_ids):
+            valid = self._cache[block, 0, 0, :, : order.num_tokens - index * size, 0]
+            digests.append(crc32(valid.tobytes()))
+        return tuple(digests)
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []

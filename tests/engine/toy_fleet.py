@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from toy import reference
@@ -19,7 +19,8 @@ STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", 
 class Job:
     """A request to D. ``what`` happens to it ``when``: at a stage, or turns after arrival.
 
-    "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends.
+    "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends. Where nodes
+    compare digests: "corrupt": those of later blocks are announced wrong; "overwrite": P's blocks have changed by then.
     """
 
     prompt: list[int]
@@ -46,6 +47,8 @@ class Fleet:
     announced: dict[int, int] = field(default_factory=dict)  # tokens
     reading: Counter[int] = field(default_factory=Counter)  # parts
     broken: set[int] = field(default_factory=set)
+    corrupt: set[int] = field(default_factory=set)
+    sampled: defaultdict[int, dict[int, Sample]] = field(default_factory=lambda: defaultdict(dict))  # by P, by choice
     expired: set[int] = field(default_factory=set)
     settled: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
@@ -106,7 +109,7 @@ class Fleet:
         rid = ended.rid
         self.reading[rid] -= 1
         if ended.error:
-            assert rid in self.broken
+            assert rid in self.broken or (ended.num_corrupt and rid in self.corrupt), ended
             self._give_up(rid)
         elif self.announced[rid] < len(self.jobs[rid].prompt):
             self._fate(rid, "part read")
@@ -117,14 +120,20 @@ class Fleet:
 
     def _turn_of_p(self) -> None:
         batch = self.p.turn()
+        for output in batch.outputs:
+            if output.sample:
+                self.sampled[output.rid][output.choice] = output.sample
         for leased in batch.leased:
-            outputs = sorted((o for o in batch.outputs if o.rid == leased.rid), key=lambda o: o.choice)
-            self._lease(leased, tuple(o.sample for o in outputs if o.sample))
+            if leased.rid in self.settled | self.cancelled:  # it was given up while its digests were computed
+                self.p.obey(FreeLease(leased.rid))
+                continue
+            last = leased.num_tokens == len(self.jobs[leased.rid].prompt)
+            self._lease(leased, tuple(sample for _, sample in sorted(self.sampled[leased.rid].items())) if last else ())
 
     def _lease(self, leased: Leased, first: tuple[Sample, ...]) -> None:
         rid = leased.rid
         last = leased.num_tokens == len(self.jobs[rid].prompt)
-        assert bool(first) == last, "first tokens come with the last blocks"
+        assert bool(first) == last, "first tokens come with the last blocks, or before"
         if last and rid in self.expired:  # P's front ends the call instead of announcing them
             self._give_up(rid)
             return
@@ -135,9 +144,14 @@ class Fleet:
         if self._fate(rid, "leased" if last else "part"):
             return
         epoch = "nobody" if rid in self.broken else self.p.epoch
+        digests = leased.digests
+        if rid in self.corrupt and self.jobs[rid].what == "corrupt":
+            digests = (digests[0] ^ 1, *digests[1:])
+        elif rid in self.corrupt:
+            self.p.runner.overwrite(leased.block_ids[-1])
         self.announced[rid] = leased.num_tokens
         self.reading[rid] += 1
-        self.d.obey(StartRead(rid, epoch, leased.block_ids, leased.num_tokens))
+        self.d.obey(StartRead(rid, epoch, leased.block_ids, leased.num_tokens, digests))
         self._fate(rid, "reading" if last else "part reading")
 
     def _fate(self, rid: int, stage: str) -> bool:
@@ -154,6 +168,8 @@ class Fleet:
             self.cancelled.add(rid)
         elif what == "break":
             self.broken.add(rid)
+        elif what in ("corrupt", "overwrite"):
+            self.corrupt.add(rid)
         elif what == "expire" and rid not in self.first:
             self.p.obey(FreeLease(rid))
             self.expired.add(rid)

@@ -27,7 +27,9 @@ _names = count()
 class Node:
     """``turn`` is one pass of its step loop. After every turn and command, the accounts of its blocks are checked."""
 
-    def __init__(self, num_blocks: int, depth: int, *, max_num_seqs: int = 8, full_step: int = 12) -> None:
+    def __init__(
+        self, num_blocks: int, depth: int, *, max_num_seqs: int = 8, full_step: int = 12, kv_checksum: bool = False
+    ) -> None:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=BLOCK,
@@ -35,6 +37,7 @@ class Node:
             max_batch_tokens=BATCH_TOKENS,
             full_step=full_step,
             max_waiting=100,
+            kv_checksum=kv_checksum,
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth)
@@ -49,7 +52,8 @@ class Node:
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[int, int], FinishReason] = {}
-        self.leased: dict[int, tuple[int, ...]] = {}
+        self.leased: dict[int, tuple[int, ...]] = {}  # unless with digests: these come when a lease may have ended
+        self._kv_checksum = kv_checksum
 
     def submit(self, rid: int, prompt: list[int], sampling: SamplingParams, mode: Mode, skip: int = 0) -> None:
         self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, skip_tokens=skip))
@@ -76,7 +80,7 @@ class Node:
             self.tokens[output.rid, output.choice].append(output.sample.token_id)
             if output.finish:
                 self.finished[output.rid, output.choice] = output.finish
-        for leased in batch.leased:
+        for leased in batch.leased if not self._kv_checksum else ():
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
         self._check()
         return batch
