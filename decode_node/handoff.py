@@ -1,179 +1,197 @@
-"""The handoff of one request: reserve on D → prefill on P → read by D → release, or recompute on D.
+"""The handoff of one request on D as a state machine: events in, actions out, no I/O, no clock. See docs/leases.md.
 
-                                  ┌─ part announced: read it, while P computes the next ─┐
-    reserved ─► worth it? ─► Prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
-                   │ no          │ refused, broken     │ all            │ a part     │ lease gone
-                   ▼             ▼                     ▼ ended          ▼ failed     ▼
-             prefill here   ◄────┴─────────────────   done   ◄──────────┴────────────┘   (recompute; or fail: an error)
+    waiting ─part announced─► reading ─all read─► confirming ─it was kept─► confirmed
+       │                         │                    │
+       └────────────────── anything fails ────────────┴──► given up   (recompute, or an error: the caller chooses)
 
-No token is computed from a read that P has not confirmed.
+``limit`` is until when, by our clock, P certainly keeps what it has announced: a lease's length after we sent a request
+that P has answered, less a margin. Nothing is read beyond it. A third of the way there we ask P to extend the lease, as
+long as reads go on; P says no when the lease has ended, and then what was read is worth nothing. No token is computed
+from a read that P has not confirmed.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from dataclasses import dataclass
+from enum import Enum, StrEnum
+from math import inf
 
-from decode_node.background import Background
-from decode_node.cost import worth_handoff
-from decode_node.generation import Generation
-from decode_node.metrics import Metrics
-from decode_node.peers import PrefillPeer
-from decode_node.remote_prefill import PrefillEvent, RemotePrefill
-from decode_node.settings import FailurePolicy, Settings
-from engine.link import EngineLink
-from engine.messages import Cancel, KVConfirmed, PrefillLocally, ReadEnded, StartRead
-from pdserve.errors import NodeError, Overloaded, PdserveError, PeerError
-from pdserve.model_config import ModelConfig
+from engine.messages import KVConfirmed, ReadEnded, StartRead
+from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.wire import logprobs_from_pb, sampling_to_pb
 
-_log = logging.getLogger(__name__)
-
-_MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # D stops reading that much before a lease ends: a share of it, at most seconds
-
-
-Inbox = asyncio.Queue[PrefillEvent | ReadEnded]  # what P and our engine say of one handoff
+_MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # how long before a lease's end reading stops: a share of it, at most seconds
+_EXTEND_SHARE, _EXTEND_MIN = 1 / 3, 0.1  # when to extend: after that share of the time left, at least seconds
+_PATIENCE = 3  # lengths of a lease for which it is extended though no read has ended
 
 
 class ReadFailed(PeerError):
     """The connector's connection to the peer cannot be relied on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handoffs:
-    """What every handoff of a node needs."""
+class Phase(StrEnum):
+    WAITING = "waiting"
+    READING = "reading"
+    CONFIRMING = "confirming"
+    CONFIRMED = "confirmed"
+    GIVEN_UP = "given up"
 
-    link: EngineLink
-    settings: Settings
-    model: ModelConfig
-    metrics: Metrics
-    background: Background
+
+class Ask(Enum):
+    """A request to P about the lease; each is answered by one event."""
+
+    EXTEND = "extend"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The answer to Ask.EXTEND."""
+
+    asked_at: float  # when the request was sent
+    seconds: float  # P keeps the lease so long from when it received it; 0: it has ended
+    error: PdserveError | None = None  # there was no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The answer to Ask.RELEASE."""
+
+    stood: bool
+
+
+Event = (
+    pb.KVReady | ReadEnded | Extended | Released | PdserveError | None
+)  # error: the call has ended; None: time passed
+Action = StartRead | KVConfirmed | Ask
+
+
+class Handoff:
+    """From reserved blocks to KV that may be used. ``asked_at`` is when P was asked to prefill, or earlier."""
+
+    def __init__(self, rid: int, epoch: str, peer: str, num_tokens: int, asked_at: float) -> None:
+        self.rid = rid
+        self.phase = Phase.WAITING
+        self.limit = asked_at
+        self._epoch = epoch
+        self._peer = peer
+        self._num_tokens = num_tokens
+        self._first: tuple[Sample, ...] = ()
+        self._lease = 0
+        self._term = 0.0  # seconds
+        self._announced = 0  # tokens of the prompt
+        self._to_read: list[StartRead] = []
+        self._num_reads = 0  # under way
+        self._progress = asked_at  # when a read began or ended last
+        self._extending = False
+        self._extend_at = inf
+
+    def sampled(self, first: tuple[Sample, ...]) -> None:
+        """P's first tokens have come. Raises PeerError when they have come before."""
+        if self._first:
+            raise PeerError(f"{self._peer} sent first tokens twice")
+        self._first = first
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Take in what has happened; returns what is to be done about it, in this order.
+
+        Raises PdserveError when that ends the handoff; later events are ignored then.
+        """
+        if self.phase in (Phase.CONFIRMED, Phase.GIVEN_UP):
+            return []
+        try:
+            self._take(event, now)
+            return self._next(now)
+        except PdserveError:
+            self.phase = Phase.GIVEN_UP
+            raise
 
     @property
-    def counters(self) -> dict[str, float]:
-        return self.metrics.counters
+    def wake_at(self) -> float:
+        """When ``on(None)`` will have something to do if nothing else happens before."""
+        if self.phase is not Phase.READING:
+            return inf
+        return min(self._extend_at if self._wants_more_time else inf, self.limit if self._num_reads else inf)
 
-    async def run(self, generation: Generation, peer: PrefillPeer) -> None:
-        """From Submit(HANDOFF) to a request that decodes, has ended, or is prefilled here."""
-        cached = await generation.reserved
-        if not worth_handoff(generation.num_tokens - cached, self.settings.handoff_min_tokens):
-            self.counters["pdserve_local_prefills_total"] += 1
-            self.link.send(PrefillLocally(generation.rid))
-            return
-        self.counters["pdserve_handoffs_total"] += 1
-        try:
-            if not peer.connected:
-                raise PeerError(f"{peer.address} was lost while the request waited for room")
-            await self._attempt(generation, peer, cached)
-        except PdserveError as exc:
-            if isinstance(exc, ReadFailed):
-                peer.reset(str(exc))
-            elif isinstance(exc, PeerError):
-                peer.check()
-            self._give_up(generation, exc, generation.num_tokens - cached)
+    # ------------------------------------------------------------ events
 
-    async def _attempt(self, generation: Generation, peer: PrefillPeer, cached_tokens: int) -> None:
-        """The handoff when all goes well; raises PdserveError when it does not."""
-        epoch, name = peer.epoch, peer.node_id  # of this life of it
-        request = _prefill_request(generation, epoch, cached_tokens)
-        inbox: Inbox = asyncio.Queue()
-        generation.on_read = inbox.put_nowait
-        remaining, background = generation.remaining, self.background
-        async with RemotePrefill(peer.stub, name, request, remaining, background, inbox.put_nowait) as prefill:
-            with peer.telling(inbox.put_nowait):
-                started = await self._receive(generation, inbox, epoch, name)
-            if generation.ended:
-                self.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
-                return
-            if not await prefill.release():
-                raise PeerError(f"the lease at {name} ended before its blocks had been read")
-        self.link.send(KVConfirmed(generation.rid, generation.first))
-        self.metrics.exposed.observe(time.monotonic() - started)
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case pb.KVReady():
+                self._on_part(event, now)
+            case ReadEnded():
+                if event.num_corrupt:
+                    raise PeerError(f"what was read from {self._peer} is corrupt: {event.error}")
+                if event.error:
+                    raise ReadFailed(f"reading KV failed: {event.error}")
+                self._num_reads -= 1
+                self._progress = now
+            case Extended():
+                self._on_extended(event, now)
+            case Released():
+                if not event.stood:
+                    raise PeerError(f"the lease at {self._peer} ended before its blocks had been read")
+                self.phase = Phase.CONFIRMED
+            case PdserveError() if not self._complete:
+                raise event
 
-    async def _receive(self, generation: Generation, inbox: Inbox, epoch: str, peer: str) -> float:
-        """Read what P announces as it comes and pass its first tokens on, until all is here or no choice goes on.
+    def _on_part(self, ready: pb.KVReady, now: float) -> None:
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.READING
+            self._lease, self._term = ready.lease, ready.lease_ms / 1000
+            self._set_limit(self.limit, self._term, now)
+        elif ready.lease != self._lease or self._complete:
+            raise PeerError(f"{self._peer} announced blocks of lease {ready.lease} after all those of {self._lease}")
+        self._announced = ready.num_tokens
+        if self._complete and not self._first:
+            raise PeerError(f"{self._peer} announced a whole prompt without first tokens")
+        blocks, digests = tuple(ready.block_ids), tuple(ready.digests)
+        self._to_read.append(StartRead(self.rid, self._epoch, blocks, ready.num_tokens, digests))
 
-        Returns when the first tokens came. Raises ReadFailed when a part cannot be read, at the latest a margin before
-        the lease ends by our clock.
-        """
-        announced = num_reads = 0  # prompt tokens; parts under way
-        seconds = started = 0.0
-        try:
-            async with asyncio.timeout(None) as limit:
-                while announced < generation.num_tokens or num_reads:
-                    match await inbox.get():
-                        case pb.FirstTokens() as tokens:
-                            started = time.monotonic()
-                            self._emit_first(generation, tokens, peer)
-                            if generation.ended:
-                                return started
-                        case pb.KVReady() as ready:
-                            blocks, announced = tuple(ready.block_ids), ready.num_tokens
-                            self.link.send(StartRead(generation.rid, epoch, blocks, announced, tuple(ready.digests)))
-                            num_reads += 1
-                            if announced >= generation.num_tokens:  # the lease's time runs from now on
-                                seconds = _reading_seconds(ready.lease_ms)
-                                limit.reschedule(asyncio.get_running_loop().time() + seconds)
-                        case ReadEnded() as read:
-                            num_reads -= 1
-                            if read.num_corrupt:
-                                raise PeerError(f"what was read from {peer} is corrupt: {read.error}")
-                            if read.error:
-                                raise ReadFailed(f"reading KV failed: {read.error}")
-                        case PdserveError() as error if announced < generation.num_tokens:
-                            raise error
-        except TimeoutError as exc:
-            raise ReadFailed(f"reading took longer than the {seconds:.3g} s that the lease leaves") from exc
-        if not generation.first:
-            raise PeerError(f"{peer} announced a whole prompt without first tokens")
-        return started
+    def _on_extended(self, answer: Extended, now: float) -> None:
+        self._extending = False
+        if self.phase is not Phase.READING:
+            return  # the lease was given back meanwhile
+        if answer.error is None and not answer.seconds:
+            raise PeerError(f"the lease at {self._peer} ended while its blocks were being read")
+        if answer.error is not None and now >= self.limit:
+            raise answer.error
+        self._set_limit(answer.asked_at, answer.seconds, now)
 
-    def _emit_first(self, generation: Generation, tokens: pb.FirstTokens, peer: str) -> None:
-        if generation.first:
-            raise PeerError(f"{peer} sent first tokens twice")
-        first = self._samples(tokens, generation.sampling.n, peer)
-        generation.emit_first(first, tokens.cached_tokens, self.model.eos_token_ids)
+    def _set_limit(self, asked_at: float, seconds: float, now: float) -> None:
+        self.limit = max(self.limit, asked_at + seconds - min(_MARGIN_MAX, seconds * _MARGIN_SHARE))
+        self._extend_at = now + max(_EXTEND_MIN, (self.limit - now) * _EXTEND_SHARE) if self.limit > now else now
 
-    def _give_up(self, generation: Generation, error: PdserveError, num_tokens: int) -> None:
-        """What the failure policy says. The prompt lacks the KV of ``num_tokens``."""
-        self.counters["pdserve_handoff_failures_total"] += 1
-        if self.settings.failure_policy is FailurePolicy.FAIL:
-            known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
-            generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
-            return
-        self.counters["pdserve_handoff_recomputes_total"] += 1
-        self.counters["pdserve_handoff_recomputed_tokens_total"] += num_tokens
-        _log.warning("request %s is prefilled here: %s", generation.request_id or generation.rid, error)
-        self.link.send(PrefillLocally(generation.rid, generation.first))
+    # ------------------------------------------------------------ what follows
 
-    def _samples(self, tokens: pb.FirstTokens, n: int, peer: str) -> tuple[Sample, ...]:
-        if len(tokens.choices) != n:
-            raise PeerError(f"{peer} sent the first tokens of {len(tokens.choices)} choices instead of {n}")
-        largest = max(choice.token_id for choice in tokens.choices)
-        if largest >= self.model.vocab_size:
-            raise PeerError(f"{peer} sent token {largest}; the largest there is is {self.model.vocab_size - 1}")
-        return tuple(
-            Sample(choice.token_id, logprobs_from_pb(choice.logprobs) if choice.HasField("logprobs") else None)
-            for choice in tokens.choices
-        )
+    @property
+    def _complete(self) -> bool:
+        """All blocks of the prompt have been announced."""
+        return self._announced >= self._num_tokens
 
+    @property
+    def _wants_more_time(self) -> bool:
+        stuck = self._num_reads and self._extend_at - self._progress > _PATIENCE * self._term
+        return not self._extending and not stuck
 
-def _prefill_request(generation: Generation, epoch: str, cached_tokens: int) -> pb.PrefillRequest:
-    return pb.PrefillRequest(
-        request_id=generation.request_id,
-        epoch=epoch,
-        token_ids=generation.token_ids,
-        sampling=sampling_to_pb(generation.sampling),
-        cache_salt=generation.cache_salt,
-        skip_tokens=cached_tokens,
-    )
-
-
-def _reading_seconds(lease_ms: int) -> float:
-    """How long to read under a lease at most."""
-    lease = lease_ms / 1000
-    return lease - min(_MARGIN_MAX, lease * _MARGIN_SHARE)
+    def _next(self, now: float) -> list[Action]:
+        if self.phase is Phase.CONFIRMED:
+            return [KVConfirmed(self.rid, self._first)]
+        if self.phase is not Phase.READING:
+            return []
+        if self._complete and not self._num_reads and not self._to_read:
+            self.phase = Phase.CONFIRMING
+            return [Ask.RELEASE]
+        if now >= self.limit and self._num_reads:
+            raise ReadFailed(f"reading took longer than the {self.limit - self._progress:.3g} s that the lease left")
+        actions: list[Action] = []
+        if now < self.limit and self._to_read:
+            actions += self._to_read
+            self._num_reads += len(self._to_read)
+            self._to_read.clear()
+            self._progress = now
+        if now >= self._extend_at and self._wants_more_time:
+            self._extending = True
+            actions.append(Ask.EXTEND)
+        return actions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -11,6 +12,7 @@ from typing import Self
 import grpc
 
 from decode_node.background import Background
+from decode_node.handoff import Extended
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -18,8 +20,9 @@ from pdserve.rpc import error_from_rpc
 
 _log = logging.getLogger(__name__)
 
-PrefillEvent = pb.FirstTokens | pb.KVReady | PdserveError
+PrefillEvent = pb.FirstTokens | pb.KVReady | Extended | PdserveError
 
+_EXTEND_SECONDS = 2.0  # for one Extend call
 _RELEASE_SECONDS = 5.0  # for one Release call
 _ACCEPT_SECONDS = 2.0  # for P to name the lease of a call that is given up
 
@@ -28,8 +31,8 @@ class RemotePrefill:
     """A Prefill call and the lease it may become, as an async context manager.
 
     However it is left, P gets back what it still holds for this prompt: the call is cancelled and the lease released,
-    in the background. ``on_event`` is given what P says, in its order, and at the end the reason why there is no more.
-    Errors are those of pdserve.errors.
+    in the background. ``on_event`` is given what P says, in its order, and at the end the reason why there is no more;
+    between these also the answers to ``extend``. Errors are those of pdserve.errors.
     """
 
     def __init__(
@@ -62,8 +65,12 @@ class RemotePrefill:
         if not self._released:
             self._background.start(self._give_back(), f"give back to {self._peer}")
 
+    def extend(self) -> None:
+        """Ask P to keep the lease; the answer is an event."""
+        self._background.start(self._extend(), f"extend the lease at {self._peer}")
+
     async def release(self) -> bool:
-        """Give the lease back. Returns whether it stood until then: only if so may anything be used."""
+        """Give the lease back. Returns whether all of it was kept until then: only if so may anything be used."""
         lease = await asyncio.shield(self._accepted)
         try:
             reply = await self._stub.Release(
@@ -97,6 +104,15 @@ class RemotePrefill:
         if not self._accepted.done():
             self._accepted.set_exception(error)
             self._accepted.exception()  # whoever waits is told; nobody waiting is no mistake
+
+    async def _extend(self) -> None:
+        lease, asked_at = self._accepted.result(), time.monotonic()  # blocks of it have been announced
+        try:
+            reply = await self._stub.Extend(pb.ExtendRequest(epoch=self._epoch, lease=lease), timeout=_EXTEND_SECONDS)
+        except grpc.aio.AioRpcError as exc:
+            self._on_event(Extended(asked_at, 0.0, error_from_rpc(exc, self._peer)))
+        else:
+            self._on_event(Extended(asked_at, reply.lease_ms / 1000))
 
     async def _give_back(self) -> None:
         """Cancel the call and release the lease, be it granted before, after or never."""

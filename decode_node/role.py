@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from decode_node.background import Background
-from decode_node.handoff import Handoffs
+from decode_node.handoffs import Handoffs
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
 from decode_node.service import DecodeService

@@ -11,7 +11,7 @@ import grpc
 
 from decode_node.background import Background
 from decode_node.generation import Generation, failure_of
-from decode_node.handoff import Handoffs
+from decode_node.handoffs import Handoffs
 from decode_node.peers import Peers
 from decode_node.settings import FailurePolicy
 from engine.admission import check_request

@@ -75,7 +75,6 @@ class EngineLink:
         self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_unclaimed: Handler = lambda event: None  # an event of a request that was closed here meanwhile
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # of every read, whoever waits for it
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
@@ -129,7 +128,7 @@ class EngineLink:
         return rid
 
     def close(self, rid: int) -> None:
-        """No more events of this request; later ones go to ``on_unclaimed``. Idempotent."""
+        """No more events of this request. Idempotent."""
         self._handlers.pop(rid, None)
 
     def send(self, message: ToEngine) -> None:
@@ -167,7 +166,8 @@ class EngineLink:
             batch.reserved, batch.refused, batch.reads, batch.outputs, batch.leased
         )
         for event in events:
-            self._handlers.get(event.rid, self.on_unclaimed)(event)
+            if (handler := self._handlers.get(event.rid)) is not None:  # else it was closed meanwhile
+                handler(event)
         for connection in batch.connected:
             self.on_connected(connection)
         for epoch, reason in batch.failed_peers:

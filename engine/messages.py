@@ -20,7 +20,8 @@ How a request goes on D, with handoff:
       Cancel                      ──►                                         blocks come back (or are quarantined)
 
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; with the last, in the same batch, also
-outputs(first tokens).   FreeLease(rid) ──►   In integrity mode each leased follows a step later, with its digests.
+outputs(first tokens).   FreeLease(rid) ──►   and before that, where the prompt is still being computed: Cancel(rid) ──►
+In integrity mode each leased follows a step later, with its digests.
 """
 
 from __future__ import annotations
@@ -93,12 +94,14 @@ class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Unknown and finished rids are ignored. A cancelled request has no further outputs."""
+    """Unknown and finished rids are ignored. The request has no further outputs; what was leased of it stays leased."""
 
     rid: int
 
 
 class FreeLease(msgspec.Struct, frozen=True, tag=True):
+    """The blocks leased for a request until now are no longer promised to anybody."""
+
     rid: int
 
 

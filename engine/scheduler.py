@@ -120,11 +120,10 @@ class Scheduler:
             self._take_from_peer(sequence, first)
 
     def cancel(self, rid: int) -> None:
-        """Forget a request, and the lease that it has become or is about to. Unknown ones are ignored."""
+        """Forget a request; what was leased of it stays leased. Unknown ones are ignored."""
         request = self._requests.get(rid)
         for sequence in list(request.sequences.values()) if request is not None else ():
             self._finish(sequence)
-        self.free_lease(rid)
 
     def free_lease(self, rid: int) -> None:
         """No peer reads these blocks any more."""

@@ -1,27 +1,33 @@
-"""P's promises to keep blocks. Pure: the clock is passed in, nothing is freed here, only decided.
+"""P's promises to keep blocks. Pure: the clock is passed in, nothing is freed here, only decided. See docs/leases.md.
 
-    granted ──release──► released       the peer has read them, or does not want them any more
-       │ └────abort────► aborted        the peer went away before it was told of the last blocks
-       └──start─expire─► expired        lease and guard have passed on our monotonic clock
+                  ┌──extend─┐
+    accepted ──announce──► granted ──release, all announced──► released     the peer has read them, or wants none
+       │                    │ └──────release before that─────► aborted
+       │                    └────────────expire──────────────► expired      nothing was heard of the peer for too long
+       └──release, hang_up──► nothing was promised
 
-A lease grows: it is granted with the first blocks of a prompt that are announced, and its time starts with the last.
-Until then it stands as long as the peer's call does; the request that computes the rest holds the blocks anyhow. Who
-may free what, and when:
+A lease grows: it is granted with the first blocks of a prompt that are announced, and its time runs from then on, until
+the peer extends it. Whatever becomes of the call, blocks that were announced are kept until the peer gives them back or
+that time has passed: a call that broke says nothing about who still reads.
 
-    P's engine   leases blocks, more blocks, … the last ───────────────────────► frees them, once FreeLease says so
-    P's front      └ grant                      └ start ──── lease_ms ────┬── guard ──┐ expire → FreeLease
-    D                └ told ─ reads, …               └ told ─ gives up ───┘ (a margin before the end, by its own clock)
+    P    └ grant ────────── lease ───── guard ──┤ expire: the blocks are free
+              ┌ extend ─────────── lease ───── guard ──┤
+    D    └ asked for it ─── lease, but for a margin ┤ gives up reading unless extended
+           └ asked for it ─── lease, but for a margin ┤
 
-D's clock starts when it hears of the last blocks, which is after ours has started; the guard is for that delay. Should
-it be longer yet, D reads blocks that are in use again, and learns so: ``release`` then answers that the lease has not
-stood.
+D counts from when it sent what P has answered, P from when it received it, which is later. So D has given up before P
+frees anything, however long a message takes; margin and guard are for clocks that do not run alike.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+
+_TERMS = 10  # lengths of a lease for which it can be extended after its latest announcement
 
 
 class LeaseState(StrEnum):
@@ -29,6 +35,17 @@ class LeaseState(StrEnum):
     RELEASED = "released"
     EXPIRED = "expired"
     ABORTED = "aborted"
+
+
+@dataclass(slots=True)
+class _Lease:
+    ends: float = inf  # infinity while nothing has been announced
+    latest: float = inf  # ``ends`` is never moved beyond
+    complete: bool = False  # all blocks of the prompt have been announced
+
+    @property
+    def granted(self) -> bool:
+        return self.ends < inf
 
 
 class LeaseTable:
@@ -39,62 +56,95 @@ class LeaseTable:
         self.seconds = seconds
         self.guard = guard
         self._remember = remember
-        self._standing: set[int] = set()  # with or without a time running
+        self._leases: dict[int, _Lease] = {}  # that have not ended
         self._finished: OrderedDict[int, LeaseState] = OrderedDict()  # oldest first
-        self._heap: list[tuple[float, int]] = []  # (when, lease), with leases that have ended meanwhile
+        self._heap: list[tuple[float, int]] = []  # (when, lease), also of leases that ended or were extended
         self.counts = dict.fromkeys(LeaseState, 0)
 
-    def grant(self, lease: int) -> None:
-        """Promise blocks; the lease's number must be new."""
-        assert lease not in self._standing, lease
-        self._standing.add(lease)
-        self.counts[LeaseState.GRANTED] += 1
+    def accept(self, lease: int) -> None:
+        """A prompt is to become this lease, whose number must be new. Nothing is promised yet."""
+        assert lease not in self._leases, lease
+        self._leases[lease] = _Lease()
 
-    def start(self, lease: int, now: float) -> None:
-        """All blocks are there: the time of the lease runs from now on, unless it has ended already."""
-        if lease in self._standing:
-            heapq.heappush(self._heap, (now + self.seconds + self.guard, lease))
+    def announce(self, lease: int, complete: bool, now: float) -> bool:
+        """Promise more blocks: the first ones grant the lease. False if it has ended: the peer must not be told."""
+        entry = self._standing(lease, now)
+        if entry is None:
+            return False
+        entry.latest = now + _TERMS * self.seconds + self.guard
+        entry.complete = complete
+        if not entry.granted:
+            self.counts[LeaseState.GRANTED] += 1
+            self._keep_until(lease, entry, now + self.seconds + self.guard)
+        return True
 
-    def release(self, lease: int) -> tuple[bool, bool]:
-        """End a lease at the peer's wish. Returns (it stood until its release, its blocks are to be freed now).
+    def extend(self, lease: int, now: float) -> float:
+        """Keep a lease for its whole length once more. Returns for how many seconds it is kept at least, 0 if it ended.
 
-        A repeated release says again what the first one said; an unknown lease has not stood.
+        Less than its length when it was announced too long ago: nothing is kept for ever.
         """
-        if self._end(lease, LeaseState.RELEASED):
-            return True, True
-        return self._finished.get(lease) is LeaseState.RELEASED, False
+        entry = self._standing(lease, now)
+        if entry is None or not entry.granted:
+            return 0.0
+        self._keep_until(lease, entry, min(now + self.seconds + self.guard, entry.latest))
+        return max(0.0, entry.ends - self.guard - now)
 
-    def abort(self, lease: int) -> bool:
-        """End a lease whose peer has not heard of all its blocks. Returns whether its blocks are to be freed now."""
-        return self._end(lease, LeaseState.ABORTED)
+    def release(self, lease: int, now: float) -> tuple[bool, bool]:
+        """End a lease at the peer's wish. Returns (what was promised has been kept, its blocks are to be freed now).
+
+        A repeated release says again what the first one said. A lease has not been kept if it is unknown, has ended
+        before, or if not all of its blocks had been announced.
+        """
+        entry = self._standing(lease, now)
+        if entry is None:
+            return self._finished.get(lease) is LeaseState.RELEASED, False
+        self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
+        return entry.complete, True
+
+    def hang_up(self, lease: int) -> bool:
+        """The peer's call has ended. Returns whether the lease has, too: only as long as nothing was announced."""
+        entry = self._leases.get(lease)
+        if entry is None or entry.granted:
+            return False
+        self._end(lease, LeaseState.ABORTED)
+        return True
 
     def expire(self, now: float) -> list[int]:
         """End all leases whose time and guard have passed by ``now``; their blocks are to be freed."""
         expired = []
         while self._heap and self._heap[0][0] <= now:
             _, lease = heapq.heappop(self._heap)
-            if self._end(lease, LeaseState.EXPIRED):
+            if lease in self._leases and self._leases[lease].ends <= now:
+                self._end(lease, LeaseState.EXPIRED)
                 expired.append(lease)
         return expired
 
     def next_expiry(self) -> float | None:
         """When ``expire`` will next have something to do; None while no lease's time runs."""
-        while self._heap and self._heap[0][1] not in self._standing:
+        while self._heap and not self._is_current(*self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def __len__(self) -> int:
-        return len(self._standing)
+        """How many are granted and have not ended."""
+        return sum(entry.granted for entry in self._leases.values())
 
-    def __contains__(self, lease: int) -> bool:
-        return lease in self._standing
+    def _standing(self, lease: int, now: float) -> _Lease | None:
+        """A lease that has not ended; one whose time is over does not stand, even if ``expire`` comes late."""
+        entry = self._leases.get(lease)
+        return entry if entry is not None and now < entry.ends else None
 
-    def _end(self, lease: int, state: LeaseState) -> bool:
-        if lease not in self._standing:
-            return False
-        self._standing.remove(lease)
-        self.counts[state] += 1
+    def _keep_until(self, lease: int, entry: _Lease, ends: float) -> None:
+        if not entry.granted or ends > entry.ends:
+            entry.ends = ends
+            heapq.heappush(self._heap, (ends, lease))
+
+    def _is_current(self, when: float, lease: int) -> bool:
+        return lease in self._leases and self._leases[lease].ends == when
+
+    def _end(self, lease: int, state: LeaseState) -> None:
+        if self._leases.pop(lease).granted:
+            self.counts[state] += 1
         self._finished[lease] = state
         if len(self._finished) > self._remember:
             self._finished.popitem(last=False)
-        return True

@@ -49,16 +49,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lease-seconds",
         type=float,
-        default=30.0,
+        default=3.0,
         metavar="S",
-        help="how long decode nodes have to read a KV cache (default %(default)s)",
+        help="how long blocks are kept for a decode node after its last sign of life; it extends leases that it still "
+        "reads (default %(default)s)",
     )
     group.add_argument(
         "--lease-guard",
         type=float,
         default=1.0,
         metavar="S",
-        help="how much longer blocks are kept, for messages on their way (default %(default)s)",
+        help="how much longer blocks are kept, for clocks that do not run alike (default %(default)s)",
     )
 
 

@@ -16,7 +16,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import abort
 from pdserve.wire import logprobs_to_pb, rank_to_pb, sampling_from_pb, unpack_tokens
-from prefill_node.prefills import Leases, PendingPrefill, cancel
+from prefill_node.prefills import Leases, PendingPrefill
 
 _log = logging.getLogger(__name__)
 
@@ -48,15 +48,18 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             prefill = self._admit(request)
             try:
                 await self._serve(prefill, context)
-            except BaseException:  # the caller is gone, or the engine has refused: nobody will release anything
-                cancel(self._node.link, prefill)
-                self._leases.abort(prefill.rid)
+            except BaseException:  # the caller is gone, its lease has ended, or the engine has refused
+                prefill.hang_up()
                 raise
         except PdserveError as exc:
             await abort(context, exc)
 
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+    async def Extend(self, request: pb.ExtendRequest, context: Context) -> pb.ExtendReply:
         mine = request.epoch == self._node.epoch  # the leases of an earlier life ended with it
+        return pb.ExtendReply(lease_ms=int(self._leases.extend(request.lease) * 1000) if mine else 0)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        mine = request.epoch == self._node.epoch
         return pb.ReleaseReply(stood=mine and self._leases.release(request.lease))
 
     def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:
@@ -80,7 +83,6 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         while part.num_tokens < prefill.num_tokens:
             await context.write(pb.PrefillEvent(kv_ready=self._ready(part)))
             part = await prefill.next_part()
-        self._leases.check(prefill.rid)
         await context.write(pb.PrefillEvent(first_tokens=_first_tokens(prefill)))
         await context.write(pb.PrefillEvent(kv_ready=self._ready(part)))
 

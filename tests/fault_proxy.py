@@ -19,7 +19,7 @@ UNSET = "127.0.0.1:1"  # nobody listens there
 
 
 class Refusal(Exception):
-    """Raised by ``before_prefill`` or ``before_release``: the call ends with this status."""
+    """Raised by ``before_prefill``, ``before_extend`` or ``before_release``: the call ends with this status."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self.code = code
@@ -31,6 +31,7 @@ class FaultProxy:
     def __init__(self, target: str = UNSET) -> None:
         self.before_prefill: Callable[[], None]
         self.before_event: Callable[[str], None]  # given its kind: accepted, first_tokens or kv_ready
+        self.before_extend: Callable[[], None]
         self.before_release: Callable[[], None]
         self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # passed on instead
         self.alter_handshake: Callable[[pb.HandshakeReply], pb.HandshakeReply]
@@ -55,6 +56,7 @@ class FaultProxy:
         """Interfere no more."""
         self.before_prefill = lambda: None
         self.before_event = lambda kind: None
+        self.before_extend = lambda: None
         self.before_release = lambda: None
         self.alter_event = lambda event: (event,)
         self.alter_handshake = lambda reply: reply
@@ -98,6 +100,10 @@ class _PrefillNode(pb_grpc.PrefillNodeServicer):
                 yield from self._proxy.alter_event(event)
         except grpc.RpcError as exc:
             context.abort(exc.code(), exc.details())
+
+    def Extend(self, request: pb.ExtendRequest, context: Any) -> pb.ExtendReply:
+        self._interfere(self._proxy.before_extend, context)
+        return _forward(self._stub.Extend, request, context)  # type: ignore[no-any-return]
 
     def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         self._interfere(self._proxy.before_release, context)

@@ -3,7 +3,7 @@
 isort:skip_file
 What pdserve's processes say to each other. Token ids on the wire, text only in the router.
 
-  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Release ──► P
+  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Extend / Release ──► P
 
 Durations are in milliseconds and relative: clocks of two machines are never compared.
 """
@@ -820,7 +820,7 @@ class KVReady(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     lease_ms: _builtins.int
-    """P keeps all of them until the last are announced and at least so long after that"""
+    """P keeps them at least so long from when it received the Prefill call; see Extend"""
     num_tokens: _builtins.int
     """prompt tokens whose KV is ready, the skipped ones included; all: these were the last"""
     @_builtins.property
@@ -891,6 +891,48 @@ class FirstToken(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class ExtendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    lease: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        lease: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
+
+@_typing.final
+class ExtendReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """P keeps the lease at least so long from when it received the request; 0: it has ended"""
+    def __init__(
+        self,
+        *,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendReply: _TypeAlias = ExtendReply  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

@@ -248,6 +248,11 @@ class PrefillNodeStub:
                 request_serializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.FromString,
                 _registered_method=True)
+        self.Extend = channel.unary_unary(
+                '/pdserve.v1.PrefillNode/Extend',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/pdserve.v1.PrefillNode/Release',
                 request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ReleaseRequest.SerializeToString,
@@ -269,14 +274,21 @@ class PrefillNodeServicer:
 
     def Prefill(self, request, context):
         """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-        Ending the call early aborts the prefill and, when blocks have been announced, the lease.
+        Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Extend(self, request, context):
+        """Keeps a lease whose blocks are still being computed or read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent.
+        """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,6 +306,11 @@ def add_PrefillNodeServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.FromString,
                     response_serializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.SerializeToString,
+            ),
+            'Extend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Extend,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -357,6 +374,33 @@ class PrefillNode:
             '/pdserve.v1.PrefillNode/Prefill',
             pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.SerializeToString,
             pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Extend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.PrefillNode/Extend',
+            pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 isort:skip_file
 What pdserve's processes say to each other. Token ids on the wire, text only in the router.
 
-  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Release ──► P
+  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Extend / Release ──► P
 
 Durations are in milliseconds and relative: clocks of two machines are never compared.
 """
@@ -116,10 +116,12 @@ class PrefillNodeStub:
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
     Prefill: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]
     """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-    Ending the call early aborts the prefill and, when blocks have been announced, the lease.
+    Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
     """
+    Extend: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ExtendRequest, _pdserve_pb2.ExtendReply]
+    """Keeps a lease whose blocks are still being computed or read."""
     Release: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]
-    """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent."""
+    """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
@@ -130,10 +132,12 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
     Prefill: _aio.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]  # type: ignore[assignment]
     """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-    Ending the call early aborts the prefill and, when blocks have been announced, the lease.
+    Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
     """
+    Extend: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ExtendRequest, _pdserve_pb2.ExtendReply]  # type: ignore[assignment]
+    """Keeps a lease whose blocks are still being computed or read."""
     Release: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]  # type: ignore[assignment]
-    """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent."""
+    """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ D → P"""
@@ -153,8 +157,16 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvent], _abc.AsyncIterator[_pdserve_pb2.PrefillEvent]]:
         """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-        Ending the call early aborts the prefill and, when blocks have been announced, the lease.
+        Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
         """
+
+    @_abc_1.abstractmethod
+    def Extend(
+        self,
+        request: _pdserve_pb2.ExtendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.ExtendReply, _abc.Awaitable[_pdserve_pb2.ExtendReply]]:
+        """Keeps a lease whose blocks are still being computed or read."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -162,6 +174,6 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _pdserve_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_pdserve_pb2.ReleaseReply, _abc.Awaitable[_pdserve_pb2.ReleaseReply]]:
-        """Gives a lease back and says whether it still stood: only then may D use what it has read. Idempotent."""
+        """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -76,13 +76,13 @@ class ToyRunner:
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, 1, 1, "float32")
         self.launched: list[StepPlan] = []
         self.num_overlapped = 0  # results that were taken when a later forward pass had been launched
-        self._cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
+        self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
 
     @property
     def kv_region(self) -> KVRegion:
-        return KVRegion(self._cache.ctypes.data, self._cache.nbytes, "cpu", 0)
+        return KVRegion(self.cache.ctypes.data, self.cache.nbytes, "cpu", 0)
 
     @property
     def num_tokens(self) -> int:
@@ -167,4 +167,4 @@ class ToyRunner:
 
     def _slot(self, state: _State, position: int) -> np.ndarray:
         size = self.kv_layout.block_size
-        return self._cache[state.blocks[position // size], 0, 0, :, position % size, 0]
+        return self.cache[state.blocks[position // size], 0, 0, :, position % size, 0]

@@ -163,7 +163,7 @@ class Fleet:
     def _intervene(self, rid: int) -> None:
         what = self.jobs[rid].what
         if what == "cancel":
-            self.p.obey(Cancel(rid))
+            self._hang_up(rid)
             self.d.obey(Cancel(rid))
             self.cancelled.add(rid)
         elif what == "break":
@@ -176,7 +176,12 @@ class Fleet:
         elif rid in self.reserved and rid not in self.settled:
             self._give_up(rid)
 
-    def _give_up(self, rid: int) -> None:
+    def _hang_up(self, rid: int) -> None:
+        """D calls P no more, and gives it the lease back."""
         self.p.obey(Cancel(rid))
+        self.p.obey(FreeLease(rid))
+
+    def _give_up(self, rid: int) -> None:
+        self._hang_up(rid)
         self.d.obey(PrefillLocally(rid, self.first.get(rid, ())))
         self.settled.add(rid)

@@ -11,12 +11,13 @@ from itertools import chain, count
 import msgspec
 from toy import ToyRunner
 
-import connector
+from connector.local import LocalConnector
 from engine.channel import Channel
 from engine.engine import Engine
-from engine.messages import FRAME_HEADER, Batch, Cancel, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.messages import FRAME_HEADER, Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
 from engine.rank import Rank
 from engine.scheduler import Scheduler
+from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, RankKV, SamplingParams
 
 BLOCK = 4
@@ -28,7 +29,14 @@ class Node:
     """``turn`` is one pass of its step loop. After every turn and command, the accounts of its blocks are checked."""
 
     def __init__(
-        self, num_blocks: int, depth: int, *, max_num_seqs: int = 8, full_step: int = 12, kv_checksum: bool = False
+        self,
+        num_blocks: int,
+        depth: int,
+        *,
+        max_num_seqs: int = 8,
+        full_step: int = 12,
+        kv_checksum: bool = False,
+        connector: KVConnector | None = None,
     ) -> None:
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -41,7 +49,7 @@ class Node:
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth)
-        self.connector = connector.build("local", self.epoch)
+        self.connector = connector or LocalConnector(self.epoch)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._incoming = bytearray()
@@ -59,7 +67,7 @@ class Node:
         self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, skip_tokens=skip))
 
     def obey(self, message: ToEngine) -> None:
-        if isinstance(message, FreeLease | Cancel):
+        if isinstance(message, FreeLease):
             self.leased.pop(message.rid, None)
         self.engine.obey([message])
         self._check()

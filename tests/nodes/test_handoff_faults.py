@@ -48,7 +48,14 @@ def overwrite(nodes: Nodes) -> None:
                     stub.Release(pb.ReleaseRequest(epoch=epoch, lease=event.kv_ready.lease))
 
 
+def claim_a_minute(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:
+    if event.HasField("kv_ready"):
+        event.kv_ready.lease_ms = 60_000
+    return (event,)
+
+
 def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: Nodes) -> None:
+    """D takes the lease for longer than it is, as if its clock stood: what it reads is of other prompts by then."""
     prompt = prompt_of(200, 1)
 
     def let_it_expire(kind: str) -> None:
@@ -57,6 +64,7 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
             overwrite(nodes)
 
     nodes.short_proxy.before_event = let_it_expire
+    nodes.short_proxy.alter_event = claim_a_minute
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
         read, recomputed = nodes.counter("kv_read_bytes"), nodes.counter("handoff_recomputes")

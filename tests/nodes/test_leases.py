@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -10,81 +11,119 @@ from hypothesis import strategies as st
 
 from prefill_node.leases import LeaseState, LeaseTable
 
-SECONDS, GUARD = 3.0, 1.0
+SECONDS, GUARD, TERMS = 3.0, 1.0, 10
 
 _operations = st.lists(
     st.one_of(
-        st.tuples(st.just("grant"), st.just(0)),
-        st.tuples(st.sampled_from(["start", "start last", "release", "abort"]), st.integers(0, 12)),
-        st.tuples(st.just("wait"), st.integers(0, 5)),
+        st.just(("accept", 0)),
+        st.tuples(
+            st.sampled_from(["announce", "announce last", "extend", "release", "hang up"]), st.integers(0, 4)
+        ),  # how many leases ago
+        st.tuples(st.sampled_from(["wait", "wait on time"]), st.integers(0, 5)),
     ),
     max_size=60,
 )
 
 
+@dataclass
+class _Lease:
+    ends: float = inf
+    announced: float = 0.0
+    complete: bool = False
+
+
 @given(_operations)
 def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tuple[str, int]]) -> None:
     table, now = LeaseTable(SECONDS, GUARD), 0.0
-    ends: dict[int, float] = {}  # standing leases of the model; infinity while their prompts are computed
-    started: set[int] = set()
-    released: set[int] = set()
-    freed: list[int] = []
-    granted = 0
+    model: dict[int, _Lease] = {}  # those that have not ended
+    ended: dict[int, str] = {}
+    accepted = granted = 0
+
+    def end(lease: int, how: str) -> None:
+        del model[lease]
+        assert lease not in ended
+        ended[lease] = how
+
     for operation, value in operations:
-        if operation == "grant":
-            table.grant(granted)
-            ends[granted] = math.inf
-            granted += 1
-        elif operation.startswith("start"):
-            lease = value if operation == "start" else granted - 1
-            if lease in range(granted) and lease not in started:  # it happens once
-                started.add(lease)
-                table.start(lease, now)
-                if lease in ends:
-                    ends[lease] = now + SECONDS + GUARD
-        elif operation == "release":
-            stood, free = table.release(value)
-            assert free == (value in ends)
-            if free:
-                released.add(value)
-                freed.append(value)
-                del ends[value]
-            assert stood == (value in released)
-        elif operation == "abort":
-            assert table.abort(value) == (value in ends)
-            if ends.pop(value, None) is not None:
-                freed.append(value)
-        else:
-            now += value
-            expired = table.expire(now)
-            assert sorted(expired) == sorted(lease for lease, end in ends.items() if end <= now)
-            for lease in expired:
-                freed.append(lease)
-                del ends[lease]
+        lease = accepted - 1 - value
+        entry = model.get(lease)
+        stands = entry is not None and now < entry.ends
+        match operation:
+            case "accept":
+                table.accept(accepted)
+                model[accepted] = _Lease()
+                accepted += 1
+            case "announce" | "announce last":
+                assert table.announce(lease, operation == "announce last", now) == stands
+                if entry is not None and stands:
+                    granted += entry.ends == inf
+                    entry.ends, entry.announced = min(entry.ends, now + SECONDS + GUARD), now
+                    entry.complete = operation == "announce last"
+            case "extend":
+                kept = table.extend(lease, now)
+                if entry is not None and stands and entry.ends < inf:
+                    latest = entry.announced + TERMS * SECONDS
+                    entry.ends = max(entry.ends, min(now + SECONDS, latest) + GUARD)
+                    assert kept == pytest.approx(max(0.0, entry.ends - GUARD - now))
+                else:
+                    assert kept == 0
+            case "release":
+                kept, free = table.release(lease, now)
+                assert free == stands
+                if entry is not None and stands:
+                    end(lease, "released" if entry.complete else "aborted" if entry.ends < inf else "never granted")
+                assert kept == (ended.get(lease) == "released")
+            case "hang up":
+                assert table.hang_up(lease) == (entry is not None and entry.ends == inf)
+                if entry is not None and entry.ends == inf:
+                    end(lease, "never granted")
+            case _:
+                now += value
+                if operation == "wait on time":
+                    overdue = [lease for lease, entry in model.items() if entry.ends <= now]
+                    assert sorted(table.expire(now)) == overdue
+                    for lease in overdue:
+                        end(lease, "expired")
+        ends = [entry.ends for entry in model.values() if entry.ends < inf]
         assert len(table) == len(ends)
-        assert table.next_expiry() == min((end for end in ends.values() if end < math.inf), default=None)
-    assert len(freed) == len(set(freed))
-    counts = table.counts
-    ended = counts[LeaseState.RELEASED] + counts[LeaseState.EXPIRED] + counts[LeaseState.ABORTED]
-    assert counts[LeaseState.GRANTED] == granted == ended + len(table)
+        assert table.next_expiry() == min(ends, default=None)
+    counts = {state: list(ended.values()).count(state) for state in LeaseState}
+    assert table.counts == {**counts, LeaseState.GRANTED: granted}
+
+
+def complete(table: LeaseTable, lease: int, now: float = 0.0) -> None:
+    table.accept(lease)
+    assert table.announce(lease, True, now)
 
 
 def test_a_repeated_release_says_the_same_until_it_is_forgotten() -> None:
     table = LeaseTable(SECONDS, GUARD, remember=2)
     for lease in range(3):
-        table.grant(lease)
-        assert table.release(lease) == (True, True)
-    assert table.release(2) == (True, False)
-    assert table.release(0) == (False, False)  # forgotten: the safe answer
+        complete(table, lease)
+        assert table.release(lease, 0.0) == (True, True)
+    assert table.release(2, 0.0) == (True, False)
+    assert table.release(0, 0.0) == (False, False)  # forgotten: the safe answer
 
 
 @pytest.mark.parametrize("late", [0.0, 100.0])
 def test_an_expired_lease_has_not_stood(late: float) -> None:
     table = LeaseTable(SECONDS, GUARD)
-    table.grant(7)
+    table.accept(7)
     assert table.expire(1e9) == []
-    table.start(7, 0.0)
+    assert table.announce(7, False, 0.0)
+    assert table.announce(7, True, 1.0), "its time runs from the first blocks"
     assert table.expire(SECONDS + GUARD - 0.001) == []
+    assert table.release(7, SECONDS + GUARD + late) == (False, False), "though nobody has looked at the clock"
+    assert table.extend(7, SECONDS + GUARD + late) == 0
     assert table.expire(SECONDS + GUARD + late) == [7]
-    assert table.release(7) == (False, False)
+    assert table.release(7, 0.0) == (False, False)
     assert table.expire(1e9) == []
+
+
+def test_a_lease_cannot_be_extended_for_ever() -> None:
+    table, now = LeaseTable(SECONDS, GUARD), 5.0
+    complete(table, 7, now)
+    while table.extend(7, now):
+        now += 1.0
+    assert now == pytest.approx(5.0 + TERMS * SECONDS)
+    assert table.expire(now + GUARD) == [7]
