@@ -51,8 +51,9 @@ class _Lease:
 class LeaseTable:
     """All leases of one node in one epoch. Times are seconds of one monotonic clock."""
 
-    def __init__(self, seconds: float, guard: float, remember: int = 65_536) -> None:
+    def __init__(self, epoch: str, seconds: float, guard: float, remember: int = 65_536) -> None:
         """``remember`` bounds how many finished leases are kept, to answer a repeated release as the first one."""
+        self.epoch = epoch
         self.seconds = seconds
         self.guard = guard
         self._remember = remember
@@ -68,7 +69,7 @@ class LeaseTable:
 
     def announce(self, lease: int, complete: bool, now: float) -> bool:
         """Promise more blocks: the first ones grant the lease. False if it has ended: the peer must not be told."""
-        entry = self._standing(lease, now)
+        entry = self._leases.get(lease)
         if entry is None:
             return False
         entry.latest = now + _TERMS * self.seconds + self.guard
@@ -78,26 +79,26 @@ class LeaseTable:
             self._keep_until(lease, entry, now + self.seconds + self.guard)
         return True
 
-    def extend(self, lease: int, now: float) -> float:
+    def extend(self, epoch: str, lease: int, now: float) -> float:
         """Keep a lease for its whole length once more. Returns for how many seconds it is kept at least, 0 if it ended.
 
         Less than its length when it was announced too long ago: nothing is kept for ever.
         """
-        entry = self._standing(lease, now)
+        entry = self._named(epoch, lease)
         if entry is None or not entry.granted:
             return 0.0
         self._keep_until(lease, entry, min(now + self.seconds + self.guard, entry.latest))
         return max(0.0, entry.ends - self.guard - now)
 
-    def release(self, lease: int, now: float) -> tuple[bool, bool]:
+    def release(self, epoch: str, lease: int) -> tuple[bool, bool]:
         """End a lease at the peer's wish. Returns (what was promised has been kept, its blocks are to be freed now).
 
         A repeated release says again what the first one said. A lease has not been kept if it is unknown, has ended
         before, or if not all of its blocks had been announced.
         """
-        entry = self._standing(lease, now)
+        entry = self._named(epoch, lease)
         if entry is None:
-            return self._finished.get(lease) is LeaseState.RELEASED, False
+            return epoch == self.epoch and self._finished.get(lease) is LeaseState.RELEASED, False
         self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
         return entry.complete, True
 
@@ -110,7 +111,10 @@ class LeaseTable:
         return True
 
     def expire(self, now: float) -> list[int]:
-        """End all leases whose time and guard have passed by ``now``; their blocks are to be freed."""
+        """End all leases whose time and guard have passed by ``now``; their blocks are to be freed.
+
+        Until then they stand, however late this is called.
+        """
         expired = []
         while self._heap and self._heap[0][0] <= now:
             _, lease = heapq.heappop(self._heap)
@@ -129,10 +133,9 @@ class LeaseTable:
         """How many are granted and have not ended."""
         return sum(entry.granted for entry in self._leases.values())
 
-    def _standing(self, lease: int, now: float) -> _Lease | None:
-        """A lease that has not ended; one whose time is over does not stand, even if ``expire`` comes late."""
-        entry = self._leases.get(lease)
-        return entry if entry is not None and now < entry.ends else None
+    def _named(self, epoch: str, lease: int) -> _Lease | None:
+        """The lease that a peer means, unless it has ended, be it with an earlier life of this node."""
+        return self._leases.get(lease) if epoch == self.epoch else None
 
     def _keep_until(self, lease: int, entry: _Lease, ends: float) -> None:
         if not entry.granted or ends > entry.ends:

@@ -94,13 +94,13 @@ class Leases:
         self._arm()
         return stands
 
-    def extend(self, lease: int) -> float:
+    def extend(self, epoch: str, lease: int) -> float:
         """Keep a lease. Returns for how many seconds from now at least; 0 when it has ended."""
-        return self.table.extend(lease, time.monotonic())
+        return self.table.extend(epoch, lease, time.monotonic())
 
-    def release(self, lease: int) -> bool:
+    def release(self, epoch: str, lease: int) -> bool:
         """Give a lease back. Returns whether it was kept until then."""
-        kept, free = self.table.release(lease, time.monotonic())
+        kept, free = self.table.release(epoch, lease)
         if free:
             self._free(lease)
         return kept

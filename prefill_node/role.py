@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from engine.node import Node
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from prefill_node.leases import LeaseState, LeaseTable
+from prefill_node.leases import LeaseTable
 from prefill_node.prefills import Leases
 from prefill_node.service import PrefillService
 
@@ -23,11 +23,12 @@ class PrefillRole:
             raise ConfigError(
                 f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
             )
-        self._table = LeaseTable(lease_seconds, lease_guard)
+        self._lease_seconds = lease_seconds
+        self._lease_guard = lease_guard
         self._leases: Leases | None = None
 
     def attach(self, node: Node) -> None:
-        self._leases = Leases(node.link, self._table)
+        self._leases = Leases(node.link, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
         pb_grpc.add_PrefillNodeServicer_to_server(PrefillService(node, self._leases), node.server)
 
     async def connect(self) -> None:
@@ -37,7 +38,9 @@ class PrefillRole:
         return ()
 
     def counters(self) -> Mapping[str, float]:
-        return {f"pdserve_leases_{state}_total": self._table.counts[state] for state in LeaseState}
+        if self._leases is None:
+            return {}
+        return {f"pdserve_leases_{state}_total": count for state, count in self._leases.table.counts.items()}
 
     async def close(self) -> None:
         if self._leases is not None:

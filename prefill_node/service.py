@@ -55,12 +55,10 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             await abort(context, exc)
 
     async def Extend(self, request: pb.ExtendRequest, context: Context) -> pb.ExtendReply:
-        mine = request.epoch == self._node.epoch  # the leases of an earlier life ended with it
-        return pb.ExtendReply(lease_ms=int(self._leases.extend(request.lease) * 1000) if mine else 0)
+        return pb.ExtendReply(lease_ms=int(self._leases.extend(request.epoch, request.lease) * 1000))
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
-        mine = request.epoch == self._node.epoch
-        return pb.ReleaseReply(stood=mine and self._leases.release(request.lease))
+        return pb.ReleaseReply(stood=self._leases.release(request.epoch, request.lease))
 
     def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:
         self._node.check_ready()

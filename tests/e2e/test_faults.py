@@ -166,8 +166,9 @@ def overwrite_cache(node: NodeProcess) -> None:
 def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: str) -> None:
     """D stands still from before its read until P has given the lease up and filled the blocks with something else."""
     flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]
+    patient = [*HAND_OFF_ALL, "--peer-timeout", "30"]  # else D's front gives up its engine first
     with (
-        start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet,
+        start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=patient) as fleet,
         ThreadPoolExecutor(1) as pool,
     ):
         prefill, decode = fleet.prefill[0], fleet.decode[0]

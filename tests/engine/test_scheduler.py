@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ def depth(request: pytest.FixtureRequest) -> int:
 def make(depth: int) -> Iterator[Make]:
     nodes = []
 
-    def make(num_blocks: int, **options: int) -> Node:
+    def make(num_blocks: int, **options: Any) -> Node:
         nodes.append(Node(num_blocks, depth, **options))
         return nodes[-1]
 

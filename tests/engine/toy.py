@@ -94,6 +94,11 @@ class ToyRunner:
         """Blocks that steps in flight write to, with the sequences they do it for."""
         return {block: work.state.seq for step in self._in_flight for work in step.work for block in work.writes}
 
+    @property
+    def used(self) -> set[int]:
+        """Blocks of the sequences it knows, and of steps in flight."""
+        return {block for state in self._states.values() for block in state.blocks} | self.writing.keys()
+
     def launch(self, plan: StepPlan) -> ToyStep:
         assert len(self._in_flight) < self.max_in_flight
         self.launched.append(plan)

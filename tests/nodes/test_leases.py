@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefill_node.leases import LeaseState, LeaseTable
 
-SECONDS, GUARD, TERMS = 3.0, 1.0, 10
+EPOCH, SECONDS, GUARD, TERMS = "mine", 3.0, 1.0, 10
 
 _operations = st.lists(
     st.one_of(
@@ -34,7 +34,7 @@ class _Lease:
 
 @given(_operations)
 def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tuple[str, int]]) -> None:
-    table, now = LeaseTable(SECONDS, GUARD), 0.0
+    table, now = LeaseTable(EPOCH, SECONDS, GUARD), 0.0
     model: dict[int, _Lease] = {}  # those that have not ended
     ended: dict[int, str] = {}
     accepted = granted = 0
@@ -47,7 +47,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
     for operation, value in operations:
         lease = accepted - 1 - value
         entry = model.get(lease)
-        stands = entry is not None and now < entry.ends
+        stands = entry is not None
         match operation:
             case "accept":
                 table.accept(accepted)
@@ -60,7 +60,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                     entry.ends, entry.announced = min(entry.ends, now + SECONDS + GUARD), now
                     entry.complete = operation == "announce last"
             case "extend":
-                kept = table.extend(lease, now)
+                kept = table.extend(EPOCH, lease, now)
                 if entry is not None and stands and entry.ends < inf:
                     latest = entry.announced + TERMS * SECONDS
                     entry.ends = max(entry.ends, min(now + SECONDS, latest) + GUARD)
@@ -68,7 +68,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                 else:
                     assert kept == 0
             case "release":
-                kept, free = table.release(lease, now)
+                kept, free = table.release(EPOCH, lease)
                 assert free == stands
                 if entry is not None and stands:
                     end(lease, "released" if entry.complete else "aborted" if entry.ends < inf else "never granted")
@@ -97,33 +97,41 @@ def complete(table: LeaseTable, lease: int, now: float = 0.0) -> None:
 
 
 def test_a_repeated_release_says_the_same_until_it_is_forgotten() -> None:
-    table = LeaseTable(SECONDS, GUARD, remember=2)
+    table = LeaseTable(EPOCH, SECONDS, GUARD, remember=2)
     for lease in range(3):
         complete(table, lease)
-        assert table.release(lease, 0.0) == (True, True)
-    assert table.release(2, 0.0) == (True, False)
-    assert table.release(0, 0.0) == (False, False)  # forgotten: the safe answer
+        assert table.release(EPOCH, lease) == (True, True)
+    assert table.release(EPOCH, 2) == (True, False)
+    assert table.release(EPOCH, 0) == (False, False)  # forgotten: the safe answer
 
 
-@pytest.mark.parametrize("late", [0.0, 100.0])
-def test_an_expired_lease_has_not_stood(late: float) -> None:
-    table = LeaseTable(SECONDS, GUARD)
+def test_an_expired_lease_has_not_stood() -> None:
+    table = LeaseTable(EPOCH, SECONDS, GUARD)
     table.accept(7)
     assert table.expire(1e9) == []
     assert table.announce(7, False, 0.0)
     assert table.announce(7, True, 1.0), "its time runs from the first blocks"
     assert table.expire(SECONDS + GUARD - 0.001) == []
-    assert table.release(7, SECONDS + GUARD + late) == (False, False), "though nobody has looked at the clock"
-    assert table.extend(7, SECONDS + GUARD + late) == 0
-    assert table.expire(SECONDS + GUARD + late) == [7]
-    assert table.release(7, 0.0) == (False, False)
+    assert table.expire(SECONDS + GUARD) == [7]
+    assert table.extend(EPOCH, 7, 0.0) == 0
+    assert table.release(EPOCH, 7) == (False, False)
     assert table.expire(1e9) == []
 
 
+def test_another_epoch_changes_nothing() -> None:
+    table = LeaseTable(EPOCH, SECONDS, GUARD)
+    complete(table, 7)
+    assert table.extend("another", 7, 2.0) == 0
+    assert table.release("another", 7) == (False, False)
+    assert table.next_expiry() == SECONDS + GUARD
+    assert table.release(EPOCH, 7) == (True, True)
+    assert table.release("another", 7) == (False, False)
+
+
 def test_a_lease_cannot_be_extended_for_ever() -> None:
-    table, now = LeaseTable(SECONDS, GUARD), 5.0
+    table, now = LeaseTable(EPOCH, SECONDS, GUARD), 5.0
     complete(table, 7, now)
-    while table.extend(7, now):
+    while table.extend(EPOCH, 7, now):
         now += 1.0
     assert now == pytest.approx(5.0 + TERMS * SECONDS)
     assert table.expire(now + GUARD) == [7]

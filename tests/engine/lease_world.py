@@ -1,0 +1,507 @@
+"""P and D with everything of ours that decides about a handoff, and a network and clocks that a test moves at will.
+
+    D  Handoff ─ Scheduler ─ SlowConnector          P  LeaseTable ─ Scheduler
+         │                        └── bytes ──────────────┤ its memory
+         └── requests, replies, one stream per call ──────┘
+
+Requests and replies may come in any order, twice or never; a call's events keep theirs, and a call may break anywhere.
+Each public method of ``World`` is something that can happen, and checks afterwards what must hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+from slow_connector import SlowConnector
+from toy import ToyRunner, reference
+from toy_node import BLOCK, Node
+
+from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
+from engine.messages import Cancel, Connect, Disconnect, FreeLease, Leased, Mode, PrefillLocally, ReadEnded, StartRead
+from pdserve.errors import PdserveError, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Peer, Sample, SamplingParams
+from prefill_node.leases import LeaseTable
+
+SECONDS, GUARD = 3.0, 1.0
+P_BLOCKS, D_BLOCKS = 14, 12
+SLOWEST = 0.7  # of clocks that work: a lease less its margin by such a clock is shorter than one with its guard
+Tokens = tuple[Sample, ...]
+
+
+@dataclass
+class Call:
+    """A Prefill call. ``epoch`` and ``lease`` are what D knows."""
+
+    rid: int  # on D
+    epoch: str
+    prompt: list[int]
+    skip: int
+    lease: int | None = None
+    open: bool = True  # to D
+    wanted: bool = True  # by D: else it only waits to learn what to release
+    events: deque[pb.KVReady | pb.Accepted | Tokens | PdserveError] = field(default_factory=deque)
+
+
+@dataclass(frozen=True)
+class Request:
+    """On its way to P. ``sent_at`` is by D's clock."""
+
+    kind: str  # prefill, hang up, extend, release
+    call: Call
+    sent_at: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """On its way to D."""
+
+    call: Call
+    event: Extended | Released | PdserveError
+
+
+class PrefillSide:
+    """What P's front does, around its LeaseTable; and P's engine."""
+
+    def __init__(self, depth: int) -> None:
+        self.node = Node(P_BLOCKS, depth)
+        self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
+        self._numbers = count(1)
+        self._calls: dict[int, Call] = {}  # by lease, that have not ended
+        self._samples: dict[int, list[Sample]] = {}
+        self._computing: set[int] = set()  # leases whose last blocks have not been announced
+
+    @property
+    def epoch(self) -> str:
+        return self.node.epoch
+
+    def prefill(self, call: Call) -> None:
+        lease = next(self._numbers)
+        self.table.accept(lease)
+        self._calls[lease] = call
+        self._samples[lease] = []
+        self._computing.add(lease)
+        self.node.submit(lease, call.prompt, SamplingParams(max_tokens=9), Mode.LEASE, call.skip)
+        call.events.append(pb.Accepted(lease=lease))
+
+    def release(self, epoch: str, lease: int) -> bool:
+        kept, free = self.table.release(epoch, lease)
+        if free:
+            self._free(lease)
+        return kept
+
+    def hang_up(self, call: Call) -> None:
+        for lease in [lease for lease, mine in self._calls.items() if mine is call]:
+            del self._calls[lease]
+            self.node.obey(Cancel(lease))
+            if self.table.hang_up(lease):
+                self._free(lease)
+
+    def expire(self, now: float) -> None:
+        for lease in self.table.expire(now):
+            self._free(lease)
+
+    def turn(self, now: float) -> None:
+        batch = self.node.turn()
+        for output in batch.outputs:
+            assert output.sample is not None
+            self._samples[output.rid].append(output.sample)
+        for leased in batch.leased:
+            self._announce(leased, now)
+
+    def _announce(self, leased: Leased, now: float) -> None:
+        lease, samples = leased.rid, tuple(self._samples[leased.rid])
+        if not self.table.announce(lease, bool(samples), now):
+            return
+        if samples:
+            self._computing.discard(lease)
+        call = self._calls.get(lease)
+        if call is not None:
+            if samples:
+                call.events.append(samples)
+                del self._calls[lease]
+            call.events.append(
+                pb.KVReady(
+                    lease=lease,
+                    lease_ms=int(SECONDS * 1000),
+                    block_ids=leased.block_ids,
+                    num_tokens=leased.num_tokens,
+                )
+            )
+
+    def _free(self, lease: int) -> None:
+        if lease in self._computing:
+            self._computing.discard(lease)
+            self.node.obey(Cancel(lease))
+            if (call := self._calls.pop(lease, None)) is not None:
+                call.events.append(PeerError("the lease has ended"))
+        self.node.obey(FreeLease(lease))
+
+
+@dataclass
+class _Attempt:
+    handoff: Handoff
+    call: Call
+    announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
+    num_reads: int = 0  # under way
+    first: Tokens = ()
+
+
+class DecodeSide:
+    """What D's front does, around its Handoffs; and D's engine. ``outbox`` is what it sends to P."""
+
+    def __init__(self, depth: int, world: World) -> None:
+        self.connector = SlowConnector("d", world.memory_of)
+        self.node = Node(D_BLOCKS, depth, connector=self.connector)
+        self.connector.runner = self.node.runner
+        self.peer = ""  # epoch of it that we are connected to
+        self.prompts: dict[int, list[int]] = {}
+        self.wanted: dict[int, SamplingParams] = {}  # requests that have not been cancelled
+        self.attempts: dict[int, _Attempt] = {}  # under way
+        self.outbox: list[Request] = []
+        self._rids = count(1)
+
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
+        rid = next(self._rids)
+        self.prompts[rid], self.wanted[rid] = prompt, SamplingParams(max_tokens=max_tokens)
+        self.node.submit(rid, prompt, self.wanted[rid], Mode.HANDOFF)
+
+    def connect(self, p: PrefillSide) -> None:
+        if self.peer:
+            self.node.obey(Disconnect(self.peer))
+        self.peer = p.epoch
+        self.node.obey(Connect(Peer("p", p.epoch, (p.node.kv,))))
+
+    def cancel(self, rid: int, now: float) -> None:
+        self.node.obey(Cancel(rid))
+        del self.wanted[rid]
+        attempt = self.attempts.pop(rid, None)
+        if attempt is not None:
+            self._give_back(attempt.call, now)
+
+    def turn(self, now: float) -> None:
+        batch = self.node.turn()
+        for reserved in batch.reserved:
+            if reserved.rid in self.wanted:
+                self._start(reserved.rid, reserved.cached_tokens, now)
+        for read in batch.reads:
+            if read.rid in self.attempts:
+                self.on(self.attempts[read.rid], read, now)
+        for rid, params in self.wanted.items():
+            tokens = self.node.tokens[rid, 0]
+            assert tokens == reference(self.prompts[rid], 0, params.max_tokens)[: len(tokens)], "a wrong token"
+
+    def hear(self, call: Call, event: pb.KVReady | pb.Accepted | Tokens | PdserveError, now: float) -> None:
+        """The next event of a call."""
+        if isinstance(event, PdserveError):
+            call.open = False
+        if isinstance(event, pb.Accepted):
+            call.lease = event.lease
+            if not call.wanted:
+                self._give_back(call, now)
+        attempt = self._attempt(call)
+        if attempt is None or isinstance(event, pb.Accepted):
+            return
+        if isinstance(event, tuple):
+            attempt.handoff.sampled(event)
+            attempt.first = event
+            self.node.tokens[call.rid, 0] += [sample.token_id for sample in event]
+            return
+        if isinstance(event, pb.KVReady):
+            start = call.skip // BLOCK + len(attempt.announced)
+            attempt.announced += [(block, BLOCK * (start + i)) for i, block in enumerate(event.block_ids)]
+        self.on(attempt, event, now)
+
+    def hear_reply(self, reply: Reply, now: float) -> None:
+        attempt = self._attempt(reply.call)
+        if attempt is None:
+            return
+        if isinstance(reply.event, PdserveError):  # no answer to a release
+            self._give_up(attempt, now)
+        else:
+            self.on(attempt, reply.event, now)
+
+    def on(self, attempt: _Attempt, event: Event, now: float) -> None:
+        """Let the handoff decide, and do it."""
+        attempt.num_reads -= isinstance(event, ReadEnded)
+        try:
+            actions = attempt.handoff.on(event, now)
+        except PdserveError:
+            self._give_up(attempt, now)
+            return
+        for action in actions:
+            if isinstance(action, StartRead):
+                assert now < attempt.handoff.limit, "D begins a read after its limit"
+                attempt.num_reads += 1
+            if isinstance(action, Ask):
+                self.outbox.append(Request(action.value, attempt.call, now))
+            else:
+                self.node.obey(action)
+        if attempt.handoff.phase is Phase.CONFIRMED:
+            del self.attempts[attempt.call.rid]
+
+    def tick(self, now: float) -> None:
+        for attempt in list(self.attempts.values()):
+            if attempt.handoff.wake_at <= now:
+                self.on(attempt, None, now)
+        for attempt in self.attempts.values():
+            assert now < attempt.handoff.limit or not attempt.num_reads, "D goes on reading after its limit"
+
+    def _start(self, rid: int, cached: int, now: float) -> None:
+        call = Call(rid, self.peer, self.prompts[rid], cached)
+        self.attempts[rid] = _Attempt(Handoff(rid, self.peer, "p", len(call.prompt), now), call)
+        self.outbox.append(Request("prefill", call, now))
+
+    def _attempt(self, call: Call) -> _Attempt | None:
+        attempt = self.attempts.get(call.rid)
+        return attempt if attempt is not None and attempt.call is call else None
+
+    def _give_up(self, attempt: _Attempt, now: float) -> None:
+        del self.attempts[attempt.call.rid]
+        self.node.obey(PrefillLocally(attempt.call.rid, attempt.first))
+        self._give_back(attempt.call, now)
+
+    def _give_back(self, call: Call, now: float) -> None:
+        call.wanted = False
+        if call.lease is not None:
+            self.outbox += [Request("hang up", call, now), Request("release", call, now)]
+            call.open = False
+
+
+class World:
+    """``rate`` is how fast D's clock runs: 1 is as fast as P's.
+
+    A clock that is slower than ``SLOWEST`` is broken: then P may take blocks back that D reads, and D has to notice.
+    """
+
+    def __init__(self, depth: int, rate: float) -> None:
+        self.depth = depth
+        self.rate = rate
+        self.now = 0.0  # by P's clock
+        self.prompts = count()
+        self.p = PrefillSide(depth)
+        self.d = DecodeSide(depth, self)
+        self.d.connect(self.p)
+        self.requests: list[Request] = []
+        self.replies: list[Reply] = []
+        self.calls: list[Call] = []
+
+    @property
+    def d_now(self) -> float:
+        return 1000.0 + self.now * self.rate
+
+    def memory_of(self, epoch: str) -> ToyRunner | None:
+        return self.p.node.runner if epoch == self.p.epoch else None
+
+    # ------------------------------------------------------------ what can happen
+
+    def submit(self, length: int, shared: bool, max_tokens: int) -> None:
+        self.d.submit([0 if shared else next(self.prompts) % 900 + 1] * length, max_tokens)
+        self._check()
+
+    def turn(self, both: int = 1) -> None:
+        """Each engine makes a step."""
+        for _ in range(both):
+            self.p.turn(self.now)
+            self.d.turn(self.d_now)
+            self._check()
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and nobody notices yet."""
+        self.now += seconds
+        self._check()
+
+    def tick_p(self) -> None:
+        self.p.expire(self.now)
+        self._check()
+
+    def tick_d(self) -> None:
+        self.d.tick(self.d_now)
+        self._check()
+
+    def deliver(self, request: Request, again: bool = False) -> None:
+        """P receives a request; ``again``: not for the last time."""
+        if not again:
+            self.requests.remove(request)
+        call, p = request.call, self.p
+        match request.kind:
+            case "prefill" if call.epoch == p.epoch:
+                p.prefill(call)
+            case "prefill":
+                call.events.append(PeerError("another epoch"))
+            case "hang up":  # on the call's own stream, so its beginning cannot come after that
+                self.requests = [r for r in self.requests if r.call is not call or r.kind != "prefill"]
+                p.hang_up(call)
+            case "extend":
+                assert call.lease is not None
+                seconds = p.table.extend(call.epoch, call.lease, self.now)
+                self.replies.append(Reply(call, Extended(request.sent_at, seconds)))
+            case "release":
+                assert call.lease is not None
+                self.replies.append(Reply(call, Released(p.release(call.epoch, call.lease))))
+        self._check()
+
+    def lose(self, request: Request) -> None:
+        """A request does not arrive, and D learns that there will be no answer."""
+        self.requests.remove(request)
+        self._no_answer(request.kind, request.call, request.sent_at)
+        self._check()
+
+    def answer(self, reply: Reply) -> None:
+        self.replies.remove(reply)
+        self.d.hear_reply(reply, self.d_now)
+        self._check()
+
+    def lose_answer(self, reply: Reply) -> None:
+        self.replies.remove(reply)
+        extended = isinstance(reply.event, Extended)
+        asked_at = reply.event.asked_at if isinstance(reply.event, Extended) else 0.0
+        self._no_answer("extend" if extended else "release", reply.call, asked_at)
+        self._check()
+
+    def announce(self, call: Call) -> None:
+        """The next event of a call reaches D."""
+        self.d.hear(call, call.events.popleft(), self.d_now)
+        self._check()
+
+    def break_call(self, call: Call, arrived: int) -> None:
+        """The connection is lost after some of the events on their way; P learns it at a time of its own."""
+        call.events = deque([*list(call.events)[:arrived], PeerError("the connection was lost")])
+        self.requests.append(Request("hang up", call, 0.0))
+        self._check()
+
+    def land(self, read_id: int) -> None:
+        """One more block of a read arrives, or its end is noticed."""
+        if self.memory_of(self.d.connector.transfers[read_id].epoch) is None:
+            self.d.connector.fail(read_id)
+        else:
+            self.d.connector.land(read_id)
+        self._check()
+
+    def fail(self, read_id: int) -> None:
+        self.d.connector.fail(read_id)
+        self._check()
+
+    def cancel(self, rid: int) -> None:
+        self.d.cancel(rid, self.d_now)
+        self._check()
+
+    def reconnect(self) -> None:
+        """D notices the life that P lives now, or makes its connection anew."""
+        self.d.connect(self.p)
+        self._check()
+
+    def restart_p(self) -> None:
+        """Its memory, its leases and its calls are gone; messages to it still arrive, at its successor."""
+        self.p.node.close()
+        self.p = PrefillSide(self.depth)
+        for call in self.calls:
+            if call.open:
+                call.events = deque([*call.events, PeerError("the connection was lost")])
+        self._check()
+
+    def restart_d(self) -> None:
+        """Its reads and handoffs are gone; its messages still arrive."""
+        for call in self.calls:
+            if call.open:
+                self.requests.append(Request("hang up", call, 0.0))
+        self.calls.clear()
+        self.replies.clear()
+        self.d.node.close()
+        self.d = DecodeSide(self.depth, self)
+        self.d.connect(self.p)
+        self._check()
+
+    def _no_answer(self, kind: str, call: Call, asked_at: float) -> None:
+        error = PeerError("no answer")
+        if kind == "prefill":
+            call.events.append(error)
+        elif kind == "extend":
+            self.replies.append(Reply(call, Extended(asked_at, 0.0, error)))
+        elif kind == "release":
+            self.replies.append(Reply(call, error))
+
+    # ------------------------------------------------------------ what must hold
+
+    def _check(self) -> None:
+        """The nodes check their own accounts."""
+        for request in self.d.outbox:
+            self.requests.append(request)
+            if request.kind == "prefill":
+                self.calls.append(request.call)
+        self.d.outbox.clear()
+        self.calls = [call for call in self.calls if call.open or call.events]
+        self._check_promises()
+        self._check_quarantine()
+
+    def _check_promises(self) -> None:
+        """What a D was told of is leased and unchanged at P, until D's limit or until D has given up."""
+        if self.rate < SLOWEST:
+            return
+        for attempt in self.d.attempts.values():
+            handoff, call = attempt.handoff, attempt.call
+            if call.epoch != self.p.epoch or handoff.phase is not Phase.READING or self.d_now >= handoff.limit:
+                continue
+            leased = self.p.node.leased.get(call.lease or 0, ())
+            for block, start in attempt.announced:
+                assert block in leased, f"block {block} is not leased to D any more, which may read it"
+                tokens = call.prompt[start : start + BLOCK]
+                found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+                assert found == tokens, f"block {block} was changed while D may read it"
+
+    def _check_quarantine(self) -> None:
+        """Bytes on their way land in blocks that are of the request that waits for them, or of nobody."""
+        transfers = self.d.connector.transfers.values()
+        landing = [local for transfer in transfers for local in transfer.order.local_blocks]
+        assert len(landing) == len(set(landing)), "two transfers write to one block"
+        node = self.d.node
+        assert node.scheduler.pool.count_free(landing) == 0, "a transfer writes to a free block"
+        assert not node.runner.used & set(landing), "a transfer writes to a block that the model uses"
+
+    # ------------------------------------------------------------ the end
+
+    def settle(self) -> None:
+        """Nothing is lost any more. Everything comes to its end within the time that leases take."""
+        self.reconnect()
+        for _ in range(400):
+            for _ in range(100):
+                if not (self.requests or self.replies or any(call.events for call in self.calls)):
+                    break
+                for request in list(self.requests):
+                    self.deliver(request)
+                for reply in list(self.replies):
+                    self.answer(reply)
+                for call in list(self.calls):
+                    while call.events:
+                        self.announce(call)
+            for read_id in list(self.d.connector.transfers):
+                while read_id in self.d.connector.transfers:
+                    self.land(read_id)
+            self.turn()
+            self.tick_d()
+            if self._at_rest:
+                break
+            if self.p.node.engine.idle and self.d.node.engine.idle:
+                self.wait(0.5)
+                self.tick_p()
+        else:
+            raise AssertionError("the world does not come to rest")
+        self.wait(2 * (SECONDS + GUARD))
+        self.tick_p()
+        for rid, params in self.d.wanted.items():
+            assert self.d.node.tokens[rid, 0] == reference(self.d.prompts[rid], 0, params.max_tokens), "not served"
+        self.d.node.assert_all_free()
+        self.p.node.assert_all_free()
+
+    def close(self) -> None:
+        self.p.node.close()
+        self.d.node.close()
+
+    @property
+    def _at_rest(self) -> bool:
+        status = self.d.node.scheduler.status()
+        if self.d.attempts or self.requests or status.quarantined or status.waiting:
+            return False
+        return self.d.node.engine.idle and self.p.node.engine.idle

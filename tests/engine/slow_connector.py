@@ -1,0 +1,86 @@
+"""A connector whose bytes land block by block, when a test says so, and from memory as it is at that moment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toy import ToyRunner
+
+from connector.outbox import Outbox
+from pdserve.kv import KVLayout
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.transports import Connected
+
+
+@dataclass
+class Transfer:
+    """A read that has not ended. Disconnecting dooms it, but does not keep its bytes from landing."""
+
+    order: KVRead
+    source: ToyRunner
+    missing: deque[tuple[int, int]]  # (local, remote) blocks
+    doomed: bool = False
+
+    @property
+    def epoch(self) -> str:
+        return self.order.epoch
+
+
+class SlowConnector:
+    """``source_of`` finds the peer's runner by epoch; None when it does not live any more."""
+
+    def __init__(self, epoch: str, source_of: Callable[[str], ToyRunner | None]) -> None:
+        self.runner: ToyRunner  # ours
+        self.transfers: dict[int, Transfer] = {}
+        self._epoch = epoch
+        self._source_of = source_of
+        self._peers: set[str] = set()
+        self._outbox = Outbox()
+
+    # ------------------------------------------------------------ a KVConnector
+
+    def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
+        self._outbox.on_progress = on_progress
+        return RankKV(self._epoch, b"slow", region, layout)
+
+    def connect(self, peer: Peer) -> None:
+        self._peers.add(peer.epoch)
+        self._outbox.connected(Connected(peer.epoch, "shm"))
+
+    def disconnect(self, epoch: str) -> None:
+        self._peers.discard(epoch)
+        for transfer in self.transfers.values():
+            transfer.doomed |= transfer.epoch == epoch
+
+    def read(self, read: KVRead) -> None:
+        source = self._source_of(read.epoch)
+        if read.epoch not in self._peers or source is None:
+            self._outbox.refused(read, f"no connection to {read.epoch}")
+            return
+        missing = deque(zip(read.local_blocks, read.remote_blocks, strict=True))
+        self.transfers[read.read_id] = Transfer(read, source, missing)
+
+    def poll(self) -> KVConnectorOutput:
+        return self._outbox.drain()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    # ------------------------------------------------------------ what happens to transfers
+
+    def land(self, read_id: int) -> None:
+        """One more block arrives; after the last one the read ends."""
+        transfer = self.transfers[read_id]
+        if transfer.missing:
+            local, remote = transfer.missing.popleft()
+            self.runner.cache[local] = transfer.source.cache[remote]
+        elif transfer.doomed:
+            self.fail(read_id)
+        else:
+            self._outbox.ended(ReadResult(self.transfers.pop(read_id).order.read_id))
+
+    def fail(self, read_id: int) -> None:
+        """It ends with an error, whatever has landed; from now on nothing does."""
+        self._outbox.refused(self.transfers.pop(read_id).order, "the connection broke")

@@ -1,0 +1,139 @@
+"""Leases and handoffs under whatever network, clocks, crashes and clients may do, in any order. See docs/leases.md."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from lease_world import Call, Request, World
+
+picks = st.integers(0, 7)  # which of those that there are
+
+
+class LeaseProtocol(RuleBasedStateMachine):
+    """What must hold is checked by World after each of its events."""
+
+    world: World
+
+    @initialize(depth=st.sampled_from([1, 2]), rate=st.sampled_from([1.0, 0.7, 1.5, 0.01]))
+    def start(self, depth: int, rate: float) -> None:
+        self.world = World(depth, rate)
+
+    # ------------------------------------------------------------ all goes well
+
+    @rule(length=st.integers(3, 40), shared=st.booleans(), max_tokens=st.integers(2, 4))
+    def submit(self, length: int, shared: bool, max_tokens: int) -> None:
+        self.world.submit(length, shared, max_tokens)
+
+    @rule(turns=st.sampled_from([1, 2, 6]))
+    def turn(self, turns: int) -> None:
+        self.world.turn(turns)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(pick=picks)
+    def deliver(self, pick: int) -> None:
+        self.world.deliver(self._request(pick))
+
+    @precondition(lambda self: self.world.replies)
+    @rule(pick=picks)
+    def answer(self, pick: int) -> None:
+        self.world.answer(self.world.replies[pick % len(self.world.replies)])
+
+    @precondition(lambda self: self._talking)
+    @rule(pick=picks, events=st.integers(1, 4))
+    def announce(self, pick: int, events: int) -> None:
+        call = self._talking[pick % len(self._talking)]
+        for _ in range(min(events, len(call.events))):
+            self.world.announce(call)
+
+    @precondition(lambda self: self._reads)
+    @rule(pick=picks, blocks=st.integers(1, 12))
+    def land(self, pick: int, blocks: int) -> None:
+        read_id = self._reads[pick % len(self._reads)]
+        for _ in range(blocks):
+            if read_id in self._reads:
+                self.world.land(read_id)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.6, 4.5]), p_first=st.booleans(), d_looks=st.booleans())
+    def wait(self, seconds: float, p_first: bool, d_looks: bool) -> None:
+        """D may notice late that time has passed, P when it likes."""
+        self.world.wait(seconds)
+        if p_first:
+            self.world.tick_p()
+        if d_looks:
+            self.world.tick_d()
+
+    # ------------------------------------------------------------ something goes wrong
+
+    @precondition(lambda self: self._unary)
+    @rule(pick=picks)
+    def deliver_twice(self, pick: int) -> None:
+        self.world.deliver(self._unary[pick % len(self._unary)], again=True)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(pick=picks)
+    def lose(self, pick: int) -> None:
+        request = self._request(pick)
+        if request.kind != "hang up":  # P notices sooner or later that a call has ended
+            self.world.lose(request)
+
+    @precondition(lambda self: self.world.replies)
+    @rule(pick=picks)
+    def lose_answer(self, pick: int) -> None:
+        self.world.lose_answer(self.world.replies[pick % len(self.world.replies)])
+
+    @precondition(lambda self: self.world.calls)
+    @rule(pick=picks, arrived=st.integers(0, 3))
+    def break_call(self, pick: int, arrived: int) -> None:
+        self.world.break_call(self.world.calls[pick % len(self.world.calls)], arrived)
+
+    @precondition(lambda self: self._reads)
+    @rule(pick=picks)
+    def fail(self, pick: int) -> None:
+        self.world.fail(self._reads[pick % len(self._reads)])
+
+    @precondition(lambda self: self.world.d.wanted)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        rids = list(self.world.d.wanted)
+        self.world.cancel(rids[pick % len(rids)])
+
+    @rule()
+    def reconnect(self) -> None:
+        self.world.reconnect()
+
+    @rule(sure=st.integers(0, 3))
+    def restart_p(self, sure: int) -> None:
+        if not sure:
+            self.world.restart_p()
+
+    @rule(sure=st.integers(0, 3))
+    def restart_d(self, sure: int) -> None:
+        if not sure:
+            self.world.restart_d()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.settle()
+            self.world.close()
+
+    # ------------------------------------------------------------ what there is
+
+    def _request(self, pick: int) -> Request:
+        return self.world.requests[pick % len(self.world.requests)]
+
+    @property
+    def _unary(self) -> list[Request]:
+        return [request for request in self.world.requests if request.kind in ("extend", "release")]
+
+    @property
+    def _talking(self) -> list[Call]:
+        return [call for call in self.world.calls if call.events]
+
+    @property
+    def _reads(self) -> list[int]:
+        return list(self.world.d.connector.transfers)
+
+
+TestLeaseProtocol = LeaseProtocol.TestCase
+TestLeaseProtocol.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
