@@ -138,12 +138,12 @@ class ToyRunner:
 
     def overwrite(self, block: int) -> None:
         """As a peer's memory may be by the time it is read."""
-        self._cache[block] += 1
+        self.cache[block] += 1
 
     def _digests(self, order: DigestOrder) -> tuple[int, ...]:
         size, digests = self.kv_layout.block_size, []
         for index, block in enumerate(order.block_ids):
-            valid = self._cache[block, 0, 0, :, : order.num_tokens - index * size, 0]
+            valid = self.cache[block, 0, 0, :, : order.num_tokens - index * size, 0]
             digests.append(crc32(valid.tobytes()))
         return tuple(digests)
 

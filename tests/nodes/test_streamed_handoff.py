@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from fault_proxy import Refusal
 from node_client import RouterClient, greedy, prefill_stub
 from stages import BLOCK, LENGTH, STEP, Pair, start_pair
 
@@ -24,6 +26,18 @@ BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 32 * 4  # layers, heads, K and V, tokens, head
 def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
     rng = random.Random(f"streamed {seed}")
     return [rng.randrange(3, 128) for _ in range(length)]
+
+
+def on_part(number: int, action: Callable[[], None]) -> Callable[[str], None]:
+    """A hook that acts before the ``number``-th announcement of blocks (from 1) is passed on."""
+    seen: list[str] = []
+
+    def hook(kind: str) -> None:
+        seen.append(kind)
+        if kind == "kv_ready" and seen.count(kind) == number:
+            action()
+
+    return hook
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +112,51 @@ def test_calls_and_leases_that_end_between_parts_leave_nothing(pair: Pair) -> No
     pair.prefill.wait_idle()
     granted = pair.prefill.counter("leases_granted")
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
+
+
+def test_a_lease_is_extended_for_as_long_as_it_is_needed(pair: Pair) -> None:
+    """D hears of the last blocks much later than a lease lasts that is not extended."""
+    prompt, extended = prompt_of(7), threading.Semaphore(0)
+
+    def wait_for_extensions() -> None:
+        for _ in range(5):
+            assert extended.acquire(timeout=20.0)
+
+    pair.proxy.before_event = on_part(5, wait_for_extensions)
+    pair.proxy.before_extend = extended.release
+    with RouterClient(pair.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        before = pair.prefill.status().counters, pair.decode.status().counters
+        assert client.generate(prompt, greedy(10), pair.prefill.address).tokens == expected
+        after = pair.prefill.status().counters, pair.decode.status().counters
+    for name, node, more in (
+        ("pdserve_leases_released_total", 0, 1),
+        ("pdserve_leases_expired_total", 0, 0),
+        ("pdserve_handoffs_total", 1, 1),
+        ("pdserve_handoff_failures_total", 1, 0),
+    ):
+        assert after[node][name] - before[node][name] == more, name
+
+
+def test_a_lease_that_cannot_be_extended_is_given_up(pair: Pair) -> None:
+    """P hears nothing about its leases: D computes the prompt, and P's blocks are free when their time is over."""
+    prompt, served = prompt_of(8), threading.Event()
+
+    def wait_until_served() -> None:
+        assert served.wait(20.0)
+
+    def refuse() -> None:
+        raise Refusal(grpc.StatusCode.UNAVAILABLE)
+
+    pair.proxy.before_event = on_part(3, wait_until_served)
+    pair.proxy.before_extend = pair.proxy.before_release = refuse
+    with RouterClient(pair.decode.address) as client:
+        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        expired = pair.prefill.counter("leases_expired")
+        assert client.generate(prompt, greedy(10), pair.prefill.address).tokens == expected
+        served.set()
+    pair.prefill.wait_idle()
+    assert pair.prefill.counter("leases_expired") == expired + 1
 
 
 def test_choices_and_a_cached_prefix(pair: Pair) -> None:
