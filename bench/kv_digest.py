@@ -1,0 +1,84 @@
+"""What integrity mode costs a device: digests of the blocks of a prompt, beside a copy of the same blocks.
+
+    python bench/kv_digest.py                                       a model of 27 M parameters, a 4,000-token prompt
+    python bench/kv_digest.py --device cuda --layers 32 --kv-heads 8 --head-dim 128 --tokens 512,8192     8B shape
+
+Each row digests and copies all blocks of a prompt, scattered over the cache; the figures are medians, in ms and GB/s.
+Both ends of a handoff digest every block that it sends, P a part at a time while it computes the next one. What that
+does to a handoff is to be seen with bench/handoff.py, between nodes that were started with --kv-checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from pdserve.kv import KVLayout
+from pdserve.records import DigestOrder
+from runner.kv_cache import KVCache
+
+
+def main() -> None:
+    args = parse_options()
+    torch.set_num_threads(args.threads)
+    for tokens in args.tokens:
+        print(json.dumps(measure(args, tokens)), flush=True)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 4000])
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU (default %(default)s)")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, tokens: int) -> dict[str, float]:
+    num_blocks = -(-tokens // args.block_size)
+    shape = args.block_size, args.block_size, args.layers, args.kv_heads, args.head_dim
+    layout = KVLayout(2 * num_blocks, *shape, args.dtype)
+    device = torch.device(args.device)
+    cache = KVCache(layout, device)
+    cache.tensor.normal_()
+    blocks = torch.randperm(layout.num_blocks)[:num_blocks]
+    order = DigestOrder(tuple(blocks.tolist()), tokens)
+    memory = cache.tensor.view(layout.num_blocks, -1)
+    blocks = blocks.to(device)
+    digest = median_seconds(lambda: cache.digests.compute([order]), device, args.repeat)
+    copy = median_seconds(lambda: memory[blocks], device, args.repeat)
+    gigabytes = num_blocks * layout.block_bytes / 1e9
+    return {
+        "tokens": tokens,
+        "mib": round(num_blocks * layout.block_bytes / 2**20, 1),
+        "digest_ms": round(digest * 1e3, 3),
+        "digest_gb_per_s": round(gigabytes / digest, 2),
+        "copy_ms": round(copy * 1e3, 3),
+        "copy_gb_per_s": round(gigabytes / copy, 2),
+    }
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeat: int) -> float:
+    """Of ``work`` until the device has done it, after one turn that warms up."""
+    taken = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+if __name__ == "__main__":
+    main()
