@@ -137,12 +137,15 @@ class Handoff:
                 raise event
 
     def _on_part(self, ready: pb.KVReady, now: float) -> None:
+        if not ready.block_ids or ready.num_tokens <= self._announced:
+            what = f"{len(ready.block_ids)} blocks up to token {ready.num_tokens}"
+            raise PeerError(f"the peer named {what}, after those up to {self._announced}")
         if self.phase is Phase.WAITING:
             self.phase = Phase.READING
             self._lease, self._term = ready.lease, ready.lease_ms / 1000
             self._set_limit(self.limit, self._term, now)
         elif ready.lease != self._lease or self._complete:
-            raise PeerError(f"{self._peer} announced blocks of lease {ready.lease} after all those of {self._lease}")
+            raise PeerError(f"{self._peer} announced blocks of lease {ready.lease} after those of lease {self._lease}")
         self._announced = ready.num_tokens
         if self._complete and not self._first:
             raise PeerError(f"{self._peer} announced a whole prompt without first tokens")
