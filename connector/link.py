@@ -8,7 +8,7 @@
 
 A read is reported when all its pieces have ended. Until then its local blocks may still be written to: nothing but
 the end of a transfer fences it, not releasing its handle and not removing the peer. So a piece in flight is polled to
-its end whatever happens, and a peer that hangs is made to end by shutting its connections down.
+its end whatever happens, and a peer that hangs is made to end by cutting its connections.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from connector.drain import Drain
 from pdserve.timing import PeerTiming
 
 logger = logging.getLogger(__name__)
@@ -101,14 +102,16 @@ def settings(timing: PeerTiming) -> Iterator[None]:
             del os.environ[name]
 
 
+_drain = Drain()
+
+
 def shut_sockets(metadata: bytes) -> int:
     """Shut down the TCP connections of this process to the peer with this NIXL metadata; returns how many.
 
     The one way to end a transfer with a peer that hangs: UCX then sees the end of the stream, declares the endpoint
     dead and fails what is under way, and no byte can arrive any more. Removing the agent or releasing the handle does
     not do that: the bytes still land once the peer wakes up. Other transports do not need it, their reads do not
-    involve the peer's CPU. The price: a peer that wakes up with unanswered reads of a connection that is gone is ended
-    by UCX ("Fatal: unexpected error"), and has to be started again.
+    involve the peer's CPU. Towards the peer the connection stays open for a while (connector/drain.py).
 
     UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
     """
@@ -116,18 +119,17 @@ def shut_sockets(metadata: bytes) -> int:
 
 
 def _shut(descriptor: int, metadata: bytes) -> bool:
-    """Shut ``descriptor`` down if it is a connection to that peer. UCX keeps it open; we use a duplicate."""
+    """Shut ``descriptor`` down if it is a connection to that peer. UCX closes it then; we use a duplicate."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
         connection = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # closed meanwhile
         return False
-    with connection:
-        if not _leads_to(connection, metadata):
-            return False
-        connection.shutdown(socket.SHUT_RDWR)
-    return True
+    if not _leads_to(connection, metadata):
+        connection.close()
+        return False
+    return _drain.take(connection)
 
 
 def _leads_to(connection: socket.socket, metadata: bytes) -> bool:
