@@ -11,263 +11,16 @@ Each public method of ``World`` is something that can happen, and checks afterwa
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import count
 
-from slow_connector import SlowConnector
+from lease_sides import GUARD, SECONDS, Call, DecodeSide, PrefillSide, Reply, Request
 from toy import ToyRunner, reference
-from toy_node import BLOCK, Node
+from toy_node import BLOCK
 
-from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
-from engine.messages import Cancel, Connect, Disconnect, FreeLease, Leased, Mode, PrefillLocally, ReadEnded, StartRead
-from pdserve.errors import PdserveError, PeerError
-from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Peer, Sample, SamplingParams
-from prefill_node.leases import LeaseTable
+from decode_node.handoff import Extended, Phase, Released
+from pdserve.errors import PeerError
 
-SECONDS, GUARD = 3.0, 1.0
-P_BLOCKS, D_BLOCKS = 14, 12
 SLOWEST = 0.7  # of clocks that work: a lease less its margin by such a clock is shorter than one with its guard
-Tokens = tuple[Sample, ...]
-
-
-@dataclass
-class Call:
-    """A Prefill call. ``epoch`` and ``lease`` are what D knows."""
-
-    rid: int  # on D
-    epoch: str
-    prompt: list[int]
-    skip: int
-    lease: int | None = None
-    open: bool = True  # to D
-    wanted: bool = True  # by D: else it only waits to learn what to release
-    events: deque[pb.KVReady | pb.Accepted | Tokens | PdserveError] = field(default_factory=deque)
-
-
-@dataclass(frozen=True)
-class Request:
-    """On its way to P. ``sent_at`` is by D's clock."""
-
-    kind: str  # prefill, hang up, extend, release
-    call: Call
-    sent_at: float
-
-
-@dataclass(frozen=True)
-class Reply:
-    """On its way to D."""
-
-    call: Call
-    event: Extended | Released | PdserveError
-
-
-class PrefillSide:
-    """What P's front does, around its LeaseTable; and P's engine."""
-
-    def __init__(self, depth: int) -> None:
-        self.node = Node(P_BLOCKS, depth)
-        self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
-        self._numbers = count(1)
-        self._calls: dict[int, Call] = {}  # by lease, that have not ended
-        self._samples: dict[int, list[Sample]] = {}
-        self._computing: set[int] = set()  # leases whose last blocks have not been announced
-
-    @property
-    def epoch(self) -> str:
-        return self.node.epoch
-
-    def prefill(self, call: Call) -> None:
-        lease = next(self._numbers)
-        self.table.accept(lease)
-        self._calls[lease] = call
-        self._samples[lease] = []
-        self._computing.add(lease)
-        self.node.submit(lease, call.prompt, SamplingParams(max_tokens=9), Mode.LEASE, call.skip)
-        call.events.append(pb.Accepted(lease=lease))
-
-    def release(self, epoch: str, lease: int) -> bool:
-        kept, free = self.table.release(epoch, lease)
-        if free:
-            self._free(lease)
-        return kept
-
-    def hang_up(self, call: Call) -> None:
-        for lease in [lease for lease, mine in self._calls.items() if mine is call]:
-            del self._calls[lease]
-            self.node.obey(Cancel(lease))
-            if self.table.hang_up(lease):
-                self._free(lease)
-
-    def expire(self, now: float) -> None:
-        for lease in self.table.expire(now):
-            self._free(lease)
-
-    def turn(self, now: float) -> None:
-        batch = self.node.turn()
-        for output in batch.outputs:
-            assert output.sample is not None
-            self._samples[output.rid].append(output.sample)
-        for leased in batch.leased:
-            self._announce(leased, now)
-
-    def _announce(self, leased: Leased, now: float) -> None:
-        lease, samples = leased.rid, tuple(self._samples[leased.rid])
-        if not self.table.announce(lease, bool(samples), now):
-            return
-        if samples:
-            self._computing.discard(lease)
-        call = self._calls.get(lease)
-        if call is not None:
-            if samples:
-                call.events.append(samples)
-                del self._calls[lease]
-            call.events.append(
-                pb.KVReady(
-                    lease=lease,
-                    lease_ms=int(SECONDS * 1000),
-                    block_ids=leased.block_ids,
-                    num_tokens=leased.num_tokens,
-                )
-            )
-
-    def _free(self, lease: int) -> None:
-        if lease in self._computing:
-            self._computing.discard(lease)
-            self.node.obey(Cancel(lease))
-            if (call := self._calls.pop(lease, None)) is not None:
-                call.events.append(PeerError("the lease has ended"))
-        self.node.obey(FreeLease(lease))
-
-
-@dataclass
-class _Attempt:
-    handoff: Handoff
-    call: Call
-    announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
-    num_reads: int = 0  # under way
-    first: Tokens = ()
-
-
-class DecodeSide:
-    """What D's front does, around its Handoffs; and D's engine. ``outbox`` is what it sends to P."""
-
-    def __init__(self, depth: int, world: World) -> None:
-        self.connector = SlowConnector("d", world.memory_of)
-        self.node = Node(D_BLOCKS, depth, connector=self.connector)
-        self.connector.runner = self.node.runner
-        self.peer = ""  # epoch of it that we are connected to
-        self.prompts: dict[int, list[int]] = {}
-        self.wanted: dict[int, SamplingParams] = {}  # requests that have not been cancelled
-        self.attempts: dict[int, _Attempt] = {}  # under way
-        self.outbox: list[Request] = []
-        self._rids = count(1)
-
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
-        rid = next(self._rids)
-        self.prompts[rid], self.wanted[rid] = prompt, SamplingParams(max_tokens=max_tokens)
-        self.node.submit(rid, prompt, self.wanted[rid], Mode.HANDOFF)
-
-    def connect(self, p: PrefillSide) -> None:
-        if self.peer:
-            self.node.obey(Disconnect(self.peer))
-        self.peer = p.epoch
-        self.node.obey(Connect(Peer("p", p.epoch, (p.node.kv,))))
-
-    def cancel(self, rid: int, now: float) -> None:
-        self.node.obey(Cancel(rid))
-        del self.wanted[rid]
-        attempt = self.attempts.pop(rid, None)
-        if attempt is not None:
-            self._give_back(attempt.call, now)
-
-    def turn(self, now: float) -> None:
-        batch = self.node.turn()
-        for reserved in batch.reserved:
-            if reserved.rid in self.wanted:
-                self._start(reserved.rid, reserved.cached_tokens, now)
-        for read in batch.reads:
-            if read.rid in self.attempts:
-                self.on(self.attempts[read.rid], read, now)
-        for rid, params in self.wanted.items():
-            tokens = self.node.tokens[rid, 0]
-            assert tokens == reference(self.prompts[rid], 0, params.max_tokens)[: len(tokens)], "a wrong token"
-
-    def hear(self, call: Call, event: pb.KVReady | pb.Accepted | Tokens | PdserveError, now: float) -> None:
-        """The next event of a call."""
-        if isinstance(event, PdserveError):
-            call.open = False
-        if isinstance(event, pb.Accepted):
-            call.lease = event.lease
-            if not call.wanted:
-                self._give_back(call, now)
-        attempt = self._attempt(call)
-        if attempt is None or isinstance(event, pb.Accepted):
-            return
-        if isinstance(event, tuple):
-            attempt.handoff.sampled(event)
-            attempt.first = event
-            self.node.tokens[call.rid, 0] += [sample.token_id for sample in event]
-            return
-        if isinstance(event, pb.KVReady):
-            start = call.skip // BLOCK + len(attempt.announced)
-            attempt.announced += [(block, BLOCK * (start + i)) for i, block in enumerate(event.block_ids)]
-        self.on(attempt, event, now)
-
-    def hear_reply(self, reply: Reply, now: float) -> None:
-        attempt = self._attempt(reply.call)
-        if attempt is None:
-            return
-        if isinstance(reply.event, PdserveError):  # no answer to a release
-            self._give_up(attempt, now)
-        else:
-            self.on(attempt, reply.event, now)
-
-    def on(self, attempt: _Attempt, event: Event, now: float) -> None:
-        """Let the handoff decide, and do it."""
-        attempt.num_reads -= isinstance(event, ReadEnded)
-        try:
-            actions = attempt.handoff.on(event, now)
-        except PdserveError:
-            self._give_up(attempt, now)
-            return
-        for action in actions:
-            if isinstance(action, StartRead):
-                assert now < attempt.handoff.limit, "D begins a read after its limit"
-                attempt.num_reads += 1
-            if isinstance(action, Ask):
-                self.outbox.append(Request(action.value, attempt.call, now))
-            else:
-                self.node.obey(action)
-        if attempt.handoff.phase is Phase.CONFIRMED:
-            del self.attempts[attempt.call.rid]
-
-    def tick(self, now: float) -> None:
-        for attempt in list(self.attempts.values()):
-            if attempt.handoff.wake_at <= now:
-                self.on(attempt, None, now)
-        for attempt in self.attempts.values():
-            assert now < attempt.handoff.limit or not attempt.num_reads, "D goes on reading after its limit"
-
-    def _start(self, rid: int, cached: int, now: float) -> None:
-        call = Call(rid, self.peer, self.prompts[rid], cached)
-        self.attempts[rid] = _Attempt(Handoff(rid, self.peer, "p", len(call.prompt), now), call)
-        self.outbox.append(Request("prefill", call, now))
-
-    def _attempt(self, call: Call) -> _Attempt | None:
-        attempt = self.attempts.get(call.rid)
-        return attempt if attempt is not None and attempt.call is call else None
-
-    def _give_up(self, attempt: _Attempt, now: float) -> None:
-        del self.attempts[attempt.call.rid]
-        self.node.obey(PrefillLocally(attempt.call.rid, attempt.first))
-        self._give_back(attempt.call, now)
-
-    def _give_back(self, call: Call, now: float) -> None:
-        call.wanted = False
-        if call.lease is not None:
-            self.outbox += [Request("hang up", call, now), Request("release", call, now)]
-            call.open = False
 
 
 class World:
@@ -282,7 +35,7 @@ class World:
         self.now = 0.0  # by P's clock
         self.prompts = count()
         self.p = PrefillSide(depth)
-        self.d = DecodeSide(depth, self)
+        self.d = DecodeSide(depth, self.memory_of)
         self.d.connect(self.p)
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
@@ -342,6 +95,17 @@ class World:
                 assert call.lease is not None
                 self.replies.append(Reply(call, Released(p.release(call.epoch, call.lease))))
         self._check()
+
+    def talk(self) -> None:
+        """All that is on its way arrives, but for KV."""
+        for request in list(self.requests):
+            if request in self.requests:  # a call that ended may have taken its beginning with it
+                self.deliver(request)
+        for reply in list(self.replies):
+            self.answer(reply)
+        for call in list(self.calls):
+            while call.events:
+                self.announce(call)
 
     def lose(self, request: Request) -> None:
         """A request does not arrive, and D learns that there will be no answer."""
@@ -410,7 +174,7 @@ class World:
         self.calls.clear()
         self.replies.clear()
         self.d.node.close()
-        self.d = DecodeSide(self.depth, self)
+        self.d = DecodeSide(self.depth, self.memory_of)
         self.d.connect(self.p)
         self._check()
 
@@ -469,13 +233,7 @@ class World:
             for _ in range(100):
                 if not (self.requests or self.replies or any(call.events for call in self.calls)):
                     break
-                for request in list(self.requests):
-                    self.deliver(request)
-                for reply in list(self.replies):
-                    self.answer(reply)
-                for call in list(self.calls):
-                    while call.events:
-                        self.announce(call)
+                self.talk()
             for read_id in list(self.d.connector.transfers):
                 while read_id in self.d.connector.transfers:
                     self.land(read_id)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from lease_world import Call, Request, World
+from lease_sides import Call, Request
+from lease_world import World
 
 picks = st.integers(0, 7)  # which of those that there are
 
@@ -28,6 +30,12 @@ class LeaseProtocol(RuleBasedStateMachine):
     @rule(turns=st.sampled_from([1, 2, 6]))
     def turn(self, turns: int) -> None:
         self.world.turn(turns)
+
+    @rule(turns=st.integers(1, 3))
+    def go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.world.turn()
+            self.world.talk()
 
     @precondition(lambda self: self.world.requests)
     @rule(pick=picks)
@@ -135,5 +143,5 @@ class LeaseProtocol(RuleBasedStateMachine):
         return list(self.world.d.connector.transfers)
 
 
-TestLeaseProtocol = LeaseProtocol.TestCase
+TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # to make a failure small takes a while
 TestLeaseProtocol.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)

@@ -235,7 +235,7 @@ def no_answer(extended: bool, asked_at: float, s: State) -> None:
     s.to_d.append(Extended(asked_at, 0.0, PeerError("no answer")) if extended else None)
 
 
-# ---------------------------------------------------------------- the search
+# ---------------------------------------------------------------- what there is to search
 
 
 def moves(s: State) -> Iterator[Callable[[State], None]]:
@@ -285,38 +285,3 @@ def check(s: State) -> None:
             assert s.told <= s.leased, "P took blocks back that D may read"
         if handoff is not None and not (s.to_p or s.to_d or s.stream or s.reads or s.computed is not None):
             assert handoff.wake_at < inf, "D waits for nothing, for ever"
-
-
-def search(initial: State) -> int:
-    """Visit every state there is. Returns how many; raises AssertionError with the way to one that must not be."""
-    first = initial.freeze()
-    came_from: dict[bytes, tuple[bytes, str] | None] = {first: None}
-    queue = [first]
-    while queue:
-        frozen = queue.pop()
-        state: State = pickle.loads(frozen)
-        happenings = [(move, False) for move in moves(state)]
-        if state.faults:
-            happenings += [(fault, True) for fault in faults(state)]
-        for happen, is_fault in happenings:
-            state = pickle.loads(frozen)
-            name = str(getattr(happen, "func", happen).__name__)
-            try:
-                state.faults -= is_fault
-                happen(state)
-                check(state)
-            except AssertionError as error:
-                raise AssertionError(f"{error}, after {', '.join([*_way(came_from, frozen), name])}") from error
-            following = state.freeze()
-            if following not in came_from:
-                came_from[following] = (frozen, name)
-                queue.append(following)
-    return len(came_from)
-
-
-def _way(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> list[str]:
-    way: list[str] = []
-    while (step := came_from[frozen]) is not None:
-        frozen, name = step
-        way.insert(0, name)
-    return way
