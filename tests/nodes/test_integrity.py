@@ -143,7 +143,13 @@ def test_announcements_without_digests_are_refused(checked: Checked) -> None:
 
 
 def test_an_announcement_of_nothing_is_refused(checked: Checked) -> None:
-    checked.proxy.alter_event = lambda event: (event, pb.PrefillEvent(kv_ready=pb.KVReady(lease=event.accepted.lease)))
+    def insert(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent, ...]:
+        if not event.HasField("kv_ready"):
+            return (event,)
+        ready = event.kv_ready
+        return pb.PrefillEvent(kv_ready=pb.KVReady(lease=ready.lease, lease_ms=ready.lease_ms)), event
+
+    checked.proxy.alter_event = insert
     with RouterClient(checked.strict.address) as client:
         failure = client.generate(prompt_of(6), greedy(10), checked.prefill.address).failure
     assert failure is not None
