@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_options() -> None:
         block_size=st.integers(1, 512),
         kernel_block_size=st.none() | st.integers(1, 512),
         kv_cache_memory=st.none() | st.integers(1, 2**50),
+        kv_checksum=st.booleans(),
         gpu_memory_utilization=st.floats(0.01, 1.0),
         peer_timeout=st.floats(1.0, 600.0),
         attention_backend=st.sampled_from(["auto", "torch", "triton", "flashinfer"]),

@@ -16,9 +16,10 @@ from torch import Tensor
 import runner
 from pdserve.backends import Platform
 from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
-from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.oracle import VARIABLE
-from pdserve.records import KVRegion, NewSequence, ScheduledSequence, StepPlan
+from pdserve.records import DigestOrder, KVRegion, NewSequence, ScheduledSequence, StepPlan
+from runner.kv_digest import BlockDigests
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
 
@@ -125,3 +126,22 @@ def test_a_step_leaves_the_same_bytes_everywhere(checkpoint: Path, block_size: i
     assert found[0].count_nonzero() == len(new) * NEW * LAYERS * 2 * KV_HEADS * HEAD_DIM
     for cache in found[1:]:
         torch.testing.assert_close(cache, found[0], atol=1e-4, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V2", "triton")])
+def test_digests_are_of_what_a_peer_would_read(checkpoint: Path, version: str, backend: str) -> None:
+    """Of the same step's tokens, too; a step that computes nothing can be asked for them as well."""
+    config = configure(checkpoint, "cpu", version, backend, 16)
+    order = DigestOrder((3, 1), 16 + NEW)
+    new = NewSequence(0, tuple(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)
+    with built(config) as model_runner:
+        plan = StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16 + NEW, 1),), digests=(order,))
+        first = model_runner.launch(plan).result()
+        later = model_runner.launch(StepPlan(1, digests=(order, DigestOrder((3,), 16)))).result()
+        layout, region = model_runner.kv_layout, model_runner.kv_region
+        read = torch.cat([read_block(region, layout, block) for block in range(layout.num_blocks)])
+    expected = BlockDigests(read, layout, KVShare.whole(layout)).compute([order]).tolist()
+    assert first.digests == (tuple(expected),)
+    assert later.digests == (tuple(expected), (expected[0],))
+    assert expected[0] != expected[1]
