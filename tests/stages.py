@@ -22,7 +22,7 @@ from node_client import Generated, RouterClient, greedy
 
 BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens: of a block, a step of P, the prompt, and what follows
 FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
-PREFILL_FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--lease-seconds", "2", "--lease-guard", "0.5")
+PREFILL_FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
 GIVEN_BACK = 5.0  # seconds after a fault in which nobody may hold a block any more
 
