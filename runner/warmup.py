@@ -31,7 +31,8 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     """A step of as many prompt tokens as are allowed, and one of as many demanding sequences."""
     longest = min(config.max_batch_tokens, config.max_model_len - 2)
     whole, rest = divmod(config.max_batch_tokens, longest)
-    run_prompts(runner, config, [longest] * min(whole, config.max_num_seqs) + ([rest] if rest else []), GREEDY)
+    lengths = [longest] * whole + ([rest] if rest else [])
+    run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
     run_prompts(runner, config, [config.max_batch_tokens // config.max_num_seqs] * config.max_num_seqs, DEMANDING)
 
 

@@ -22,7 +22,7 @@ def build_backend(
     if name == "triton":
         from runner.attention.paged_triton import PagedTritonAttention
 
-        return PagedTritonAttention(config, cache, place)
+        return PagedTritonAttention(config, cache, place, max_num_seqs)
     assert name == "flashinfer", name
     from runner.attention.flashinfer import FlashInferAttention
 

@@ -66,7 +66,7 @@ class FlashInferAttention:
 
     def __init__(self, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int) -> None:
         layout, device = cache.layout, cache.tensor.device
-        self._triton = PagedTritonAttention(config, cache, place)
+        self._triton = PagedTritonAttention(config, cache, place, max_num_seqs)
         self._layers = cache.layers
         self._keys = [layer[:, :, 0] for layer in cache.layers]  # each [pages, kv_heads, page, head_dim]
         self._values = [layer[:, :, 1] for layer in cache.layers]

@@ -34,7 +34,7 @@ class PagedTritonAttention:
     """Implements AttentionBackend, with grouped queries and sliding windows. Heads hold 16 numbers or a larger power of
     two."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
         self._layers = cache.layers
@@ -42,7 +42,12 @@ class PagedTritonAttention:
         self._heads = config.num_heads
         self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, place)
         self._decode = SplitDecode(
-            config.num_heads, layout.num_kv_heads, layout.head_dim, self._tiles, cache.tensor.device
+            (config.num_heads, layout.num_kv_heads),
+            layout.head_dim,
+            config.sliding_windows,
+            self._tiles,
+            max_num_seqs,
+            cache.tensor.device,
         )
         self._step: _Step | None = None
 
@@ -65,4 +70,4 @@ class PagedTritonAttention:
     def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Write to ``out`` what queries of sequences with one token see, both [tokens, num_heads, head_dim]."""
         assert self._step is not None, "plan comes first"
-        self._decode(q, self._layers[layer], self._step.batch, self._windows[layer], out)
+        self._decode(layer, q, self._layers[layer], self._step.batch, out)
