@@ -61,9 +61,8 @@ class Released:
     stood: bool
 
 
-Event = (
-    pb.KVReady | ReadEnded | Extended | Released | PdserveError | None
-)  # error: the call has ended; None: time passed
+# A PdserveError says that P's call has ended; None that time has passed.
+Event = pb.KVReady | ReadEnded | Extended | Released | PdserveError | None
 Action = StartRead | KVConfirmed | Ask
 
 

@@ -144,4 +144,4 @@ class LeaseProtocol(RuleBasedStateMachine):
 
 
 TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # to make a failure small takes a while
-TestLeaseProtocol.settings = settings(max_examples=100, stateful_step_count=80, deadline=None)
+TestLeaseProtocol.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)

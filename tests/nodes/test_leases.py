@@ -118,6 +118,14 @@ def test_an_expired_lease_has_not_stood() -> None:
     assert table.expire(1e9) == []
 
 
+def test_an_extended_lease_does_not_end_when_it_would_have() -> None:
+    table = LeaseTable(EPOCH, SECONDS, GUARD)
+    complete(table, 7)
+    assert table.extend(EPOCH, 7, 2.0) == SECONDS
+    assert table.expire(2.0 + SECONDS + GUARD - 0.001) == []
+    assert table.release(EPOCH, 7) == (True, True)
+
+
 def test_another_epoch_changes_nothing() -> None:
     table = LeaseTable(EPOCH, SECONDS, GUARD)
     complete(table, 7)
