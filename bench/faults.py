@@ -75,7 +75,7 @@ class Watched:
 
     @property
     def bytes_read(self) -> float:
-        return self.status().counters["pdserve_kv_read_bytes_total"]
+        return self.node.counter("kv_read_bytes")
 
     @property
     def num_peers(self) -> int:
