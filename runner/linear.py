@@ -66,7 +66,7 @@ class Linear:
         self._narrow: torch.ScriptObject | None = None  # for FBGEMM, with the bias
         self._scale: Tensor | None = None  # [out_features], of what ``_narrow`` yields
         self._use_triton = place.use_triton
-        self._gemv: Callable[[Tensor, Tensor], Tensor] | None = None  # for a single token
+        self._gemv: Callable[..., Tensor] | None = None  # for a single token
 
     def seal(self) -> None:
         """Bring the weight into the form it is used in. On CPUs the plain weight is dropped."""
@@ -82,6 +82,14 @@ class Linear:
             self.weight = weight
             return
         self.weight = weight.new_empty(0)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Write y to ``out`` [tokens, out_features]. On GPUs, without bias."""
+        assert self.bias is None
+        if self._gemv is not None and x.shape[0] == 1:
+            self._gemv(x, self.weight, out)
+        else:
+            torch.mm(x, self.weight.t(), out=out)
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor

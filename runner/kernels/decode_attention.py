@@ -67,7 +67,7 @@ def _plan_parts_kernel(
     tl.store(tiles_per_part, largest)
     tl.store(first_part, 0)
     tl.store(first_part + 1 + row, ends, mask=known)
-    for part in range(0, tl.max(parts, axis=0)):
+    for part in range(tl.max(parts, axis=0)):
         tl.store(row_of_part + ends - parts + part, row, mask=part < parts)
     for begin in range(tl.sum(parts, axis=0), capacity, CHUNK):
         at = begin + tl.arange(0, CHUNK)

@@ -45,10 +45,11 @@ def fits(weight: Tensor) -> bool:
     return weight.shape[1] % _CHUNKS[-1] == 0
 
 
-def gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """y [1, out_features] from x [1, in_features] and weight [out_features, in_features], contiguous."""
+def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """y [1, out_features] from x [1, in_features] and weight [out_features, in_features], contiguous; in ``out`` where
+    it is given."""
     out_features, in_features = weight.shape
-    y = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
+    y = torch.empty(1, out_features, dtype=x.dtype, device=x.device) if out is None else out
     chunk = next(size for size in _CHUNKS if in_features % size == 0)
     _gemv_kernel[(triton.cdiv(out_features, _ROWS),)](
         x,

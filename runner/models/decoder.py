@@ -157,6 +157,10 @@ class Decoder:
         """[rows, vocab_size] from rows of hidden states [rows, hidden_size]."""
         return self.head(hidden)
 
+    def write_logits(self, hidden: Tensor, out: Tensor) -> None:
+        """``logits`` into ``out``, on GPUs."""
+        self.head.write(hidden, out)
+
     def named_tensors(self) -> NamedTensors:
         """Every tensor of the checkpoint with the memory it belongs in."""
         yield "model.embed_tokens.weight", self.embedding

@@ -14,10 +14,15 @@ _MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 
 
 class StepShape(NamedTuple):
-    """What a step is padded to. With as many tokens as rows, every sequence has one token."""
+    """What a step is padded to."""
 
     rows: int
     tokens: int
+
+    @property
+    def singles(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.rows == self.tokens
 
 
 def decode_shapes(max_num_seqs: int) -> tuple[StepShape, ...]:
@@ -41,11 +46,9 @@ class StepGraphs:
 
     def shape_for(self, rows: int, tokens: int) -> StepShape | None:
         """The smallest captured shape that holds such a step, None if there is none."""
-        single = rows == tokens
+        singles = StepShape(rows, tokens).singles
         fitting = (
-            shape
-            for shape in self.shapes
-            if shape.rows >= rows and shape.tokens >= tokens and (shape.rows == shape.tokens) == single
+            shape for shape in self.shapes if shape.rows >= rows and shape.tokens >= tokens and shape.singles == singles
         )
         return min(fitting, key=lambda shape: shape.tokens, default=None)
 

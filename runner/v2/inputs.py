@@ -27,8 +27,8 @@ class StepInputs:
         self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
 
-    def build(self, batch: ScheduledBatch, shape: StepShape, state: DeviceState, upload: Upload) -> AttentionBatch:
-        """Fill the buffers on the device's stream, padded to ``shape``.
+    def build(self, batch: ScheduledBatch, shape: StepShape, state: DeviceState, upload: Upload) -> None:
+        """Fill the buffers on the device's stream, padded to ``shape``: all that a captured graph of it needs.
 
         The upload's first two arrays are the batch's slots and query starts.
         """
@@ -68,7 +68,11 @@ class StepInputs:
             PAGES_PER_BLOCK=layout.pages_per_block,
             CHUNK=_PAGE_CHUNK,
         )
-        return self._batch(batch.form.query_starts, batch.seq_lens, shape)
+
+    def attention_batch(self, batch: ScheduledBatch) -> AttentionBatch:
+        """What was built last, for a step that no graph fits."""
+        form = batch.form
+        return self._batch(form.query_starts, batch.seq_lens, StepShape(form.num_seqs, form.num_tokens))
 
     def padding(self, shape: StepShape) -> AttentionBatch:
         """A batch of that shape at position 0 that stores nothing. The first sequence has the tokens to spare."""

@@ -1,4 +1,4 @@
-"""Tokens on their way to the host."""
+"""Tokens on their way to the host, in pinned memory that is used in turn: allocating takes longer than copying."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pdserve.records import Sample, StepOutput, TokenLogprobs
 from runner.v2.sampler import Sampled, SamplingBatch
+from runner.v2.state import RING
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class TokensInFlight:
     batch: SamplingBatch
     copied: Sampled  # on the host, complete when ``arrived`` has happened
     arrived: torch.cuda.Event | None  # None where the device is the host
+    source: Sampled  # on the device, kept until then
 
     def result(self) -> StepOutput:
         if self.arrived is not None:
@@ -42,24 +44,45 @@ class TokensInFlight:
         return found
 
 
+class _Landing:
+    """Where the tokens of one step land."""
+
+    def __init__(self, draws: int) -> None:
+        self.tokens = torch.empty(draws, dtype=torch.int32, pin_memory=True)
+        self.sampled, self.arrived = torch.cuda.Event(), torch.cuda.Event()
+
+
 class ToHost:
     """Copies results to the host beside the device's main stream, so that neither the next step nor the host waits."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, draws: int) -> None:
+        """Made for steps of ``draws`` tokens; takes more, too."""
+        self._stream: torch.cuda.Stream | None = None
+        self._landings: list[_Landing] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._landings = [_Landing(draws) for _ in range(RING)]
 
     def send(self, step: int, batch: SamplingBatch, sampled: Sampled) -> TokensInFlight:
         if self._stream is None:
-            return TokensInFlight(step, batch, sampled, None)
-        self._stream.wait_stream(torch.cuda.current_stream())
+            return TokensInFlight(step, batch, sampled, None, sampled)
+        landing = self._next_landing(sampled.tokens.shape[0])
+        landing.sampled.record()
+        self._stream.wait_event(landing.sampled)
         with torch.cuda.stream(self._stream):
-            copied = sampled.each(self._copy)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return TokensInFlight(step, batch, copied, arrived)
+            copied = sampled.each(lambda tensor: _copy(tensor, landing.tokens if tensor is sampled.tokens else None))
+            landing.arrived.record()
+        return TokensInFlight(step, batch, copied, landing.arrived, sampled)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        assert self._stream is not None
-        tensor.record_stream(self._stream)  # its memory is not reused before this copy is done
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+    def _next_landing(self, draws: int) -> _Landing:
+        """Its tokens are on the host's side for long: there are more landings than steps in flight."""
+        landing = self._landings.pop(0)
+        if len(landing.tokens) < draws:
+            landing = _Landing(2 * draws)
+        self._landings.append(landing)
+        return landing
+
+
+def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into[: tensor.shape[0]]
+    return host.copy_(tensor, non_blocking=True)

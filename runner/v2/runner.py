@@ -11,7 +11,6 @@ from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, ScheduledSequence, StepOutput, StepPlan
-from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kernels.step import take_samples_kernel
 from runner.kv_cache import KVCache
@@ -22,7 +21,7 @@ from runner.v2.graphs import StepGraphs, StepShape, decode_shapes, mixed_shapes
 from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
 from runner.v2.sampler import DeviceSampler, Draw, Sampled, SamplingBatch
-from runner.v2.slots import BatchForm, Slots
+from runner.v2.slots import BatchForm, ScheduledBatch, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
 from runner.warmup import run_largest_steps, run_small_steps
 
@@ -70,10 +69,13 @@ class RunnerV2:
             config.max_num_seqs, config.max_batch_tokens, max_blocks * layout.pages_per_block, layout, device
         )
         self._sampler = DeviceSampler(model.vocab_size, model.eos_token_ids, self._state)
-        self._to_host = ToHost(device)
+        self._to_host = ToHost(device, config.max_num_seqs)
         self._graphs = StepGraphs(())
-        most = max(shape.tokens for shape in _shapes(config))
-        self._hidden = torch.empty(most, model.hidden_size, dtype=self._loaded.place.dtype, device=device)
+        # What graphs leave behind: logits of steps of single tokens, hidden states of others.
+        dtype, most = self._loaded.place.dtype, max(shape.tokens for shape in _shapes(config))
+        self._hidden = torch.empty(most, model.hidden_size, dtype=dtype, device=device)
+        rows = config.max_num_seqs if config.cuda_graphs else 0
+        self._logits = torch.empty(rows, model.vocab_size, dtype=dtype, device=device)
         self._last_asked: tuple[BatchForm, SamplingBatch] | None = None
 
     def _try_out(self, config: NodeConfig, layout: KVLayout) -> int:
@@ -102,6 +104,7 @@ class RunnerV2:
             "_inputs",
             "_sampler",
             "_hidden",
+            "_logits",
         ):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
@@ -143,13 +146,13 @@ class RunnerV2:
         upload = self._uploader.send(form.slots, form.query_starts, form.draw_of_row, form.last_tokens)
         self._uploader.apply(upload, self._state)
         unpadded = StepShape(form.num_seqs, form.num_tokens)
-        attention = self._inputs.build(batch, shape or unpadded, self._state, upload)
-        hidden = self._forward(form, upload, attention, shape)
+        self._inputs.build(batch, shape or unpadded, self._state, upload)
+        logits = self._forward(batch, upload, shape)
         if not len(form.sampling):
             self._take_in(form, upload, None)
             return FinishedStep(StepOutput(plan.step))
         asked = self._asked(plan.scheduled, form)
-        sampled = self._sampler.sample(self._loaded.decoder.logits(hidden), asked, batch.longest)
+        sampled = self._sampler.sample(logits, asked, batch.longest)
         self._take_in(form, upload, sampled)
         return self._to_host.send(plan.step, asked, sampled)
 
@@ -173,20 +176,29 @@ class RunnerV2:
         for more in plan.new_blocks:
             self._slots.add_blocks(more.seq, more.block_ids)
 
-    def _forward(self, form: BatchForm, upload: Upload, attention: AttentionBatch, shape: StepShape | None) -> Tensor:
-        """Hidden states [sampling rows, hidden_size]; by the graph of ``shape`` where one is given."""
+    def _forward(self, batch: ScheduledBatch, upload: Upload, shape: StepShape | None) -> Tensor:
+        """Logits [sampling rows, vocab_size], nothing of use where none samples; by the graph of ``shape`` if given."""
+        form = batch.form
+        if shape is not None:
+            self._graphs.replay(shape)
+            if shape.singles:
+                return self._logits[: form.num_tokens]
         keep = None if form.every_token_samples else upload.array(_LAST_TOKENS, len(form.sampling))
         if shape is None:
-            self._backend.plan(attention)
-            return self._decode(form.num_tokens, keep)
-        self._backend.plan(attention, graph=True)
-        self._graphs.replay(shape)
-        hidden = self._hidden[: form.num_tokens]
-        return hidden if keep is None else hidden.index_select(0, keep)
+            self._backend.plan(self._inputs.attention_batch(batch))
+            hidden = self._decode(form.num_tokens, keep)
+        else:
+            hidden = self._hidden[: form.num_tokens]
+            hidden = hidden if keep is None else hidden.index_select(0, keep)
+        return self._loaded.decoder.logits(hidden) if len(form.sampling) else hidden
 
     def _forward_padded(self, shape: StepShape) -> None:
         """What the graph of a shape captures."""
-        self._hidden[: shape.tokens].copy_(self._decode(shape.tokens, None))
+        hidden = self._decode(shape.tokens, None)
+        if shape.singles:
+            self._loaded.decoder.write_logits(hidden, self._logits[: shape.rows])
+        else:
+            self._hidden[: shape.tokens].copy_(hidden)
 
     def _decode(self, tokens: int, keep: Tensor | None) -> Tensor:
         inputs = self._inputs

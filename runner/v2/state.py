@@ -53,6 +53,7 @@ class Uploader:
         self._writes: list[tuple[int, NDArray[np.int32]]] = []
         self._turn = 0
         self._host: list[Tensor] = []
+        self._host_words: list[NDArray[np.int32]] = []  # the same memory
         self._words = torch.empty(0)
         self._allocate(capacity)
 
@@ -62,26 +63,25 @@ class Uploader:
 
     def send(self, *arrays: NDArray[np.int32]) -> Upload:
         """Start the copy of all collected writes and ``arrays``; later work on the stream finds them on the device."""
-        values = [values for _, values in self._writes]
-        lengths = np.array([len(v) for v in values], dtype=np.int64)
-        head = 3 * len(values)
-        sources = head + lengths.cumsum() - lengths
-        table = np.empty((len(values), 3), dtype=np.int32)
-        table[:, 0] = [destination for destination, _ in self._writes]
-        table[:, 1], table[:, 2] = sources, lengths
-        parts = [table.reshape(-1), *values, *arrays]
-        starts = np.array([len(part) for part in parts]).cumsum()
-        total = int(starts[-1])
+        writes, self._writes = self._writes, []
+        head = 3 * len(writes)
+        total = head + sum([len(values) for _, values in writes]) + sum([len(array) for array in arrays])
         if total > self._words.numel():
             self._allocate(2 * total)
         host = self._host[self._turn]
-        np.concatenate(parts, out=host.numpy()[:total])
+        words, at, longest = self._host_words[self._turn], head, 0
+        for number, (destination, values) in enumerate(writes):
+            words[3 * number : 3 * number + 3] = destination, at, len(values)
+            words[at : at + len(values)] = values
+            at, longest = at + len(values), max(longest, len(values))
+        arrays_at = []
+        for array in arrays:
+            arrays_at.append(at)
+            words[at : at + len(array)] = array
+            at += len(array)
         self._words[:total].copy_(host[:total], non_blocking=True)
         self._turn = (self._turn + 1) % RING
-        self._writes = []
-        ends = starts[1 + len(values) :]
-        arrays_at = tuple(int(end) - len(array) for end, array in zip(ends, arrays, strict=True))
-        return Upload(self._words, len(values), int(lengths.max(initial=0)), arrays_at)
+        return Upload(self._words, len(writes), longest, tuple(arrays_at))
 
     def apply(self, upload: Upload, state: DeviceState) -> None:
         """Carry out the writes of an upload."""
@@ -93,4 +93,5 @@ class Uploader:
         # Copies that are on their way keep what they read: the caching allocators know of them.
         pinned = self._device.type == "cuda"
         self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._host_words = [words.numpy() for words in self._host]
         self._words = torch.empty(capacity, dtype=torch.int32, device=self._device)
