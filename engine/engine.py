@@ -55,7 +55,9 @@ class Engine:
         """One turn: plan, load KV and launch; apply the step that is due, emit."""
         plan = self._scheduler.plan()
         self._emit()  # who was reserved or refused need not wait for the device
-        landed = self._pipeline.push(plan)
+        self._pipeline.launch(plan)
+        self._scheduler.prepare()
+        landed = self._pipeline.take(plan)
         if landed is not None:
             self._scheduler.apply(*landed)
             self._emit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 _DIGEST_BYTES = 16
@@ -28,8 +28,17 @@ class BlockHashes:
 
     def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
         """Digests of the full blocks within the first ``num_tokens`` tokens."""
+        count = num_tokens // self._block_size
+        self._extend(token_ids, count)
+        return self._chain[1 : count + 1]
+
+    def one_by_one(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[bytes]:
+        """``upto``, computing no more of them than are taken."""
+        for index in range(1, num_tokens // self._block_size + 1):
+            self._extend(token_ids, index)
+            yield self._chain[index]
+
+    def _extend(self, token_ids: Sequence[int], count: int) -> None:
         chain, size = self._chain, self._block_size
-        count = num_tokens // size
         for index in range(len(chain) - 1, count):
             chain.append(next_digest(chain[-1], token_ids[index * size : (index + 1) * size]))
-        return chain[1 : count + 1]

@@ -51,6 +51,10 @@ class KVSpace:
             sequence.room += self._block_size
         return True
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Do what ``filled`` will need of a prompt whose KV is on its way, so that it takes less time then."""
+        sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
+
     def filled(self, sequence: Sequence) -> None:
         """So many tokens are computed that blocks are full: these become findable."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
@@ -93,7 +97,7 @@ class KVSpace:
 
         The last token is always computed: its logits are needed.
         """
-        cached = self._pool.match(sequence.hashes.upto(sequence.token_ids, len(sequence.token_ids) - 1))
+        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, len(sequence.token_ids) - 1))
         wanted = self.blocks_for(len(sequence.token_ids)) - len(cached)
         if wanted > self._pool.count(Use.FREE) - self._pool.count_free(cached):
             return None

@@ -26,15 +26,17 @@ class Pipeline:
     def empty(self) -> bool:
         return not self._in_flight
 
-    def push(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
-        """Launch a step, and return the oldest one with its output if that is due.
-
-        It is due when no more steps may be in flight, and also when ``plan`` computes nothing: then what could be
-        planned next depends on results. A plan without anything in it is launched only where nothing else is in flight,
-        to ask the connector for news.
-        """
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. An empty one only asks the connector for news, and only where nothing else is in flight."""
         if not self._in_flight or _has_orders(plan):
             self._in_flight.append((plan, self._rank.launch(plan)))
+
+    def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
+        """The oldest step with its output, waiting for it, if that is due now that ``plan`` has been launched.
+
+        It is due when no more steps may be in flight, and also when ``plan`` computes nothing: then what could be
+        planned next depends on results.
+        """
         if plan.scheduled and len(self._in_flight) < self._rank.max_in_flight:
             return None
         oldest, pending = self._in_flight.popleft()

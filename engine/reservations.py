@@ -27,6 +27,7 @@ class Reservations:
         self._digests = digests
         self._block_size = block_size
         self._sequences: dict[int, Sequence] = {}
+        self._started: list[Sequence] = []
         self._to_check: dict[int, StartRead] = {}  # by read
 
     def __len__(self) -> int:
@@ -58,8 +59,14 @@ class Reservations:
         local = tuple(sequence.blocks[start:end])
         read = self._transfers.start_read(request.rid, message.epoch, local, message.remote_blocks)
         request.reads.add(read)
+        self._started.append(sequence)
         if self._digests is not None:
             self._to_check[read] = message
+
+    def take_started(self) -> list[Sequence]:
+        """Whose reads were ordered since the last call."""
+        started, self._started = self._started, []
+        return started
 
     def reads_ended(self, results: Iterable[ReadResult]) -> None:
         """Tell the front of reads, but check first what somebody waits for; free the blocks of the others."""

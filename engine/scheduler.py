@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -148,6 +148,11 @@ class Scheduler:
         self._num_plans += 1
         finished, self._forgotten = tuple(self._forgotten), []
         return draft.plan(self._num_plans, finished, self.transfers.take_orders(), self._digests.take_orders())
+
+    def prepare(self) -> None:
+        """Use the time while the device computes, or KV is read: work that would otherwise delay the next token."""
+        for sequence in chain(self._in_flight[-1].prompts if self._in_flight else (), self.reservations.take_started()):
+            self._kv.prepare(sequence)
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput) -> None:
         """Take in what the step produced."""

@@ -229,7 +229,7 @@ class World:
     def settle(self) -> None:
         """Nothing is lost any more. Everything comes to its end within the time that leases take."""
         self.reconnect()
-        for _ in range(400):
+        for _ in range(400 + 50 * len(self.d.wanted)):
             for _ in range(100):
                 if not (self.requests or self.replies or any(call.events for call in self.calls)):
                     break
