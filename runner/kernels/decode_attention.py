@@ -24,7 +24,8 @@ from runner.kernels.chain import chained, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
-_MOST_PARTS = 64  # of a sequence
+# Parts that are wanted however many sequences there are already: each costs a program of every layer, needed or not.
+_FEWEST_PARTS, _MOST_PARTS = 16, 64
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def _tiles_of(seq_len, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     return first, tl.cdiv(seq_len, BLOCK_KEYS) - first
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@triton.jit(do_not_specialize=["rows", "capacity", "wanted"])
 def _plan_parts_kernel(
     query_starts,  # [rows + 1] int32
     seq_lens,  # [rows] int32
@@ -46,7 +47,7 @@ def _plan_parts_kernel(
     row_of_part,  # out [capacity] int32, -1 where there is no part
     tiles_per_part,  # out [1] int32
     capacity,
-    WANTED_PARTS: tl.constexpr,
+    wanted,  # parts that the tiles of all sequences would make if each one's last part were full
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -61,7 +62,7 @@ def _plan_parts_kernel(
     single = tl.load(query_starts + row + 1, mask=known, other=0) - start == 1
     _, tiles = _tiles_of(tl.load(seq_lens + row, mask=known, other=0), WINDOW, BLOCK_KEYS)
     tiles = tl.where(single, tl.maximum(tiles, 1), 0)
-    largest = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), WANTED_PARTS), 1)
+    largest = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), 1)
     parts = tl.cdiv(tiles, largest)
     ends = tl.cumsum(parts, axis=0)
     tl.store(tiles_per_part, largest)
@@ -208,9 +209,9 @@ class SplitDecode:
         self._windows = windows
         self._scale = head_dim**-0.5 * math.log2(math.e)
         at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
-        self._wanted_parts = min(max(at_a_time // self._kv_heads, 1), _MOST_PARTS)
+        self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
         self._max_seqs = max_seqs
-        most = max_seqs + self._wanted_parts  # every sequence has a part that is not full, the others are
+        most = max_seqs + self._wanted_parts(max_seqs)  # every sequence has a part that is not full, the others are
 
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -227,7 +228,7 @@ class SplitDecode:
         """
         window = self._windows[layer]
         parts, rows = self._parts[window], batch.device_seq_lens.shape[0]
-        num_parts = rows + self._wanted_parts
+        num_parts = rows + self._wanted_parts(rows)
         if layer == self._windows.index(window):
             self._cut(batch, window, num_parts, out)
         _decode_attention_kernel[(num_parts, self._kv_heads)](
@@ -255,6 +256,9 @@ class SplitDecode:
             **chained(out),
         )
 
+    def _wanted_parts(self, rows: int) -> int:
+        return min(max(self._at_a_time - rows, _FEWEST_PARTS), _MOST_PARTS)
+
     def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor) -> None:
         parts, rows = self._parts[window], batch.device_seq_lens.shape[0]
         assert rows <= self._max_seqs, f"a step of {rows} sequences, made for {self._max_seqs}"
@@ -266,7 +270,7 @@ class SplitDecode:
             parts.rows,
             parts.tiles,
             num_parts,
-            WANTED_PARTS=self._wanted_parts,
+            self._wanted_parts(rows),
             WINDOW=window or 0,
             BLOCK_KEYS=self._tiles.decode["BLOCK_KEYS"],
             BLOCK_ROWS=triton.next_power_of_2(self._max_seqs),
