@@ -13,7 +13,11 @@ class PendingStep(Protocol):
     """A step that was launched: the device may still be computing it."""
 
     def result(self) -> StepOutput:
-        """Wait until the step's tokens are on the host, and return them. Called once, in the order of launching."""
+        """Wait until the step's tokens are on the host, and return them. Called once, in the order of launching.
+
+        Then all KV of the step is in the cache, for peers to read, also where the step sampled nothing: the engine
+        announces it, and gives away blocks that the step wrote to.
+        """
 
 
 class ModelRunner(Protocol):

@@ -18,7 +18,7 @@ from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
-from runner.pending import FinishedStep
+from runner.pending import FinishedStep, step_without_samples
 from runner.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
 from runner.warmup import run_largest_steps, run_small_steps
@@ -80,7 +80,7 @@ class RunnerV1:
         step = self._launch(plan)
         return self._cache.digests.follow(step, plan.digests) if plan.digests else step
 
-    def _launch(self, plan: StepPlan) -> FinishedStep:
+    def _launch(self, plan: StepPlan) -> PendingStep:
         """One step: update the sequences, compute what is scheduled, sample where the plan says so."""
         self._update(plan)
         if not plan.scheduled:
@@ -90,6 +90,8 @@ class RunnerV1:
         sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
         hidden = self._forward(rows, lengths, sampling)
         self._sequences.num_computed[rows] += lengths
+        if not sampling:
+            return step_without_samples(plan.step, self._device)
         return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, sampling, hidden)))
 
     def reload_weights(self, model_dir: str) -> None:
@@ -156,8 +158,6 @@ class RunnerV1:
     ) -> tuple[Sample, ...]:
         """Draw for the sequences ``sampling``, whose hidden states [sampling, hidden_size] are given."""
         table = self._sequences
-        if not sampling:
-            return ()
         draws: list[SampleRow] = []
         for logits_row, i in enumerate(sampling):
             record = table.record(rows[i])

@@ -16,7 +16,7 @@ from runner.kernels.step import take_samples_kernel
 from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
-from runner.pending import FinishedStep
+from runner.pending import FinishedStep, step_without_samples
 from runner.v2.graphs import StepGraphs, StepShape, decode_shapes, mixed_shapes
 from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
@@ -150,7 +150,7 @@ class RunnerV2:
         logits = self._forward(batch, upload, shape)
         if not len(form.sampling):
             self._take_in(form, upload, None)
-            return FinishedStep(StepOutput(plan.step))
+            return step_without_samples(plan.step, self._device)
         asked = self._asked(plan.scheduled, form)
         sampled = self._sampler.sample(logits, asked, batch.longest)
         self._take_in(form, upload, sampled)

@@ -50,6 +50,20 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=1.5, seed=seed, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_the_kv_of_a_step_is_there_with_its_result_though_it_samples_nothing(checkpoint: Path, version: str) -> None:
+    """A peer reads it as soon as the engine has applied the step, through no stream of ours."""
+    model_runner = build_runner(checkpoint, version, device=DEVICE)
+    new = NewSequence(0, tuple(prompt_of(300)), 300, 0, tuple(range(20)), SamplingParams(max_tokens=1))
+    torch.cuda._sleep(1 << 28)  # cycles: what follows on the stream is computed long after it was launched
+    pending = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 256, 0),)))
+    assert version == "V1" or not torch.cuda.current_stream().query()  # V1 may wait as early as in its launch
+    pending.result()
+    assert torch.cuda.current_stream().query()
+
+
 def test_a_seeded_request_does_not_depend_on_its_batch(build: Build) -> None:
     sampling = seeded(7, top_k=50, presence_penalty=0.3)
     (alone,) = Stepper(build()).generate([prompt_of(20)], 6, sampling)
