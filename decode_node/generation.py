@@ -9,11 +9,11 @@ from typing import Protocol
 
 from engine.link import EngineLink, Event, error_of
 from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Submit
-from pdserve.errors import DeadlineExceeded, NodeError, Overloaded, PdserveError, RequestError
+from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams
 from pdserve.stopping import finish_reason
-from pdserve.wire import logprobs_to_pb
+from pdserve.wire import failure_to_pb, logprobs_to_pb
 
 
 class OutputSink(Protocol):
@@ -23,11 +23,19 @@ class OutputSink(Protocol):
         """A new output at the end of what is sent next, to be filled in at once."""
 
 
-class Generation:
-    """Forwards outputs as they come; ends exactly once, after which nothing is emitted.
+class HandoffSide(Protocol):
+    """What the engine says to whoever hands the request off."""
 
-    ``reserved`` is what a handoff waits for; then it sets ``on_read`` to be told of its reads.
-    """
+    def on_reserved(self, cached_tokens: int) -> None: ...
+
+    def on_event(self, event: ReadEnded) -> None: ...
+
+    def abandon(self) -> None:
+        """The request has ended. Idempotent."""
+
+
+class Generation:
+    """Forwards outputs as they come; ends exactly once, after which nothing is emitted."""
 
     def __init__(
         self,
@@ -47,11 +55,9 @@ class Generation:
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
         self.first: tuple[Sample, ...] = ()  # of each choice, where P has sampled it
-        self.handoff: asyncio.Task[None] | None = None
+        self.handoff: HandoffSide | None = None  # to be set before it is submitted as one
         self.rid = link.open(self._on_event)
         loop = asyncio.get_running_loop()
-        self.reserved: asyncio.Future[int] = loop.create_future()
-        self.on_read: Callable[[ReadEnded], None] = lambda ended: None
         self._link = link
         self._sink = sink
         self._on_end = on_end
@@ -83,7 +89,7 @@ class Generation:
         if self.ended:
             return
         self.error = error
-        self._sink.add(self.number).failure.CopyFrom(failure_of(error))
+        self._sink.add(self.number).failure.CopyFrom(failure_to_pb(error))
         self.cancel()
 
     def cancel(self) -> None:
@@ -101,11 +107,10 @@ class Generation:
                 self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
             return
         match event:
-            case Reserved(_, cached_tokens):
-                if not self.reserved.done():
-                    self.reserved.set_result(cached_tokens)
-            case ReadEnded():
-                self.on_read(event)
+            case Reserved(_, cached_tokens) if self.handoff is not None:
+                self.handoff.on_reserved(cached_tokens)
+            case ReadEnded() if self.handoff is not None:
+                self.handoff.on_event(event)
             case Refused():
                 self.fail(error_of(event))
 
@@ -133,23 +138,7 @@ class Generation:
     def _end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self.handoff is not None and self.handoff is not asyncio.current_task():
-            self.handoff.cancel()
+        if self.handoff is not None:
+            self.handoff.abandon()
         self._link.close(self.rid)
         self._on_end(self)
-
-
-def failure_of(error: PdserveError) -> pb.Failure:
-    """An error as the router is told of it."""
-    codes = pb.Failure
-    match error:
-        case RequestError():
-            code = codes.INVALID
-        case Overloaded():
-            code = codes.OVERLOADED
-        case DeadlineExceeded():
-            code = codes.DEADLINE
-        case _:
-            code = codes.NODE_FAILED
-    retry = int(error.retry_after * 1000) if isinstance(error, Overloaded) else 0
-    return pb.Failure(code=code, message=str(error), retry_after_ms=retry)

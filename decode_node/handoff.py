@@ -61,7 +61,7 @@ class Released:
     stood: bool
 
 
-# A PdserveError says that P's call has ended; None that time has passed.
+# A PdserveError says why P announces no more, if it has not announced all; None that time has passed.
 Event = pb.KVReady | ReadEnded | Extended | Released | PdserveError | None
 Action = StartRead | KVConfirmed | Ask
 

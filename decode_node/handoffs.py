@@ -1,7 +1,7 @@
 """Brings requests through their handoffs: the driver of decode_node/handoff.py, which decides.
 
                               ┌─ part announced: read it, while P computes the next ─┐
-reserved ─► worth it? ─► Prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
+reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
                │ no          │ refused, broken     │ all            │ a part     │ lease gone
                ▼             ▼                     ▼ ended          ▼ failed     ▼
          prefill here   ◄────┴─────────────────   done   ◄──────────┴────────────┘   (recompute; or fail: an error)
@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import TypeVar
 
-from decode_node.background import Background
 from decode_node.cost import worth_handoff
 from decode_node.generation import Generation
-from decode_node.handoff import Ask, Event, Handoff, Phase, ReadFailed, Released
+from decode_node.handoff import Ask, Event, Handoff, Phase, ReadFailed
 from decode_node.metrics import Metrics
 from decode_node.peers import PrefillPeer
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink
-from engine.messages import Cancel, PrefillLocally
+from engine.messages import Cancel, Mode, PrefillLocally
 from pdserve.errors import NodeError, Overloaded, PdserveError, PeerError
 from pdserve.model_config import ModelConfig
 from pdserve.pb import pdserve_pb2 as pb
@@ -32,8 +33,7 @@ from pdserve.records import Sample
 from pdserve.wire import logprobs_from_pb, sampling_to_pb
 
 _log = logging.getLogger(__name__)
-
-Inbox = asyncio.Queue[Event | pb.FirstTokens]  # what P and our engine say of one handoff
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,108 +44,166 @@ class Handoffs:
     settings: Settings
     model: ModelConfig
     metrics: Metrics
-    background: Background
 
     @property
     def counters(self) -> dict[str, float]:
         return self.metrics.counters
 
-    async def run(self, generation: Generation, peer: PrefillPeer) -> None:
-        """From Submit(HANDOFF) to a request that decodes, has ended, or is prefilled here."""
-        cached = await generation.reserved
-        if not worth_handoff(generation.num_tokens - cached, self.settings.handoff_min_tokens):
-            self.counters["pdserve_local_prefills_total"] += 1
-            self.link.send(PrefillLocally(generation.rid))
+    def begin(self, generation: Generation, peer: PrefillPeer) -> None:
+        """Reserve blocks here and hand it off, unless it turns out not to be worth it."""
+        generation.handoff = Driver(self, generation, peer)
+        generation.submit(Mode.HANDOFF)
+
+
+class Driver:
+    """From Submit(HANDOFF) to a request that decodes, has ended, or is prefilled here.
+
+    Everything is done in the callback that brings the reason for it, be it P, the engine or the clock. A mistake of
+    ours ends this request, and only that.
+    """
+
+    def __init__(self, node: Handoffs, generation: Generation, peer: PrefillPeer) -> None:
+        self._node = node
+        self._generation = generation
+        self._peer = peer
+        self._handoff: Handoff | None = None  # these two from the reservation on
+        self._prefill: RemotePrefill | None = None
+        self._lacking = 0  # tokens of the prompt whose KV is not here
+        self._started = 0.0  # when the first tokens came
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    def on_reserved(self, cached_tokens: int) -> None:
+        self._do(self._start, cached_tokens)
+
+    def on_event(self, event: Event | pb.FirstTokens) -> None:
+        """What P or our engine say of it, or, with None, that time has passed."""
+        self._do(self._take, event)
+
+    def fail(self, error: PdserveError) -> None:
+        """Give up, and do what the failure policy says. Idempotent."""
+        if self._over:
             return
-        self.counters["pdserve_handoffs_total"] += 1
-        try:
-            if not peer.connected:
-                raise PeerError(f"{peer.address} was lost while the request waited for room")
-            await self._attempt(generation, peer, cached)
-        except PdserveError as exc:
-            if isinstance(exc, ReadFailed):
-                peer.reset(str(exc))
-            elif isinstance(exc, PeerError):
-                peer.check()
-            self._give_up(generation, exc, generation.num_tokens - cached)
-
-    async def _attempt(self, generation: Generation, peer: PrefillPeer, cached_tokens: int) -> None:
-        """The handoff when all goes well; raises PdserveError when it does not."""
-        epoch, name = peer.epoch, peer.node_id  # of this life of it
-        request = _prefill_request(generation, epoch, cached_tokens)
-        inbox: Inbox = asyncio.Queue()
-        generation.on_read = inbox.put_nowait
-        remaining, background = generation.remaining, self.background
-        started = 0.0  # when the first tokens came
-        handoff = Handoff(generation.rid, epoch, name, generation.num_tokens, time.monotonic())
-        async with RemotePrefill(peer.stub, name, request, remaining, background, inbox.put_nowait) as prefill:
-            with peer.telling(inbox.put_nowait):
-                while handoff.phase is not Phase.CONFIRMED:
-                    event = await _next(inbox, handoff.wake_at)
-                    if not isinstance(event, pb.FirstTokens):
-                        await self._go_on(handoff, event, prefill, inbox)
-                        continue
-                    started = time.monotonic()
-                    self._pass_on(generation, handoff, event, name)
-                    if generation.ended:
-                        self.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
-                        return
-        self.metrics.exposed.observe(time.monotonic() - started)
-
-    async def _go_on(self, handoff: Handoff, event: Event, prefill: RemotePrefill, inbox: Inbox) -> None:
-        """Do what follows from an event. Raises PdserveError when that is to give up."""
-        for action in handoff.on(event, time.monotonic()):
-            if action is Ask.EXTEND:
-                prefill.extend()
-            elif action is Ask.RELEASE:
-                inbox.put_nowait(Released(await prefill.release()))
-            else:
-                self.link.send(action)
-
-    def _pass_on(self, generation: Generation, handoff: Handoff, tokens: pb.FirstTokens, peer: str) -> None:
-        first = self._samples(tokens, generation.sampling.n, peer)
-        handoff.sampled(first)
-        generation.emit_first(first, tokens.cached_tokens, self.model.eos_token_ids)
-
-    def _give_up(self, generation: Generation, error: PdserveError, num_tokens: int) -> None:
-        """What the failure policy says. The prompt lacks the KV of ``num_tokens``."""
-        self.counters["pdserve_handoff_failures_total"] += 1
-        if self.settings.failure_policy is FailurePolicy.FAIL:
+        self.abandon()
+        if isinstance(error, ReadFailed):
+            self._peer.reset(str(error))
+        elif isinstance(error, PeerError):
+            self._peer.check()
+        node, generation = self._node, self._generation
+        node.counters["pdserve_handoff_failures_total"] += 1
+        if node.settings.failure_policy is FailurePolicy.FAIL:
             known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
             generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
             return
-        self.counters["pdserve_handoff_recomputes_total"] += 1
-        self.counters["pdserve_handoff_recomputed_tokens_total"] += num_tokens
+        node.counters["pdserve_handoff_recomputes_total"] += 1
+        node.counters["pdserve_handoff_recomputed_tokens_total"] += self._lacking
         _log.warning("request %s is prefilled here: %s", generation.request_id or generation.rid, error)
-        self.link.send(PrefillLocally(generation.rid, generation.first))
+        node.link.send(PrefillLocally(generation.rid, generation.first))
 
-    def _samples(self, tokens: pb.FirstTokens, n: int, peer: str) -> tuple[Sample, ...]:
-        if len(tokens.choices) != n:
-            raise PeerError(f"{peer} sent the first tokens of {len(tokens.choices)} choices instead of {n}")
-        largest = max(choice.token_id for choice in tokens.choices)
-        if largest >= self.model.vocab_size:
-            raise PeerError(f"{peer} sent token {largest}; the largest there is is {self.model.vocab_size - 1}")
-        return tuple(
-            Sample(choice.token_id, logprobs_from_pb(choice.logprobs) if choice.HasField("logprobs") else None)
-            for choice in tokens.choices
+    def abandon(self) -> None:
+        """P gets back what it holds. Idempotent."""
+        if not self._over:
+            self._end()
+            if self._prefill is not None:
+                self._prefill.give_up()
+
+    def _do(self, step: Callable[[T], None], value: T) -> None:
+        if self._over:
+            return
+        try:
+            step(value)
+        except PdserveError as exc:
+            self.fail(exc)
+        except Exception:
+            _log.exception("the handoff of %s failed", self._generation.request_id or self._generation.rid)
+            self.abandon()
+            self._generation.fail(NodeError("the handoff failed for a reason that the decode node's log tells"))
+
+    def _start(self, cached_tokens: int) -> None:
+        node, generation = self._node, self._generation
+        self._lacking = generation.num_tokens - cached_tokens
+        if not worth_handoff(self._lacking, node.settings.handoff_min_tokens):
+            node.counters["pdserve_local_prefills_total"] += 1
+            node.link.send(PrefillLocally(generation.rid))
+            self._end()
+            return
+        node.counters["pdserve_handoffs_total"] += 1
+        stream = self._peer.stream
+        if stream is None:
+            raise PeerError(f"{self._peer.address} was lost while the request waited for room")
+        self._handoff = Handoff(
+            generation.rid, stream.epoch, stream.peer, generation.num_tokens, asked_at=time.monotonic()
         )
+        self._prefill = stream.prefill(_prefill_request(generation, cached_tokens), self)
+
+    def _take(self, event: Event | pb.FirstTokens) -> None:
+        assert self._handoff is not None
+        if isinstance(event, pb.FirstTokens):
+            self._pass_on(self._handoff, event)
+        else:
+            self._go_on(self._handoff, event)
+
+    def _go_on(self, handoff: Handoff, event: Event) -> None:
+        """Do what follows from an event. Raises PdserveError when that is to give up."""
+        assert self._prefill is not None
+        for action in handoff.on(event, time.monotonic()):
+            if action is Ask.EXTEND:
+                self._prefill.extend()
+            elif action is Ask.RELEASE:
+                self._prefill.release()
+            else:
+                self._node.link.send(action)
+        if handoff.phase is Phase.CONFIRMED:
+            self._end()
+            self._node.metrics.exposed.observe(time.monotonic() - self._started)
+        else:
+            self._wake_at(handoff.wake_at)
+
+    def _pass_on(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
+        self._started = time.monotonic()
+        generation, model = self._generation, self._node.model
+        first = _samples(tokens, generation.sampling.n, model.vocab_size, self._peer.address)
+        handoff.sampled(first)
+        generation.emit_first(first, tokens.cached_tokens, model.eos_token_ids)
+        if generation.ended:
+            self._node.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
+
+    def _wake_at(self, when: float) -> None:
+        """Have ``on_event(None)`` called then (monotonic seconds), if nothing else happens before."""
+        self._stop_timer()
+        if when < inf:
+            delay = max(0.0, when - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self.on_event, None)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._over = True
+        self._stop_timer()
 
 
-def _prefill_request(generation: Generation, epoch: str, cached_tokens: int) -> pb.PrefillRequest:
+def _prefill_request(generation: Generation, cached_tokens: int) -> pb.PrefillRequest:
+    remaining = generation.remaining
     return pb.PrefillRequest(
         request_id=generation.request_id,
-        epoch=epoch,
         token_ids=generation.token_ids,
         sampling=sampling_to_pb(generation.sampling),
         cache_salt=generation.cache_salt,
         skip_tokens=cached_tokens,
+        timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
     )
 
 
-async def _next(inbox: Inbox, wake_at: float) -> Event | pb.FirstTokens:
-    """The next event, or None when ``wake_at`` (monotonic seconds) comes first."""
-    try:
-        async with asyncio.timeout(max(0.0, wake_at - time.monotonic()) if wake_at < inf else None):
-            return await inbox.get()
-    except TimeoutError:
-        return None
+def _samples(tokens: pb.FirstTokens, n: int, vocab_size: int, peer: str) -> tuple[Sample, ...]:
+    if len(tokens.choices) != n:
+        raise PeerError(f"{peer} sent the first tokens of {len(tokens.choices)} choices instead of {n}")
+    largest = max(choice.token_id for choice in tokens.choices)
+    if largest >= vocab_size:
+        raise PeerError(f"{peer} sent token {largest}; the largest there is is {vocab_size - 1}")
+    return tuple(
+        Sample(choice.token_id, logprobs_from_pb(choice.logprobs) if choice.HasField("logprobs") else None)
+        for choice in tokens.choices
+    )

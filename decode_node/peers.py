@@ -1,20 +1,20 @@
 """The prefill nodes that D reads from: connected before D is ready, watched, and connected again when they come back.
 
-    trying ──Describe, Handshake, engine connects──► connected ──connection lost, other epoch, reads fail──► trying …
+    trying ──Describe, Handshake, engine connects──► connected ──stream ended, other epoch, reads fail──► trying …
 
-A peer that dies or hangs closes its gRPC connection (keepalive, see pdserve/rpc.py). That its engine is stuck, or its
-event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs that wait for
-it are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
+While connected, a stream is open that all handoffs go by (decode_node/prefill_stream.py). A peer that dies or hangs
+closes its gRPC connection (keepalive, see pdserve/rpc.py), and with it the stream. That its engine is stuck, or its
+event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs on the stream
+are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
 jitter. All limits are those of pdserve/timing.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
@@ -22,6 +22,7 @@ import grpc
 from decode_node.background import Background
 from decode_node.engine_peers import EnginePeers
 from decode_node.metrics import Metrics, PeerMetrics, too_slow
+from decode_node.prefill_stream import PrefillStream
 from decode_node.settings import Settings
 from engine.node import Node
 from pdserve.compat import PROTOCOL_VERSION
@@ -58,45 +59,41 @@ class PrefillPeer:
         engine: EnginePeers,
         metrics: PeerMetrics,
         required: str,
+        streams: Background,
         on_connected: Callable[[], None],
         on_too_slow: Callable[[TooSlow], None],
     ) -> None:
         self.address = address
         self.node_id = ""
         self.epoch = ""
-        self.connected = False
+        self.stream: PrefillStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
         self._channel = open_channel(address, self._timing)  # for good: gRPC reconnects it, whoever answers there
         self._describer = pb_grpc.NodeStub(self._channel)
-        self.stub = pb_grpc.PrefillNodeStub(self._channel)
+        self._stub = pb_grpc.PrefillNodeStub(self._channel)
         self._node = node
         self._engine = engine
         self._metrics = metrics
         self._required = required  # transport
+        self._streams = streams
         self._on_connected = on_connected
         self._on_too_slow = on_too_slow
         self._doubt = asyncio.Event()  # something speaks against the connection: look
         self._broken = ""  # why the connector's connection must be made anew
-        self._waiting: set[Callable[[PeerError], None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        return self.stream is not None and not self.stream.ended
 
     def check(self) -> None:
-        """A call failed: find out whether the peer still lives the same life."""
+        """A handoff failed: find out whether the peer still lives the same life."""
         self._doubt.set()
 
     def reset(self, reason: str) -> None:
         """Reads fail: make the connector's connection anew."""
         self._broken = reason
         self._doubt.set()
-
-    @contextlib.contextmanager
-    def telling(self, on_lost: Callable[[PeerError], None]) -> Iterator[None]:
-        """Have ``on_lost`` told should this life of the peer end meanwhile."""
-        self._waiting.add(on_lost)
-        try:
-            yield
-        finally:
-            self._waiting.discard(on_lost)
 
     async def close(self) -> None:
         await self._channel.close(None)
@@ -134,7 +131,7 @@ class PrefillPeer:
             node_id=self._node.node_id,
             epoch=self._node.epoch,
         )
-        reply = await self._call(self.stub.Handshake(request, timeout=self._timing.answer_within))
+        reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_within))
         if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         self.node_id, self.epoch = reply.node_id, reply.epoch
@@ -148,7 +145,7 @@ class PrefillPeer:
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        self.connected = True
+        self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._streams, self.check)
         self._on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
 
@@ -168,6 +165,8 @@ class PrefillPeer:
                 raise PeerError("the connection broke")
             if self._broken:
                 raise PeerError(f"connection made anew: {self._broken}")
+            if self.stream is not None and self.stream.ended:
+                raise PeerError(self.stream.ended)
             description = await self._describe()
             if description.epoch != self.epoch:
                 raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
@@ -177,11 +176,10 @@ class PrefillPeer:
     def _lose(self) -> None:
         if self.epoch:
             self._engine.disconnect(self.epoch)
-        if self.connected:
+        stream, self.stream, self.epoch, self._metrics.transport = self.stream, None, "", ""
+        if stream is not None:
             self._metrics.counters["pdserve_peer_losses_total"] += 1
-        self.connected, self.epoch, self._metrics.transport = False, "", ""
-        for on_lost in list(self._waiting):
-            on_lost(PeerError(f"{self.address} was lost"))
+            stream.close(f"{self.address} was lost")
 
     async def _describe(self) -> pb.NodeDescription:
         return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_within))
@@ -200,10 +198,11 @@ class Peers:
         self._engine = EnginePeers(node.link, node.config.peer_timing.connect, self._on_engine_lost)
         self._some = asyncio.Event()  # one has been connected, or is too slow
         self._too_slow: TooSlow | None = None  # the latest
+        self._streams = Background()
         self._peers = [
             PrefillPeer(
                 *(address, node, self._engine, metrics.add_peer(address), settings.require_transport),
-                *(self._some.set, self._refuse),
+                *(self._streams, self._some.set, self._refuse),
             )
             for address in dict.fromkeys(settings.prefill)
         ]
@@ -242,6 +241,7 @@ class Peers:
 
     async def close(self) -> None:
         await self._background.close(0)
+        await self._streams.close()  # what was given back is to reach the peers
         for peer in self._peers:
             await peer.close()
 

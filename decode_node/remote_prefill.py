@@ -3,124 +3,150 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Protocol
 
-import grpc
-
-from decode_node.background import Background
-from decode_node.handoff import Extended
+from decode_node.handoff import Extended, Released
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import error_from_rpc
+from pdserve.wire import failure_from_pb
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from decode_node.prefill_stream import PrefillStream
 
-PrefillEvent = pb.FirstTokens | pb.KVReady | Extended | PdserveError
+PrefillEvent = pb.FirstTokens | pb.KVReady | Extended | Released | PdserveError
 
-_EXTEND_SECONDS = 2.0  # for one Extend call
-_RELEASE_SECONDS = 5.0  # for one Release call
-_ACCEPT_SECONDS = 2.0  # for P to name the lease of a call that is given up
+_EXTEND_SECONDS = 2.0  # for an answer to extend
+_RELEASE_SECONDS = 5.0  # for an answer to release
+
+
+class Listener(Protocol):
+    """Who is told what becomes of a prompt, in P's order."""
+
+    def on_event(self, event: PrefillEvent) -> None:
+        """An error says why P announces no more, if it has not announced all."""
+
+    def fail(self, error: PdserveError) -> None:
+        """Nothing more will be heard, and what has been read will not be confirmed."""
 
 
 class RemotePrefill:
-    """A Prefill call and the lease it may become, as an async context manager.
+    """Asked for by ``PrefillStream.prefill``; ends with the answer to ``release``, or with ``give_up``.
 
-    However it is left, P gets back what it still holds for this prompt: the call is cancelled and the lease released,
-    in the background. ``on_event`` is given what P says, in its order, and at the end the reason why there is no more;
-    between these also the answers to ``extend``. Errors are those of pdserve.errors.
+    After ``give_up`` the listener is told nothing, and P gets back what it holds: a lease that P has not named yet is
+    released as soon as it does.
     """
 
-    def __init__(
-        self,
-        stub: pb_grpc.PrefillNodeAsyncStub,
-        peer: str,
-        request: pb.PrefillRequest,
-        timeout: float | None,
-        background: Background,
-        on_event: Callable[[PrefillEvent], None],
-    ) -> None:
-        self._stub = stub
-        self._peer = peer
-        self._epoch = request.epoch
-        self._request = request
-        self._timeout = timeout
-        self._background = background
-        self._on_event = on_event
-        self._accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._released = False
-
-    async def __aenter__(self) -> Self:
-        # A task of its own reads the call: cancelling whoever reads a call would cancel the call, lease unknown.
-        self._reader = self._background.start(self._read(), f"prefill at {self._peer}")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._released:
-            self._background.start(self._give_back(), f"give back to {self._peer}")
+    def __init__(self, stream: PrefillStream, number: int, listener: Listener) -> None:
+        self._stream = stream
+        self._number = number
+        self._listener: Listener | None = listener
+        self._lease = 0  # 0: P has not named it
+        self._asks = 0
+        self._asked_at = 0.0  # when the latest extension was asked for
+        self._releasing = False
+        self._over = False  # P holds nothing for it, as far as it says
+        self._timer: asyncio.TimerHandle | None = None  # of an answer that is due
 
     def extend(self) -> None:
-        """Ask P to keep the lease; the answer is an event."""
-        self._background.start(self._extend(), f"extend the lease at {self._peer}")
-
-    async def release(self) -> bool:
-        """Give the lease back. Returns whether all of it was kept until then: only if so may anything be used."""
-        lease = await asyncio.shield(self._accepted)
-        try:
-            reply = await self._stub.Release(
-                pb.ReleaseRequest(epoch=self._epoch, lease=lease), timeout=_RELEASE_SECONDS
+        """Ask P to keep the lease; the answer is an event, as is that there was none."""
+        self._asks += 1
+        self._asked_at = time.monotonic()
+        self._stream.send(
+            pb.HandoffRequest(
+                extend=pb.ExtendRequest(
+                    request=self._number, epoch=self._stream.epoch, lease=self._lease, ask=self._asks
+                )
             )
-        except grpc.aio.AioRpcError as exc:
-            raise error_from_rpc(exc, self._peer) from exc
-        self._released = True
-        return bool(reply.stood)
+        )
+        error = PeerError(f"{self._stream.peer} was asked to extend a lease and did not answer")
+        self._expect(_EXTEND_SECONDS, lambda: self._tell(Extended(self._asked_at, 0.0, error)))
 
-    async def _read(self) -> None:
-        call = self._stub.Prefill(self._request, timeout=self._timeout)
-        try:
-            async for event in call:
-                match event.WhichOneof("kind"):
-                    case "accepted":
-                        self._accepted.set_result(event.accepted.lease)
-                    case "first_tokens":
-                        self._on_event(event.first_tokens)
-                    case "kv_ready":
-                        self._on_event(event.kv_ready)
-        except grpc.aio.AioRpcError as exc:
-            error = error_from_rpc(exc, self._peer)
-            error.__cause__ = exc
-            self._end(error)
-        finally:  # also when the channel was closed, which cancels its calls
-            self._end(PeerError(f"{self._peer} ended a prefill without leasing its blocks"))
+    def release(self) -> None:
+        """Give the lease back; the answer is an event. Only if it stood may anything be used that was read."""
+        self._releasing = True
+        self._send_release()
+        error = PeerError(f"{self._stream.peer} was asked whether a lease stood and did not answer")
+        self._expect(_RELEASE_SECONDS, lambda: self._fail(error))
 
-    def _end(self, error: PdserveError) -> None:
-        self._on_event(error)
-        if not self._accepted.done():
-            self._accepted.set_exception(error)
-            self._accepted.exception()  # whoever waits is told; nobody waiting is no mistake
-
-    async def _extend(self) -> None:
-        lease, asked_at = self._accepted.result(), time.monotonic()  # blocks of it have been announced
-        try:
-            reply = await self._stub.Extend(pb.ExtendRequest(epoch=self._epoch, lease=lease), timeout=_EXTEND_SECONDS)
-        except grpc.aio.AioRpcError as exc:
-            self._on_event(Extended(asked_at, 0.0, error_from_rpc(exc, self._peer)))
-        else:
-            self._on_event(Extended(asked_at, reply.lease_ms / 1000))
-
-    async def _give_back(self) -> None:
-        """Cancel the call and release the lease, be it granted before, after or never."""
-        await asyncio.wait([self._accepted], timeout=_ACCEPT_SECONDS)
-        self._reader.cancel()
-        if not self._accepted.done() or self._accepted.exception() is not None:
+    def give_up(self) -> None:
+        """Whatever P does or holds for it is not wanted. Idempotent."""
+        if self._listener is None:
             return
-        try:
-            await self.release()
-        except PeerError as exc:
-            _log.info("a lease is left to expire: %s", exc)
+        self._listener = None
+        self._stop_timer()
+        if self._over:
+            return
+        if not self._lease:
+            self._stream.send(pb.HandoffRequest(cancel=pb.Cancel(request=self._number)))
+        else:
+            self._give_back()
+
+    def take(self, event: pb.PrefillEvent) -> None:
+        """What P says of it."""
+        match event.WhichOneof("kind"):
+            case "accepted":
+                self._named(event.accepted.lease)
+            case "first_tokens":
+                self._tell(event.first_tokens)
+            case "kv_ready":
+                self._named(event.kv_ready.lease)
+                self._tell(event.kv_ready)
+            case "extended" if event.extended.ask == self._asks and not self._releasing:
+                self._stop_timer()
+                self._tell(Extended(self._asked_at, event.extended.lease_ms / 1000))
+            case "released" if self._releasing:
+                self._end()
+                self._tell(Released(event.released.stood))
+            case "finished":
+                self._tell(PeerError(f"{self._stream.peer} ended a prompt without leasing its blocks"))
+            case "failed":
+                self._failed(failure_from_pb(event.failed, self._stream.peer))
+
+    def stream_ended(self, error: PeerError) -> None:
+        self._fail(error)
+
+    def _failed(self, error: PdserveError) -> None:
+        """P announces no more. What it has announced may be read on, but not if it was asked for the confirmation."""
+        if not self._lease:
+            self._end()
+        if self._releasing:
+            self._fail(error)
+        else:
+            self._tell(error)
+
+    def _named(self, lease: int) -> None:
+        if not self._lease:
+            self._lease = lease
+            if self._listener is None:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        self._send_release()
+        self._end()
+
+    def _send_release(self) -> None:
+        release = pb.ReleaseRequest(request=self._number, epoch=self._stream.epoch, lease=self._lease)
+        self._stream.send(pb.HandoffRequest(release=release))
+
+    def _end(self) -> None:
+        self._over = True
+        self._stop_timer()
+        self._stream.forget(self._number)
+
+    def _tell(self, event: PrefillEvent) -> None:
+        if self._listener is not None:
+            self._listener.on_event(event)
+
+    def _fail(self, error: PdserveError) -> None:
+        if self._listener is not None:
+            self._listener.fail(error)
+
+    def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, otherwise)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

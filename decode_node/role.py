@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from decode_node.background import Background
 from decode_node.handoffs import Handoffs
 from decode_node.metrics import Metrics
 from decode_node.peers import Peers
@@ -30,13 +29,12 @@ class DecodeRole:
         self.uses_connector = bool(settings.prefill)
         self._settings = settings
         self._metrics = Metrics()
-        self._background = Background()
         self._peers: Peers | None = None
 
     def attach(self, node: Node) -> None:
         self._peers = Peers(self._settings, node, self._metrics)
-        handoffs = Handoffs(node.link, self._settings, node.config.model, self._metrics, self._background)
-        service = DecodeService(node, self._peers, handoffs, self._background)
+        handoffs = Handoffs(node.link, self._settings, node.config.model, self._metrics)
+        service = DecodeService(node, self._peers, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
 
     async def connect(self) -> None:
@@ -50,7 +48,6 @@ class DecodeRole:
         return self._metrics.export()
 
     async def close(self) -> None:
-        await self._background.close()
         if self._peers is not None:
             await self._peers.close()
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterable
 from typing import Any
 
-import grpc
-
-from decode_node.background import Background
-from decode_node.generation import Generation, failure_of
+from decode_node.generation import Generation
 from decode_node.handoffs import Handoffs
 from decode_node.peers import Peers
 from decode_node.settings import FailurePolicy
 from engine.admission import check_request
 from engine.messages import Mode
 from engine.node import Node
+from engine.outbox import Context, Outbox, serve
 from pdserve.errors import NodeError, PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import abort
-from pdserve.wire import sampling_from_pb, unpack_tokens
-
-_log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
+from pdserve.wire import failure_to_pb, sampling_from_pb, unpack_tokens
 
 
 class RouterStream:
@@ -33,33 +25,20 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.generations: dict[int, Generation] = {}
-        self._batch = pb.OutputBatch()
-        self._wake = asyncio.Event()
+        self.outbox = Outbox(pb.OutputBatch)
 
-    @property
-    def idle(self) -> bool:
-        return not self.generations and not self._batch.outputs
+    def is_idle(self) -> bool:
+        return not self.generations and self.outbox.empty
 
     def add(self, request: int) -> pb.Output:
         """A new output at the end of what is sent next, to be filled in at once."""
-        self._wake.set()
-        output = self._batch.outputs.add()
+        output = self.outbox.put().outputs.add()
         output.request = request
         return output
 
     def forget(self, generation: Generation) -> None:
         self.generations.pop(generation.number, None)
-        self._wake.set()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    async def take(self) -> pb.OutputBatch:
-        """All outputs so far; waits for one, or for being woken."""
-        await self._wake.wait()
-        self._wake.clear()
-        batch, self._batch = self._batch, pb.OutputBatch()
-        return batch
+        self.outbox.wake()
 
     def cancel(self) -> None:
         for generation in list(self.generations.values()):
@@ -67,11 +46,10 @@ class RouterStream:
 
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
-    def __init__(self, node: Node, peers: Peers, handoffs: Handoffs, background: Background) -> None:
+    def __init__(self, node: Node, peers: Peers, handoffs: Handoffs) -> None:
         self._node = node
         self._peers = peers
         self._handoffs = handoffs
-        self._background = background
 
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
         self, request_iterator: AsyncIterable[pb.ServeRequest], context: Context
@@ -81,18 +59,9 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         except NodeError as exc:
             await abort(context, exc)
         stream = RouterStream()
-        reader = asyncio.create_task(self._read(stream, request_iterator), name="router stream")
-        reader.add_done_callback(lambda _: stream.wake())
         try:
-            while not (reader.done() and (stream.idle or reader.exception())):
-                batch = await stream.take()
-                if batch.outputs:
-                    await context.write(batch)
-            reader.result()
-        except RequestError as exc:
-            await abort(context, exc)
+            await serve(context, stream.outbox, self._read(stream, request_iterator), stream.is_idle)
         finally:
-            reader.cancel()
             stream.cancel()
 
     async def _read(self, stream: RouterStream, requests: AsyncIterable[pb.ServeRequest]) -> None:
@@ -119,7 +88,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             check_request(tokens, sampling, self._node.config)
         except PdserveError as exc:
             counters["pdserve_request_failures_total"] += 1
-            stream.add(message.request).failure.CopyFrom(failure_of(exc))
+            stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
         generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream))
         stream.generations[message.request] = generation
@@ -141,10 +110,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             counters["pdserve_local_prefills_total"] += 1
             generation.submit(Mode.LOCAL)
         elif peer is not None:
-            generation.submit(Mode.HANDOFF)
-            work = self._handoffs.run(generation, peer)
-            generation.handoff = self._background.start(work, f"handoff of {generation.request_id or generation.rid}")
-            generation.handoff.add_done_callback(lambda task: _fail_with(generation, task))
+            self._handoffs.begin(generation, peer)
         else:
             counters["pdserve_handoff_failures_total"] += 1
             if settings.failure_policy is FailurePolicy.FAIL:
@@ -153,9 +119,3 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             counters["pdserve_handoff_recomputes_total"] += 1
             counters["pdserve_handoff_recomputed_tokens_total"] += generation.num_tokens
             generation.submit(Mode.LOCAL)
-
-
-def _fail_with(generation: Generation, task: asyncio.Task[None]) -> None:
-    """A mistake of ours in a handoff ends its request, and only that."""
-    if not task.cancelled() and task.exception() is not None:
-        generation.fail(NodeError("the handoff failed for a reason that the decode node's log tells"))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from engine.link import EngineLink, Event, error_of
 from engine.messages import Cancel, FreeLease, Leased, Mode, Output, Refused, Submit
-from pdserve.errors import PdserveError, PeerError
+from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.records import Sample, SamplingParams
 from prefill_node.leases import LeaseTable
 
@@ -19,34 +19,42 @@ _log = logging.getLogger(__name__)
 class PendingPrefill:
     """One prompt of ``num_tokens``: its blocks part by part, and with the last one the first token of each choice.
 
-    Its lease begins with the first part, however slowly the peer takes them in.
+    ``on_part`` is told of each part, in the callback in which the engine has leased it; the lease begins with the first
+    one, however slowly the peer takes them in. Where there will be no last one, ``on_failed`` is told why: what the
+    engine refused the prompt with, DeadlineExceeded after ``timeout`` seconds (0: none), or PeerError when the lease
+    has ended. After either, and after ``hang_up``, nothing more is told.
     """
 
-    def __init__(self, link: EngineLink, leases: Leases, num_tokens: int) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        leases: Leases,
+        num_tokens: int,
+        timeout: float,
+        on_part: Callable[[PendingPrefill, Leased], None],
+        on_failed: Callable[[PdserveError], None],
+    ) -> None:
         self._link = link
         self._leases = leases
         self.rid = link.open(self._on_event)
         self.num_tokens = num_tokens
         self.samples: list[Sample] = []  # by choice
         self.cached_tokens = 0
-        self._parts: asyncio.Queue[Leased | PdserveError] = asyncio.Queue()
+        self._on_part = on_part
+        self._on_failed = on_failed
+        self._over = False
+        late = DeadlineExceeded(
+            f"the prompt was not computed within the {timeout:.3g} s that were left of its request's"
+        )
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._fail, late) if timeout else None
         leases.accept(self.rid, self._on_lease_end)
 
     def submit(self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, skip_tokens: int) -> None:
         self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, skip_tokens))
 
-    async def next_part(self) -> Leased:
-        """The next blocks that the engine has leased. Raises what it refused the prompt with, or PeerError when the
-        lease has ended meanwhile.
-        """
-        part = await self._parts.get()
-        if isinstance(part, PdserveError):
-            raise part
-        return part
-
     def hang_up(self) -> None:
-        """Stop it, wherever it is: its caller is gone, or it was refused. What was announced stays leased."""
-        self._link.close(self.rid)
+        """Stop it, wherever it is: nobody waits for it, or it was refused. What was announced stays leased."""
+        self._stop()
         self._link.send(Cancel(self.rid))
         self._leases.hang_up(self.rid)
 
@@ -59,17 +67,27 @@ class PendingPrefill:
             case Leased():
                 complete = event.num_tokens == self.num_tokens
                 if self._leases.announce(self.rid, complete):
-                    self._parts.put_nowait(event)
-                if complete:
-                    self._link.close(self.rid)
+                    if complete:
+                        self._stop()
+                    self._on_part(self, event)
             case Refused():
-                self._parts.put_nowait(error_of(event))
-                self._link.close(self.rid)
+                self._fail(error_of(event))
 
     def _on_lease_end(self) -> None:
-        """The lease has ended, maybe before all blocks were announced: nobody needs the rest."""
+        """The lease has ended before all blocks were announced: nobody needs the rest."""
+        if not self._over:
+            self._stop()
+            self._on_failed(PeerError(f"lease {self.rid} ended before all of its blocks were announced"))
+
+    def _fail(self, error: PdserveError) -> None:
+        self.hang_up()
+        self._on_failed(error)
+
+    def _stop(self) -> None:
+        self._over = True
         self._link.close(self.rid)
-        self._parts.put_nowait(PeerError(f"lease {self.rid} ended before all of its blocks were announced"))
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class Leases:
@@ -106,7 +124,7 @@ class Leases:
         return kept
 
     def hang_up(self, lease: int) -> None:
-        """The call has ended that a lease was for."""
+        """Nobody waits for the prompt any more that was to become a lease."""
         if self.table.hang_up(lease):
             self._free(lease)
 

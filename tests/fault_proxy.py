@@ -1,12 +1,18 @@
 """A prefill node's gRPC endpoint with somebody in the middle: forwards to a real node and lets a test interfere.
 
-The KV itself travels directly between the real nodes. Hooks run in the thread of the call: they may wait, or kill.
+The KV itself travels directly between the real nodes. Of a stream between the two every message is passed on by itself,
+those of one handoff in their order. Hooks run in a thread of their handoff and direction: they may wait, or kill, and
+hold up nobody else.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,13 +22,18 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel_options, server_options
 
 UNSET = "127.0.0.1:1"  # nobody listens there
+ANNOUNCED = ("accepted", "first_tokens", "kv_ready")
 
 
 class Refusal(Exception):
-    """Raised by ``before_prefill``, ``before_extend`` or ``before_release``: the call ends with this status."""
+    """Raised by ``before_prefill``, ``before_extend`` or ``before_release``: D hears that it failed, P nothing."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
+    def __init__(self, code: pb.Failure.Code.ValueType) -> None:
         self.code = code
+
+
+class Lost(Exception):
+    """Raised by the same: the message is lost, and nobody hears anything."""
 
 
 class FaultProxy:
@@ -30,12 +41,14 @@ class FaultProxy:
 
     def __init__(self, target: str = UNSET) -> None:
         self.before_prefill: Callable[[], None]
-        self.before_event: Callable[[str], None]  # given its kind: accepted, first_tokens or kv_ready
+        self.before_event: Callable[[str], None]  # given its kind, of ANNOUNCED
         self.before_extend: Callable[[], None]
         self.before_release: Callable[[], None]
-        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # passed on instead
+        self.alter_request: Callable[[pb.HandoffRequest], Iterable[pb.HandoffRequest]]  # passed on instead
+        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # the same; of ANNOUNCED
         self.alter_handshake: Callable[[pb.HandshakeReply], pb.HandshakeReply]
         self.reset()
+        self.threads = futures.ThreadPoolExecutor(64)
         self._server = grpc.server(futures.ThreadPoolExecutor(32), options=server_options())
         pb_grpc.add_NodeServicer_to_server(_Node(self), self._server)
         pb_grpc.add_PrefillNodeServicer_to_server(_PrefillNode(self), self._server)
@@ -51,6 +64,7 @@ class FaultProxy:
         self._server.stop(0).wait()
         for channel in self._channels.values():
             channel.close()
+        self.threads.shutdown(cancel_futures=True)
 
     def reset(self) -> None:
         """Interfere no more."""
@@ -58,8 +72,15 @@ class FaultProxy:
         self.before_event = lambda kind: None
         self.before_extend = lambda: None
         self.before_release = lambda: None
+        self.alter_request = lambda request: (request,)
         self.alter_event = lambda event: (event,)
         self.alter_handshake = lambda reply: reply
+
+    def before(self, kind: str) -> None:
+        """Run the hook before a request of D."""
+        {"prefill": self.before_prefill, "extend": self.before_extend, "release": self.before_release}.get(
+            kind, lambda: None
+        )()
 
     @property
     def channel(self) -> grpc.Channel:
@@ -90,30 +111,124 @@ class _PrefillNode(pb_grpc.PrefillNodeServicer):
     def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:
         return self._proxy.alter_handshake(_forward(self._stub.Handshake, request, context))
 
-    def Prefill(self, request: pb.PrefillRequest, context: Any) -> Iterator[pb.PrefillEvent]:
-        self._interfere(self._proxy.before_prefill, context)
-        call = self._stub.Prefill(request)
-        context.add_callback(call.cancel)
+    def Serve(self, request_iterator: Iterator[pb.HandoffRequest], context: Any) -> Iterator[pb.PrefillEvents]:
+        relay = _Relay(self._proxy, self._stub, request_iterator)
+        context.add_callback(relay.cancel)
         try:
-            for event in call:
-                self._proxy.before_event(event.WhichOneof("kind") or "")
-                yield from self._proxy.alter_event(event)
+            yield from relay.events()
         except grpc.RpcError as exc:
             context.abort(exc.code(), exc.details())
 
-    def Extend(self, request: pb.ExtendRequest, context: Any) -> pb.ExtendReply:
-        self._interfere(self._proxy.before_extend, context)
-        return _forward(self._stub.Extend, request, context)  # type: ignore[no-any-return]
 
-    def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
-        self._interfere(self._proxy.before_release, context)
-        return _forward(self._stub.Release, request, context)  # type: ignore[no-any-return]
+class _Relay:
+    """One stream of a D, and the stream to P that stands for it."""
 
-    def _interfere(self, hook: Callable[[], None], context: Any) -> None:
+    def __init__(self, proxy: FaultProxy, stub: pb_grpc.PrefillNodeStub, requests: Iterator[pb.HandoffRequest]) -> None:
+        self._proxy = proxy
+        self._to_p: queue.SimpleQueue[pb.HandoffRequest | None] = queue.SimpleQueue()
+        self._to_d: queue.SimpleQueue[pb.PrefillEvents | Exception | None] = queue.SimpleQueue()
+        self._requests = requests
+        self._call: Any = stub.Serve(iter(self._to_p.get, None))
+        for work in (self._read_requests, self._read_events):
+            threading.Thread(target=work, daemon=True).start()
+
+    def events(self) -> Iterator[pb.PrefillEvents]:
+        """For D, until either side has ended the stream."""
+        while (message := self._to_d.get()) is not None:
+            if isinstance(message, Exception):
+                raise message
+            yield message
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._to_p.put(None)
+
+    def _read_requests(self) -> None:
+        lanes = _Lanes(self._proxy.threads, self._to_d.put)
         try:
-            hook()
+            for request in self._requests:
+                kind = request.WhichOneof("kind") or ""
+                lanes.put(getattr(request, kind).request, partial(self._pass_request, kind, request))
+            lanes.wait()
+        except Exception:  # gRPC's for a stream that broke
+            self._call.cancel()
+        self._to_p.put(None)
+
+    def _read_events(self) -> None:
+        lanes = _Lanes(self._proxy.threads, self._to_d.put)
+        try:
+            for message in self._call:
+                for event in message.events:  # an answer does not wait for an announcement that is held
+                    lanes.put((event.request, _is_answer(event)), partial(self._pass_event, event))
+            lanes.wait()
+        except grpc.RpcError as exc:
+            self._to_d.put(exc)
+        self._to_d.put(None)
+
+    def _pass_request(self, kind: str, request: pb.HandoffRequest) -> None:
+        try:
+            self._proxy.before(kind)
         except Refusal as exc:
-            context.abort(exc.code, "refused by the test")
+            failure = pb.Failure(code=exc.code, message="refused by the test")
+            self._send(pb.PrefillEvent(request=getattr(request, kind).request, failed=failure))
+        except Lost:
+            pass
+        else:
+            for each in self._proxy.alter_request(request):
+                self._to_p.put(each)
+
+    def _pass_event(self, event: pb.PrefillEvent) -> None:
+        kind, number = event.WhichOneof("kind") or "", event.request
+        if kind not in ANNOUNCED:
+            self._send(event)
+            return
+        self._proxy.before_event(kind)
+        for altered in self._proxy.alter_event(event):
+            altered.request = number
+            self._send(altered)
+
+    def _send(self, event: pb.PrefillEvent) -> None:
+        self._to_d.put(pb.PrefillEvents(events=[event]))
+
+
+def _is_answer(event: pb.PrefillEvent) -> bool:
+    return event.WhichOneof("kind") in ("extended", "released")
+
+
+class _Lanes:
+    """Work by lane: in each one piece at a time, in order. ``on_error`` is told of what it raises."""
+
+    def __init__(self, threads: futures.Executor, on_error: Callable[[Exception], None]) -> None:
+        self._threads = threads
+        self._on_error = on_error
+        self._lanes: dict[object, deque[Callable[[], None]]] = {}  # that have work
+        self._changed = threading.Condition()
+
+    def put(self, lane: object, work: Callable[[], None]) -> None:
+        with self._changed:
+            if lane in self._lanes:
+                self._lanes[lane].append(work)
+                return
+            self._lanes[lane] = deque([work])
+        self._threads.submit(self._run, lane)
+
+    def wait(self) -> None:
+        """Until all of it is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lanes)
+
+    def _run(self, lane: object) -> None:
+        while True:
+            with self._changed:
+                if not self._lanes[lane]:
+                    del self._lanes[lane]
+                    self._changed.notify_all()
+                    return
+                work = self._lanes[lane].popleft()
+            try:
+                work()
+            except Exception as exc:
+                self._on_error(exc)
 
 
 def _forward(method: Any, request: Any, context: Any) -> Any:

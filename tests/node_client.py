@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,110 @@ class RouterClient:
             self.error = exc
 
 
-@contextlib.contextmanager
-def prefill_stub(address: str) -> Iterator[pb_grpc.PrefillNodeStub]:
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
-        yield pb_grpc.PrefillNodeStub(channel)
+class PrefillFailed(Exception):
+    """The prefill node said so."""
+
+    def __init__(self, failure: pb.Failure) -> None:
+        super().__init__(failure.message)
+        self.code = failure.code
+
+
+@dataclass
+class Prefill:
+    """What a prefill node says of one prompt."""
+
+    number: int
+    events: queue.SimpleQueue[pb.PrefillEvent | grpc.RpcError | None] = field(default_factory=queue.SimpleQueue)
+
+    def next(self) -> pb.PrefillEvent:
+        """Raises PrefillFailed, and RpcError when the stream broke."""
+        event = self.events.get(timeout=WAIT_SECONDS)
+        assert event is not None, "the stream has ended"
+        if isinstance(event, grpc.RpcError):
+            raise event
+        if event.HasField("failed"):
+            raise PrefillFailed(event.failed)
+        return event
+
+    def all(self) -> list[pb.PrefillEvent]:
+        """Up to the last announcement, which follows the first tokens."""
+        events = [self.next()]
+        while events[-1].WhichOneof("kind") != "first_tokens":
+            events.append(self.next())
+        return [*events, self.next()]
+
+
+class PrefillClient:
+    """A decode node's stream to a prefill node. Leaving it as a context manager ends the stream."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._requests: queue.SimpleQueue[pb.HandoffRequest | None] = queue.SimpleQueue()
+        self._prefills: dict[int, Prefill] = {}
+        self._numbers = itertools.count(1)
+        self.messages: list[list[str]] = []  # that came: the kinds of their events
+        self._call: Any = pb_grpc.PrefillNodeStub(self._channel).Serve(iter(self._requests.get, None))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> PrefillClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Break the stream off. Idempotent."""
+        self._call.cancel()
+        self._requests.put(None)
+        self._reader.join()
+        self._channel.close()
+
+    def half_close(self) -> None:
+        """Say that there is nothing more to say, and wait until P has ended the stream."""
+        self._requests.put(None)
+        self._reader.join(WAIT_SECONDS)
+        assert not self._reader.is_alive()
+
+    def send(self, request: pb.PrefillRequest, number: int | None = None) -> Prefill:
+        """Ask for a prompt; what comes back is collected in the background."""
+        prefill = self._expect(number)
+        request.request = prefill.number
+        self.put(pb.HandoffRequest(prefill=request))
+        return prefill
+
+    def cancel(self, prefill: Prefill) -> None:
+        self.put(pb.HandoffRequest(cancel=pb.Cancel(request=prefill.number)))
+
+    def extend(self, epoch: str, lease: int) -> float:
+        """Seconds; 0: it has ended."""
+        answer = self._expect()
+        self.put(pb.HandoffRequest(extend=pb.ExtendRequest(request=answer.number, epoch=epoch, lease=lease, ask=7)))
+        extended = answer.next().extended
+        assert extended.ask == 7
+        return extended.lease_ms / 1000
+
+    def release(self, epoch: str, lease: int) -> bool:
+        """Whether it stood."""
+        answer = self._expect()
+        self.put(pb.HandoffRequest(release=pb.ReleaseRequest(request=answer.number, epoch=epoch, lease=lease)))
+        return answer.next().released.stood
+
+    def put(self, message: pb.HandoffRequest) -> None:
+        self._requests.put(message)
+
+    def _expect(self, number: int | None = None) -> Prefill:
+        number = next(self._numbers) if number is None else number
+        return self._prefills.setdefault(number, Prefill(number))
+
+    def _read(self) -> None:
+        end: grpc.RpcError | None = None
+        try:
+            for message in self._call:
+                self.messages.append([event.WhichOneof("kind") for event in message.events])
+                for event in message.events:
+                    self._prefills[event.request].events.put(event)
+        except grpc.RpcError as exc:
+            end = exc
+        for prefill in self._prefills.values():
+            prefill.events.put(end)

@@ -3,9 +3,10 @@
 isort:skip_file
 What pdserve's processes say to each other. Token ids on the wire, text only in the router.
 
-  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Extend / Release ──► P
+  router ── DecodeNode.Serve ──► D ── PrefillNode.Serve ──► P
 
-Durations are in milliseconds and relative: clocks of two machines are never compared.
+Both are long-lived streams, and what is said at once travels in one message: to call anew for every request would
+cost a handoff several times what it takes. Durations are in milliseconds and relative: clocks of two machines are never compared.
 """
 
 from collections import abc as _abc
@@ -715,16 +716,61 @@ class KVShare(_message.Message):
 Global___KVShare: _TypeAlias = KVShare  # noqa: Y015
 
 @_typing.final
-class PrefillRequest(_message.Message):
+class HandoffRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PREFILL_FIELD_NUMBER: _builtins.int
+    EXTEND_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def extend(self) -> Global___ExtendRequest: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseRequest: ...
+    @_builtins.property
+    def cancel(self) -> Global___Cancel:
+        """stop computing; what was announced stays leased"""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___PrefillRequest | None = ...,
+        extend: Global___ExtendRequest | None = ...,
+        release: Global___ReleaseRequest | None = ...,
+        cancel: Global___Cancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "extend", "release", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___HandoffRequest: _TypeAlias = HandoffRequest  # noqa: Y015
+
+@_typing.final
+class PrefillRequest(_message.Message):
+    """One prompt. It is answered by Accepted, KVReady… while it is computed, and FirstTokens, the last KVReady and Finished at
+    once; or by Failure, at any time before that.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    """D's number for it, used once on a stream"""
     request_id: _builtins.str
+    """for logs"""
     epoch: _builtins.str
     """of P, as learnt in the handshake"""
     token_ids: _builtins.bytes
@@ -732,51 +778,158 @@ class PrefillRequest(_message.Message):
     cache_salt: _builtins.str
     skip_tokens: _builtins.int
     """D has the KV of the first so many tokens; a multiple of block_size"""
+    timeout_ms: _builtins.int
+    """0: none"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
         self,
         *,
+        request: _builtins.int = ...,
         request_id: _builtins.str = ...,
         epoch: _builtins.str = ...,
         token_ids: _builtins.bytes = ...,
         sampling: Global___SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
         skip_tokens: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
+class ExtendRequest(_message.Message):
+    """Keeps a lease whose blocks are still being computed or read. Answered by Extended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    ASK_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    epoch: _builtins.str
+    lease: _builtins.int
+    ask: _builtins.int
+    """comes back in the answer, so that D knows when it asked for what it got"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        epoch: _builtins.str = ...,
+        lease: _builtins.int = ...,
+        ask: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "epoch", b"epoch", "lease", b"lease", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    """Gives a lease back. Answered by Released, a second time as the first time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    epoch: _builtins.str
+    lease: _builtins.int
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        epoch: _builtins.str = ...,
+        lease: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class PrefillEvents(_message.Message):
+    """What P has to say to one D at present. The events of a request are in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___PrefillEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillEvents: _TypeAlias = PrefillEvents  # noqa: Y015
+
+@_typing.final
 class PrefillEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     KV_READY_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    EXTENDED_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
     @_builtins.property
     def kv_ready(self) -> Global___KVReady: ...
     @_builtins.property
     def first_tokens(self) -> Global___FirstTokens: ...
+    @_builtins.property
+    def extended(self) -> Global___Extended: ...
+    @_builtins.property
+    def released(self) -> Global___Released: ...
+    @_builtins.property
+    def failed(self) -> Global___Failure:
+        """nothing more is announced"""
+
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """nothing more is announced: all was"""
+
     def __init__(
         self,
         *,
+        request: _builtins.int = ...,
         accepted: Global___Accepted | None = ...,
         kv_ready: Global___KVReady | None = ...,
         first_tokens: Global___FirstTokens | None = ...,
+        extended: Global___Extended | None = ...,
+        released: Global___Released | None = ...,
+        failed: Global___Failure | None = ...,
+        finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "released", b"released", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens", "extended", "released", "failed", "finished"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -790,7 +943,7 @@ class Accepted(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     queue_position: _builtins.int
     lease: _builtins.int
-    """what the lease will be called: a caller that gives up can release it whatever has happened"""
+    """what the lease will be called: a D that gives up can release it whatever has happened"""
     def __init__(
         self,
         *,
@@ -820,7 +973,7 @@ class KVReady(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     lease_ms: _builtins.int
-    """P keeps them at least so long from when it received the Prefill call; see Extend"""
+    """P keeps them at least so long from when it received the prompt; see ExtendRequest"""
     num_tokens: _builtins.int
     """prompt tokens whose KV is ready, the skipped ones included; all: these were the last"""
     @_builtins.property
@@ -893,75 +1046,50 @@ class FirstToken(_message.Message):
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
-class ExtendRequest(_message.Message):
+class Finished(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.str
-    lease: _builtins.int
     def __init__(
         self,
-        *,
-        epoch: _builtins.str = ...,
-        lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
+Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
-class ExtendReply(_message.Message):
+class Extended(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ASK_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    ask: _builtins.int
     lease_ms: _builtins.int
     """P keeps the lease at least so long from when it received the request; 0: it has ended"""
     def __init__(
         self,
         *,
+        ask: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExtendReply: _TypeAlias = ExtendReply  # noqa: Y015
+Global___Extended: _TypeAlias = Extended  # noqa: Y015
 
 @_typing.final
-class ReleaseRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    EPOCH_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
-    epoch: _builtins.str
-    lease: _builtins.int
-    def __init__(
-        self,
-        *,
-        epoch: _builtins.str = ...,
-        lease: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
-
-@_typing.final
-class ReleaseReply(_message.Message):
+class Released(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STOOD_FIELD_NUMBER: _builtins.int
     stood: _builtins.bool
+    """all of it was kept until then: only if so may D use what it has read"""
     def __init__(
         self,
         *,
@@ -973,4 +1101,4 @@ class ReleaseReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
+Global___Released: _TypeAlias = Released  # noqa: Y015

@@ -243,20 +243,10 @@ class PrefillNodeStub:
                 request_serializer=pdserve_dot_pb_dot_pdserve__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.HandshakeReply.FromString,
                 _registered_method=True)
-        self.Prefill = channel.unary_stream(
-                '/pdserve.v1.PrefillNode/Prefill',
-                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.FromString,
-                _registered_method=True)
-        self.Extend = channel.unary_unary(
-                '/pdserve.v1.PrefillNode/Extend',
-                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.SerializeToString,
-                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.FromString,
-                _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/pdserve.v1.PrefillNode/Release',
-                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ReleaseReply.FromString,
+        self.Serve = channel.stream_stream(
+                '/pdserve.v1.PrefillNode/Serve',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.HandoffRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvents.FromString,
                 _registered_method=True)
 
 
@@ -272,23 +262,9 @@ class PrefillNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Prefill(self, request, context):
-        """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-        Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Extend(self, request, context):
-        """Keeps a lease whose blocks are still being computed or read.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Release(self, request, context):
-        """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent.
+    def Serve(self, request_iterator, context):
+        """One stream per D. Its end ends every prefill that came over it, but no lease once blocks have been announced: D may
+        still read them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -302,20 +278,10 @@ def add_PrefillNodeServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.HandshakeRequest.FromString,
                     response_serializer=pdserve_dot_pb_dot_pdserve__pb2.HandshakeReply.SerializeToString,
             ),
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.FromString,
-                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.SerializeToString,
-            ),
-            'Extend': grpc.unary_unary_rpc_method_handler(
-                    servicer.Extend,
-                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.FromString,
-                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.SerializeToString,
-            ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ReleaseRequest.FromString,
-                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.ReleaseReply.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.HandoffRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.PrefillEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,7 +324,7 @@ class PrefillNode:
             _registered_method=True)
 
     @staticmethod
-    def Prefill(request,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -368,66 +334,12 @@ class PrefillNode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/pdserve.v1.PrefillNode/Prefill',
-            pdserve_dot_pb_dot_pdserve__pb2.PrefillRequest.SerializeToString,
-            pdserve_dot_pb_dot_pdserve__pb2.PrefillEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Extend(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdserve.v1.PrefillNode/Extend',
-            pdserve_dot_pb_dot_pdserve__pb2.ExtendRequest.SerializeToString,
-            pdserve_dot_pb_dot_pdserve__pb2.ExtendReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdserve.v1.PrefillNode/Release',
-            pdserve_dot_pb_dot_pdserve__pb2.ReleaseRequest.SerializeToString,
-            pdserve_dot_pb_dot_pdserve__pb2.ReleaseReply.FromString,
+            '/pdserve.v1.PrefillNode/Serve',
+            pdserve_dot_pb_dot_pdserve__pb2.HandoffRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.PrefillEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,9 +3,10 @@
 isort:skip_file
 What pdserve's processes say to each other. Token ids on the wire, text only in the router.
 
-  router ── DecodeNode.Serve ──► D ── PrefillNode.Prefill / Extend / Release ──► P
+  router ── DecodeNode.Serve ──► D ── PrefillNode.Serve ──► P
 
-Durations are in milliseconds and relative: clocks of two machines are never compared.
+Both are long-lived streams, and what is said at once travels in one message: to call anew for every request would
+cost a handoff several times what it takes. Durations are in milliseconds and relative: clocks of two machines are never compared.
 """
 
 from collections import abc as _abc
@@ -114,14 +115,10 @@ class PrefillNodeStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillNodeAsyncStub: ...
     Handshake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
-    Prefill: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]
-    """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-    Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
+    Serve: _grpc.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]
+    """One stream per D. Its end ends every prefill that came over it, but no lease once blocks have been announced: D may
+    still read them.
     """
-    Extend: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ExtendRequest, _pdserve_pb2.ExtendReply]
-    """Keeps a lease whose blocks are still being computed or read."""
-    Release: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]
-    """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
@@ -130,14 +127,10 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Handshake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]  # type: ignore[assignment]
     """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
-    Prefill: _aio.UnaryStreamMultiCallable[_pdserve_pb2.PrefillRequest, _pdserve_pb2.PrefillEvent]  # type: ignore[assignment]
-    """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-    Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
+    Serve: _aio.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]  # type: ignore[assignment]
+    """One stream per D. Its end ends every prefill that came over it, but no lease once blocks have been announced: D may
+    still read them.
     """
-    Extend: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ExtendRequest, _pdserve_pb2.ExtendReply]  # type: ignore[assignment]
-    """Keeps a lease whose blocks are still being computed or read."""
-    Release: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.ReleaseRequest, _pdserve_pb2.ReleaseReply]  # type: ignore[assignment]
-    """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ D → P"""
@@ -151,29 +144,13 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV."""
 
     @_abc_1.abstractmethod
-    def Prefill(
+    def Serve(
         self,
-        request: _pdserve_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_pdserve_pb2.HandoffRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvent], _abc.AsyncIterator[_pdserve_pb2.PrefillEvent]]:
-        """One prompt. Accepted, KVReady… while it is computed, FirstTokens, the last KVReady; or a gRPC status at any time.
-        Ending the call early ends the prefill, but not the lease once blocks have been announced: D may still read them.
+    ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvents], _abc.AsyncIterator[_pdserve_pb2.PrefillEvents]]:
+        """One stream per D. Its end ends every prefill that came over it, but no lease once blocks have been announced: D may
+        still read them.
         """
-
-    @_abc_1.abstractmethod
-    def Extend(
-        self,
-        request: _pdserve_pb2.ExtendRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_pdserve_pb2.ExtendReply, _abc.Awaitable[_pdserve_pb2.ExtendReply]]:
-        """Keeps a lease whose blocks are still being computed or read."""
-
-    @_abc_1.abstractmethod
-    def Release(
-        self,
-        request: _pdserve_pb2.ReleaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_pdserve_pb2.ReleaseReply, _abc.Awaitable[_pdserve_pb2.ReleaseReply]]:
-        """Gives a lease back and says whether all of it was kept until then: only if so may D use what it has read. Idempotent."""
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,6 +20,7 @@ import httpx
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import MODEL_NAME, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
+from node_client import PrefillClient
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -157,9 +158,8 @@ def overwrite_cache(node: NodeProcess) -> None:
         token_ids=pack_tokens(new_prompt(length)),
         sampling=sampling_to_pb(SamplingParams(max_tokens=1, temperature=0.0)),
     )
-    with grpc.insecure_channel(node.address) as channel:
-        events = pb_grpc.PrefillNodeStub(channel).Prefill(request, timeout=30.0)
-        assert any(event.WhichOneof("kind") == "first_tokens" for event in events)
+    with PrefillClient(node.address) as client:
+        client.send(request).all()
 
 
 @pytest.mark.parametrize("stopped", ["engine", "node"])

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from fault_proxy import UNSET
 from fleet import NodeProcess
-from node_client import RouterClient, prefill_stub
+from node_client import PrefillClient, RouterClient
 from stages import GIVEN_BACK, Pair, send_prompt, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -63,7 +63,7 @@ def test_bytes_that_are_no_grpc(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["PrefillNode/Prefill", "PrefillNode/Handshake", "PrefillNode/Release", "DecodeNode/Serve", "Node/None"],
+    ["PrefillNode/Serve", "PrefillNode/Handshake", "DecodeNode/Serve", "Node/None"],
 )
 def test_messages_that_are_none(method: str, pair: Pair) -> None:
     node = pair.decode if method.startswith("DecodeNode") else pair.prefill
@@ -230,8 +230,8 @@ def test_announcements_that_lie(what: str, pair: Pair) -> None:
 
 def release(node: NodeProcess, lease: int) -> bool:
     epoch = node.describe().epoch
-    with prefill_stub(node.address) as stub:
-        return stub.Release(pb.ReleaseRequest(epoch=epoch, lease=lease), timeout=5.0).stood
+    with PrefillClient(node.address) as client:
+        return client.release(epoch, lease)
 
 
 def test_a_release_that_comes_twice_and_late(pair: Pair) -> None:

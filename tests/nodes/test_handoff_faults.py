@@ -7,10 +7,9 @@ import signal
 import threading
 from collections.abc import Callable
 
-import grpc
 import pytest
 from fault_proxy import Refusal
-from node_client import RouterClient, greedy, prefill_stub
+from node_client import PrefillClient, RouterClient, greedy
 from node_fleet import FLAGS, Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -28,7 +27,7 @@ def once(action: Callable[[], None]) -> Callable[[], None]:
     return lambda: action() if first.acquire(blocking=False) else None
 
 
-def refuse(code: grpc.StatusCode) -> Callable[[], None]:
+def refuse(code: pb.Failure.Code.ValueType) -> Callable[[], None]:
     def action() -> None:
         raise Refusal(code)
 
@@ -38,14 +37,11 @@ def refuse(code: grpc.StatusCode) -> Callable[[], None]:
 def overwrite(nodes: Nodes) -> None:
     """Fill every block of ``short`` with other prompts' KV."""
     epoch = nodes.short.describe().epoch
-    with prefill_stub(nodes.short.address) as stub:
+    with PrefillClient(nodes.short.address) as client:
         for seed in range(8):
-            request = pb.PrefillRequest(
-                epoch=epoch, token_ids=pack_tokens(prompt_of(480, 1000 + seed)), sampling=sampling_to_pb(greedy(1))
-            )
-            for event in stub.Prefill(request, timeout=20.0):
-                if event.HasField("kv_ready"):
-                    stub.Release(pb.ReleaseRequest(epoch=epoch, lease=event.kv_ready.lease))
+            tokens = pack_tokens(prompt_of(480, 1000 + seed))
+            request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)))
+            client.release(epoch, client.send(request).all()[-1].kv_ready.lease)
 
 
 def claim_a_minute(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:
@@ -73,8 +69,8 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
     assert nodes.counter("handoff_recomputes") == recomputed + 1
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE])
-def test_a_refused_prefill(code: grpc.StatusCode, nodes: Nodes) -> None:
+@pytest.mark.parametrize("code", [pb.Failure.OVERLOADED, pb.Failure.NODE_FAILED])
+def test_a_refused_prefill(code: pb.Failure.Code.ValueType, nodes: Nodes) -> None:
     prompt = prompt_of(100, 3)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt=f"local {code}").tokens
@@ -83,10 +79,9 @@ def test_a_refused_prefill(code: grpc.StatusCode, nodes: Nodes) -> None:
     with RouterClient(nodes.strict.address) as client:
         nodes.proxy.before_prefill = refuse(code)
         failure = client.generate(prompt, greedy(10), nodes.main, cache_salt=str(code)).failure
-        overloaded = code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert failure is not None
-        assert failure.code == (pb.Failure.OVERLOADED if overloaded else pb.Failure.NODE_FAILED)
-        assert bool(failure.retry_after_ms) == overloaded
+        assert failure.code == code
+        assert bool(failure.retry_after_ms) == (code == pb.Failure.OVERLOADED)
     nodes.wait_peers(nodes.decode, 2)
     nodes.wait_peers(nodes.strict, 2)
 
@@ -95,10 +90,10 @@ def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
     prompt = prompt_of(100, 4)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
-        nodes.proxy.before_release = refuse(grpc.StatusCode.UNKNOWN)
+        nodes.proxy.before_release = refuse(pb.Failure.NODE_FAILED)
         assert client.generate(prompt, greedy(10), nodes.main).tokens == expected
     with RouterClient(nodes.strict.address) as client:
-        nodes.proxy.before_release = refuse(grpc.StatusCode.UNKNOWN)
+        nodes.proxy.before_release = refuse(pb.Failure.NODE_FAILED)
         failure = client.generate(prompt, greedy(10), nodes.main).failure
         assert failure is not None
         assert failure.code == pb.Failure.NODE_FAILED

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from typing import Any
 
 import grpc
 import pytest
-from node_client import greedy, prefill_stub
+from node_client import PrefillClient, PrefillFailed, greedy
 from node_fleet import Nodes
 
 from pdserve.compat import PROTOCOL_VERSION
@@ -32,68 +30,66 @@ def prefill_request(
     )
 
 
-def run(stub: pb_grpc.PrefillNodeStub, request: pb.PrefillRequest) -> tuple[pb.Accepted, pb.FirstTokens, pb.KVReady]:
-    events = {event.WhichOneof("kind"): event for event in stub.Prefill(request, timeout=20.0)}
+def run(client: PrefillClient, request: pb.PrefillRequest) -> tuple[pb.Accepted, pb.FirstTokens, pb.KVReady]:
+    events = {event.WhichOneof("kind"): event for event in client.send(request).all()}
     return events["accepted"].accepted, events["first_tokens"].first_tokens, events["kv_ready"].kv_ready
 
 
 def test_a_prompt_becomes_a_lease_until_it_is_released(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
-    with prefill_stub(nodes.prefill.address) as stub:
-        accepted, first, ready = run(stub, prefill_request(epoch))
+    with PrefillClient(nodes.prefill.address) as client:
+        accepted, first, ready = run(client, prefill_request(epoch))
         assert len(first.choices) == 1
         assert ready.num_tokens == len(PROMPT)
         assert len(ready.block_ids) == len(set(ready.block_ids)) == len(PROMPT) // BLOCK
         assert ready.lease == accepted.lease
         assert nodes.prefill.status().leased_blocks == len(ready.block_ids)
-        release = pb.ReleaseRequest(epoch=epoch, lease=ready.lease)
-        assert stub.Release(release).stood
-        assert stub.Release(release).stood, "a repeated release says the same"
+        assert client.release(epoch, ready.lease)
+        assert client.release(epoch, ready.lease), "a repeated release says the same"
         nodes.prefill.wait_idle()
 
 
 def test_skipped_tokens_are_not_leased(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
-    with prefill_stub(nodes.prefill.address) as stub:
-        _, whole, ready = run(stub, prefill_request(epoch))
-        stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease))
-        _, part, ready = run(stub, prefill_request(epoch, skip_tokens=2 * BLOCK))
+    with PrefillClient(nodes.prefill.address) as client:
+        _, whole, ready = run(client, prefill_request(epoch))
+        client.release(epoch, ready.lease)
+        _, part, ready = run(client, prefill_request(epoch, skip_tokens=2 * BLOCK))
         assert len(ready.block_ids) == 3
         assert part.choices == whole.choices
-        assert stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease)).stood
+        assert client.release(epoch, ready.lease)
 
 
 def test_every_choice_gets_its_first_token(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     sampling = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=5, logprobs=2)
-    with prefill_stub(nodes.prefill.address) as stub:
-        _, first, ready = run(stub, prefill_request(epoch, sampling=sampling))
+    with PrefillClient(nodes.prefill.address) as client:
+        _, first, ready = run(client, prefill_request(epoch, sampling=sampling))
         assert len(first.choices) == 3
         assert all(len(choice.logprobs.top_ids) == 2 for choice in first.choices)
-        assert stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease)).stood
+        assert client.release(epoch, ready.lease)
 
 
 def test_a_lease_expires(nodes: Nodes) -> None:
     epoch = nodes.short.describe().epoch
     before = nodes.counter("leases_expired", nodes.short)
-    with prefill_stub(nodes.short.address) as stub:
-        _, _, ready = run(stub, prefill_request(epoch))
+    with PrefillClient(nodes.short.address) as client:
+        _, _, ready = run(client, prefill_request(epoch))
         nodes.short.wait_idle()
         assert nodes.counter("leases_expired", nodes.short) == before + 1
-        assert not stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease)).stood
+        assert not client.release(epoch, ready.lease)
 
 
 def test_another_epoch_is_refused_and_releases_nothing(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
-    with prefill_stub(nodes.prefill.address) as stub:
-        with pytest.raises(grpc.RpcError) as raised:
-            run(stub, prefill_request("0123456789abcdef"))
-        assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert epoch in str(raised.value.details())
-        _, _, ready = run(stub, prefill_request(epoch))
-        assert not stub.Release(pb.ReleaseRequest(epoch="0123456789abcdef", lease=ready.lease)).stood
-        assert stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease)).stood
-        assert not stub.Release(pb.ReleaseRequest(epoch=epoch, lease=10**12)).stood
+    with PrefillClient(nodes.prefill.address) as client:
+        with pytest.raises(PrefillFailed, match=epoch) as raised:
+            run(client, prefill_request("0123456789abcdef"))
+        assert raised.value.code == pb.Failure.NODE_FAILED
+        _, _, ready = run(client, prefill_request(epoch))
+        assert not client.release("0123456789abcdef", ready.lease)
+        assert client.release(epoch, ready.lease)
+        assert not client.release(epoch, 10**12)
 
 
 @pytest.mark.parametrize(
@@ -108,53 +104,80 @@ def test_another_epoch_is_refused_and_releases_nothing(nodes: Nodes) -> None:
 )
 def test_garbage_is_refused(prompt: list[int] | bytes, fields: dict[str, int], word: str, nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
-    with prefill_stub(nodes.prefill.address) as stub:
-        with pytest.raises(grpc.RpcError) as raised:
-            run(stub, prefill_request(epoch, prompt, greedy(**{"max_tokens": 4, **fields})))
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert word in str(raised.value.details())
+    with PrefillClient(nodes.prefill.address) as client:
+        with pytest.raises(PrefillFailed, match=word) as raised:
+            run(client, prefill_request(epoch, prompt, greedy(**{"max_tokens": 4, **fields})))
+        assert raised.value.code == pb.Failure.INVALID
 
 
-def test_a_cancelled_call_leaves_nothing(nodes: Nodes) -> None:
+def test_a_cancelled_prompt_leaves_nothing(nodes: Nodes) -> None:
     """Cancelled at all sorts of moments: before the prefill, in it, while the lease is announced, and after."""
     epoch = nodes.prefill.describe().epoch
-    with prefill_stub(nodes.prefill.address) as stub:
+    with PrefillClient(nodes.prefill.address) as client:
         for index in range(30):
             prompt = [(index * 31 + position) % 120 + 3 for position in range(200)]
-            call: Any = stub.Prefill(prefill_request(epoch, prompt))
-            lease = next(iter(call)).accepted.lease
+            prefill = client.send(prefill_request(epoch, prompt))
+            lease = prefill.next().accepted.lease
             time.sleep(0.002 * (index % 7))
-            call.cancel()
-            stub.Release(pb.ReleaseRequest(epoch=epoch, lease=lease))
+            client.cancel(prefill)
+            client.release(epoch, lease)
+        nodes.prefill.wait_idle()
+
+
+def test_a_deadline_ends_a_prompt(nodes: Nodes) -> None:
+    epoch = nodes.prefill.describe().epoch
+    with PrefillClient(nodes.prefill.address) as client:
+        nodes.prefill.stop("engine")
+        try:
+            request = prefill_request(epoch)
+            request.timeout_ms = 100
+            prefill = client.send(request)
+            assert prefill.next().HasField("accepted")
+            with pytest.raises(PrefillFailed, match="within the 0") as raised:
+                prefill.next()
+            assert raised.value.code == pb.Failure.DEADLINE
+        finally:
+            nodes.prefill.go_on("engine")
+        nodes.prefill.wait_idle()
+
+
+def test_a_number_in_use_breaks_the_stream(nodes: Nodes) -> None:
+    epoch = nodes.prefill.describe().epoch
+    with PrefillClient(nodes.prefill.address) as client:
+        nodes.prefill.stop("engine")
+        try:
+            prefill = client.send(prefill_request(epoch))
+            client.send(prefill_request(epoch), prefill.number)
+            with pytest.raises(grpc.RpcError, match="prompt 1 is computed for this stream already") as raised:
+                prefill.all()
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        finally:
+            nodes.prefill.go_on("engine")
     nodes.prefill.wait_idle()
 
 
 def test_too_many_prompts_are_refused_as_overload(nodes: Nodes) -> None:
-    """The queue takes 8; a flood of long prompts gets RESOURCE_EXHAUSTED, not silence, and what was taken is served."""
+    """The queue takes 8; a flood of long prompts hears of overload, not silence, and what was taken is served."""
     epoch = nodes.prefill.describe().epoch
-    codes: list[grpc.StatusCode] = []
-
-    def call(index: int) -> None:
-        prompt = [(index * 17 + position) % 120 + 3 for position in range(400)]
-        with prefill_stub(nodes.prefill.address) as stub:
+    served, codes = 0, set()
+    with PrefillClient(nodes.prefill.address) as client:
+        prefills = [
+            client.send(prefill_request(epoch, [(index * 17 + position) % 120 + 3 for position in range(400)]))
+            for index in range(40)
+        ]
+        for prefill in prefills:
             try:
-                _, _, ready = run(stub, prefill_request(epoch, prompt))
-                stub.Release(pb.ReleaseRequest(epoch=epoch, lease=ready.lease))
-                codes.append(grpc.StatusCode.OK)
-            except grpc.RpcError as exc:
-                codes.append(exc.code())
-
-    threads = [threading.Thread(target=call, args=(index,)) for index in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert codes.count(grpc.StatusCode.OK) >= 8
+                client.release(epoch, prefill.all()[-1].kv_ready.lease)
+                served += 1
+            except PrefillFailed as exc:
+                codes.add(exc.code)
+    assert codes <= {pb.Failure.OVERLOADED}
+    assert served >= 8
 
 
 def test_handshake_compares_before_it_tells(nodes: Nodes) -> None:
-    with prefill_stub(nodes.prefill.address) as stub:
+    with grpc.insecure_channel(nodes.prefill.address) as channel:
+        stub = pb_grpc.PrefillNodeStub(channel)
         good = pb.HandshakeRequest(
             protocol=PROTOCOL_VERSION, compat_hash=nodes.prefill.describe().compat_hash, node_id="d", epoch="e"
         )

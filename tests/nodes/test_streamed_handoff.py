@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from fault_proxy import Refusal
-from node_client import RouterClient, greedy, prefill_stub
-from stages import BLOCK, LENGTH, STEP, Pair, start_pair
+from fault_proxy import Lost
+from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
+from stages import BLOCK, GIVEN_BACK, LENGTH, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
@@ -80,36 +76,43 @@ def test_parts_are_announced_in_order_under_one_lease(pair: Pair) -> None:
     request = pb.PrefillRequest(
         epoch=epoch, token_ids=pack_tokens(prompt_of(2)), sampling=sampling_to_pb(greedy(4)), skip_tokens=2 * BLOCK
     )
-    with prefill_stub(pair.prefill.address) as stub:
-        accepted, *parts, first, last = list(stub.Prefill(request, timeout=20.0))
+    with PrefillClient(pair.prefill.address) as client:
+        accepted, *parts, first, last = client.send(request).all()
         parts.append(last)
+        assert client.messages[-1] == ["first_tokens", "kv_ready", "finished"], "what is ready at once travels together"
         assert len(first.first_tokens.choices) == 1
         assert [part.kv_ready.num_tokens for part in parts] == [64, 128, 192, 256, LENGTH]
         assert {part.kv_ready.lease for part in parts} == {accepted.accepted.lease}
         blocks = [block for part in parts for block in part.kv_ready.block_ids]
         assert len(blocks) == len(set(blocks)) == -(-LENGTH // BLOCK) - 2
         assert pair.prefill.status().leased_blocks == len(blocks)
-        assert stub.Release(pb.ReleaseRequest(epoch=epoch, lease=accepted.accepted.lease)).stood
+        assert client.release(epoch, accepted.accepted.lease)
         pair.prefill.wait_idle()
 
 
-def test_calls_and_leases_that_end_between_parts_leave_nothing(pair: Pair) -> None:
-    """A call that is given up after any number of events; a lease that is released while its call goes on."""
+@pytest.mark.parametrize("how", ["released", "cancelled", "the stream breaks", "the stream ends"])
+def test_what_ends_between_parts_leaves_nothing(how: str, pair: Pair) -> None:
+    """A prompt that is given up after any number of events; a lease that is released while its prompt is computed."""
     epoch = pair.prefill.describe().epoch
-    with prefill_stub(pair.prefill.address) as stub:
-        for index in range(12):
-            prompt = pack_tokens(prompt_of(100 + index, 500))
-            call: Any = stub.Prefill(
-                pb.PrefillRequest(epoch=epoch, token_ids=prompt, sampling=sampling_to_pb(greedy(1)))
-            )
-            events = list(islice(call, 1 + index // 2))
-            if index % 2:
-                stub.Release(pb.ReleaseRequest(epoch=epoch, lease=events[0].accepted.lease))
-                with contextlib.suppress(grpc.RpcError):  # P ends a call whose lease is gone
-                    list(call)
-            else:
-                call.cancel()
-    pair.prefill.wait_idle()
+    for index in range(6):
+        tokens, salt = pack_tokens(prompt_of(index, 500)), f"{how} {index}"
+        request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
+        with PrefillClient(pair.prefill.address) as client:
+            prefill = client.send(request)
+            accepted, *_ = [prefill.next() for _ in range(1 + index)]
+            lease = accepted.accepted.lease
+            if how == "released":
+                client.release(epoch, lease)
+                with pytest.raises(PrefillFailed, match=f"lease {lease} ended"):
+                    prefill.all()
+            elif how == "cancelled":
+                client.cancel(prefill)
+                client.release(epoch, lease)
+            elif how == "the stream ends":
+                client.half_close()
+        with PrefillClient(pair.prefill.address) as client:  # what was announced may be given back by another stream
+            client.release(epoch, lease)
+    pair.prefill.wait_idle(GIVEN_BACK)
     granted = pair.prefill.counter("leases_granted")
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
 
@@ -145,11 +148,11 @@ def test_a_lease_that_cannot_be_extended_is_given_up(pair: Pair) -> None:
     def wait_until_served() -> None:
         assert served.wait(20.0)
 
-    def refuse() -> None:
-        raise Refusal(grpc.StatusCode.UNAVAILABLE)
+    def lose() -> None:
+        raise Lost
 
     pair.proxy.before_event = on_part(3, wait_until_served)
-    pair.proxy.before_extend = pair.proxy.before_release = refuse
+    pair.proxy.before_extend = pair.proxy.before_release = lose
     with RouterClient(pair.decode.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
         expired = pair.prefill.counter("leases_expired")

@@ -1,0 +1,129 @@
+"""The stream of one decode node: translates its messages into prefills and leases, and what becomes of these back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from functools import partial
+
+from engine.admission import check_request, check_skip
+from engine.messages import Leased
+from engine.node import Node
+from engine.outbox import Outbox
+from pdserve.errors import PdserveError, PeerError, RequestError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
+from prefill_node.prefills import Leases, PendingPrefill
+
+
+class DecodeStream:
+    """What comes of an engine's batch, or of a message, is in the outbox when the callback that brought it returns.
+
+    A D that does not read: its messages are not read either while many events wait for it, so that at most those of the
+    prompts that the engine has accepted are added, a few each.
+    """
+
+    def __init__(self, node: Node, leases: Leases) -> None:
+        self.outbox = Outbox(pb.PrefillEvents)
+        self._node = node
+        self._leases = leases
+        self._prefills: dict[int, PendingPrefill] = {}  # by D's number, until all is announced
+
+    async def read(self, requests: AsyncIterable[pb.HandoffRequest]) -> None:
+        """Obey until D ends the stream. Raises RequestError when D breaks the protocol."""
+        async for message in requests:
+            match message.WhichOneof("kind"):
+                case "prefill":
+                    self._prefill(message.prefill)
+                case "extend":
+                    self._extend(message.extend)
+                case "release":
+                    release = message.release
+                    stood = self._leases.release(release.epoch, release.lease)
+                    self._add(pb.PrefillEvent(request=release.request, released=pb.Released(stood=stood)))
+                case "cancel":
+                    prefill = self._prefills.pop(message.cancel.request, None)
+                    if prefill is not None:
+                        prefill.hang_up()
+                case _:
+                    raise RequestError("a HandoffRequest asks for nothing known; use the same version everywhere")
+            await self.outbox.room()
+
+    def hang_up(self) -> None:
+        """The stream has ended: nobody waits for its prompts. What was announced stays leased."""
+        for prefill in self._prefills.values():
+            prefill.hang_up()
+        self._prefills.clear()
+
+    def _prefill(self, request: pb.PrefillRequest) -> None:
+        number = request.request
+        if number in self._prefills:
+            raise RequestError(f"prompt {number} is computed for this stream already; number them uniquely")
+        try:
+            prefill = self._admit(request)
+        except PdserveError as exc:
+            self._on_failed(number, exc)
+            return
+        self._prefills[number] = prefill
+        accepted = pb.Accepted(queue_position=self._node.link.status.waiting, lease=prefill.rid)
+        self._add(pb.PrefillEvent(request=number, accepted=accepted))
+
+    def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:
+        node = self._node
+        node.check_ready()
+        if request.epoch != node.epoch:
+            raise PeerError(
+                f"epoch {request.epoch or '(none)'} is not that of {node.node_id}, which is {node.epoch}; "
+                "shake hands again"
+            )
+        tokens, sampling = unpack_tokens(request.token_ids), sampling_from_pb(request.sampling)
+        check_request(tokens, sampling, node.config)
+        check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
+        on_part, on_failed = partial(self._on_part, request.request), partial(self._on_failed, request.request)
+        timeout = request.timeout_ms / 1000
+        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, on_part, on_failed)
+        prefill.submit(request.token_ids, sampling, request.cache_salt, request.skip_tokens)
+        return prefill
+
+    def _extend(self, request: pb.ExtendRequest) -> None:
+        seconds = self._leases.extend(request.epoch, request.lease)
+        self._add(
+            pb.PrefillEvent(
+                request=request.request, extended=pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000))
+            )
+        )
+
+    def _on_part(self, number: int, prefill: PendingPrefill, part: Leased) -> None:
+        last = part.num_tokens == prefill.num_tokens
+        if last:
+            self._add(pb.PrefillEvent(request=number, first_tokens=_first_tokens(prefill)))
+        ready = pb.KVReady(
+            lease=part.rid,
+            lease_ms=int(self._leases.table.seconds * 1000),
+            block_ids=part.block_ids,
+            num_tokens=part.num_tokens,
+            digests=part.digests,
+        )
+        self._add(pb.PrefillEvent(request=number, kv_ready=ready))
+        if last:
+            del self._prefills[number]
+            self._add(pb.PrefillEvent(request=number, finished=pb.Finished()))
+
+    def _on_failed(self, number: int, error: PdserveError) -> None:
+        self._prefills.pop(number, None)
+        self._add(pb.PrefillEvent(request=number, failed=failure_to_pb(error)))
+
+    def _add(self, event: pb.PrefillEvent) -> None:
+        """At the end of what is sent next."""
+        self.outbox.put().events.append(event)
+
+
+def _first_tokens(prefill: PendingPrefill) -> pb.FirstTokens:
+    return pb.FirstTokens(
+        choices=[
+            pb.FirstToken(
+                token_id=sample.token_id, logprobs=logprobs_to_pb(sample.logprobs) if sample.logprobs else None
+            )
+            for sample in prefill.samples
+        ],
+        cached_tokens=prefill.cached_tokens,
+    )
