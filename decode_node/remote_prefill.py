@@ -100,21 +100,23 @@ class RemotePrefill:
                 self._end()
                 self._tell(Released(event.released.stood))
             case "finished":
+                self._no_more()
                 self._tell(PeerError(f"{self._stream.peer} ended a prompt without leasing its blocks"))
             case "failed":
-                self._failed(failure_from_pb(event.failed, self._stream.peer))
+                self._no_more()
+                error = failure_from_pb(event.failed, self._stream.peer)
+                if self._releasing:
+                    self._fail(error)
+                else:
+                    self._tell(error)
 
     def stream_ended(self, error: PeerError) -> None:
         self._fail(error)
 
-    def _failed(self, error: PdserveError) -> None:
-        """P announces no more. What it has announced may be read on, but not if it was asked for the confirmation."""
+    def _no_more(self) -> None:
+        """P announces nothing more: a lease that it has not named by now there is not."""
         if not self._lease:
             self._end()
-        if self._releasing:
-            self._fail(error)
-        else:
-            self._tell(error)
 
     def _named(self, lease: int) -> None:
         if not self._lease:

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 
 from pdserve.errors import (
-    CapacityError,
     DeadlineExceeded,
     Overloaded,
     PdserveError,
@@ -128,7 +127,7 @@ def failure_to_pb(error: PdserveError) -> pb.Failure:
     match error:
         case RequestError():
             code = codes.INVALID
-        case Overloaded() | CapacityError():
+        case Overloaded():
             code = codes.OVERLOADED
         case DeadlineExceeded():
             code = codes.DEADLINE

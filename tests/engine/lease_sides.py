@@ -35,7 +35,7 @@ Tokens = tuple[Sample, ...]
 
 @dataclass
 class Call:
-    """A Prefill call. ``epoch`` and ``lease`` are what D knows."""
+    """A prompt asked of P. Here each may break off by itself; on a stream all do at once. D knows epoch and lease."""
 
     rid: int  # on D
     epoch: str

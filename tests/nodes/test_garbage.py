@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from fault_proxy import UNSET
 from fleet import NodeProcess
 from node_client import PrefillClient, RouterClient
-from stages import GIVEN_BACK, Pair, send_prompt, start_pair
+from stages import GIVEN_BACK, Pair, held_at, send_prompt, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 
@@ -226,6 +227,58 @@ EVENTS = {
 def test_announcements_that_lie(what: str, pair: Pair) -> None:
     pair.proxy.alter_event = EVENTS[what]
     assert_served(pair)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "release"])
+def test_requests_that_come_twice(kind: str, pair: Pair) -> None:
+    heard: list[str] = []
+
+    def alter(request: pb.HandoffRequest) -> Iterable[pb.HandoffRequest]:
+        heard.append(request.WhichOneof("kind") or "")
+        return (request, request) if heard[-1] == kind else (request,)
+
+    pair.proxy.alter_request = alter
+    assert_served(pair)
+    assert kind in heard
+
+
+def test_a_cancellation_that_comes_twice(pair: Pair) -> None:
+    """Given up before P has named the lease: it is cancelled, and released when it has a name."""
+    heard: list[str] = []
+
+    def alter(request: pb.HandoffRequest) -> Iterable[pb.HandoffRequest]:
+        heard.append(request.WhichOneof("kind") or "")
+        return (request, request)
+
+    with held_at("accepted", pair) as held:
+        pair.proxy.alter_request = alter
+        held.client.cancel(held.result)
+        pair.decodes.wait_until(lambda: heard == ["cancel"], 10.0)
+        held.release()
+        pair.decodes.wait_until(lambda: heard == ["cancel", "release"], 10.0)
+    for node in (pair.prefill, pair.decode):
+        node.wait_idle(GIVEN_BACK)
+
+
+def test_an_extension_that_comes_twice(pair: Pair) -> None:
+    """Its answer, too; the lease is released as ever."""
+    extended = threading.Event()
+
+    def alter(request: pb.HandoffRequest) -> Iterable[pb.HandoffRequest]:
+        if not request.HasField("extend"):
+            return (request,)
+        extended.set()
+        return (request, request)
+
+    def wait_for_extension(kind: str) -> None:
+        if kind == "first_tokens":
+            assert extended.wait(20.0)
+
+    failures = pair.decode.counter("handoff_failures")
+    pair.proxy.alter_request, pair.proxy.before_event = alter, wait_for_extension
+    assert_served(pair)
+    assert extended.is_set()
+    assert pair.decode.counter("handoff_failures") == failures
 
 
 def release(node: NodeProcess, lease: int) -> bool:

@@ -1,0 +1,36 @@
+"""What is said at once travels together, and a peer that does not read holds up whoever would say more."""
+
+from __future__ import annotations
+
+import asyncio
+
+from engine.outbox import Outbox
+
+
+def test_all_there_is_travels_in_one_message() -> None:
+    async def run() -> None:
+        outbox: Outbox[list[int]] = Outbox(list)
+        outbox.put().append(1)
+        outbox.put().append(2)
+        assert not outbox.empty
+        assert await outbox.take() == [1, 2]
+        assert outbox.empty
+        outbox.wake()
+        assert await outbox.take() is None
+
+    asyncio.run(run())
+
+
+def test_there_is_room_again_when_the_peer_has_read() -> None:
+    async def run() -> None:
+        outbox: Outbox[list[int]] = Outbox(list)
+        await outbox.room()
+        for number in range(1 << 16):
+            outbox.put().append(number)
+        room = asyncio.ensure_future(outbox.room())
+        await asyncio.sleep(0)
+        assert not room.done()
+        await outbox.take()
+        await asyncio.wait_for(room, 5.0)
+
+    asyncio.run(run())
