@@ -1,0 +1,99 @@
+"""D's stream to a prefill node that behaves badly: it does not read, or it ends the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_node.background import Background
+from decode_node.prefill_stream import PrefillStream
+from decode_node.remote_prefill import PrefillEvent
+from pdserve.errors import Overloaded, PdserveError, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc import open_channel
+
+Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.failed: PdserveError | None = None
+
+    def on_event(self, event: PrefillEvent) -> None:
+        raise AssertionError(event)
+
+    def fail(self, error: PdserveError) -> None:
+        assert self.failed is None
+        self.failed = error
+
+
+@asynccontextmanager
+async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[PrefillStream]:
+    """A stream to a prefill node that does as it is told; ``ended`` is set when it has ended."""
+
+    class Servicer(pb_grpc.PrefillNodeServicer):
+        async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:
+            raise NotImplementedError
+
+        async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+            await serve(request_iterator, context)
+
+    server, background = grpc.aio.server(), Background()
+    pb_grpc.add_PrefillNodeServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), "p", "epoch", background, ended.set)
+    await background.close()
+    await server.stop(0)
+
+
+def test_a_peer_that_does_not_read_is_given_no_more() -> None:
+    async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
+        await asyncio.sleep(60.0)
+
+    async def flood(stream: PrefillStream) -> None:
+        for _ in range(1 << 16):
+            stream.prefill(pb.PrefillRequest(token_ids=bytes(4000)), Listener())
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        async with stream_to(serve, asyncio.Event()) as stream:
+            with pytest.raises(Overloaded, match="p does not read"):
+                await flood(stream)
+
+    asyncio.run(run())
+
+
+def test_the_end_of_the_stream_ends_all_that_is_on_it() -> None:
+    """The other end has read one prompt of three, and ends the stream; then, this end does."""
+
+    async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
+        async for _ in requests:
+            return
+
+    async def stay(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
+        async for _ in requests:
+            pass
+
+    async def run(serve: Serve, close: bool) -> None:
+        ended = asyncio.Event()
+        async with stream_to(serve, ended) as stream:
+            listeners = [Listener() for _ in range(3)]
+            for listener in listeners:
+                stream.prefill(pb.PrefillRequest(), listener)
+            if close:
+                stream.close("p was lost")
+            await asyncio.wait_for(ended.wait(), 20.0)
+            assert all(isinstance(listener.failed, PeerError) for listener in listeners)
+            with pytest.raises(PeerError):
+                stream.prefill(pb.PrefillRequest(), Listener())
+
+    asyncio.run(run(serve, close=False))
+    asyncio.run(run(stay, close=True))
