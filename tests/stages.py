@@ -133,6 +133,8 @@ class _Gate:
             pair.proxy.before_release = self._hold
         else:
             pair.proxy.before_event = self._on_event
+        if stage == "computing":  # stopped before the prompt comes, an engine looks as if it were in its first step
+            pair.proxy.before_prefill = lambda: pair.prefill.stop("engine")
 
     def open(self) -> None:
         """Let everything go on that was made to wait here. Idempotent."""
@@ -150,7 +152,6 @@ class _Gate:
             case "accepted" if count == 1:
                 self._hold()
             case "computing" if count == 1:
-                self._pair.prefill.stop("engine")
                 self.reached.set()
             case "announced" if count == 2:
                 self._hold()
