@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from engine.messages import Mode
 from engine.requests import Sequence
 from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
-
-class StepSizes(NamedTuple):
-    """Numbers of prompt tokens. With ``full`` of them a step's time grows with their number: nothing is won by more.
-
-    The last part of a long prompt for a peer is ``last_part`` and is computed by itself, so that the peer can read all
-    but that much while it is computed. It keeps the device busy, if not as well as a full step does.
-    """
-
-    full: int
-    last_part: int
-
-
-# By kind of device. On an H200 a last part of 2,048 tokens made the first token of 8,192 (8B shape) come 4 ms later,
-# while NVLink reads the other 6,144 in 3: there only prompts of several full steps are read in parts.
-STEP_SIZES = {"cpu": StepSizes(512, 512), "cuda": StepSizes(8192, 8192)}
+# Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
+FULL_STEP = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +38,15 @@ class Participants:
 class StepDraft:
     """Who computes how many tokens in the next step.
 
-    The first prompt may use the whole budget. Others only fill the step up to ``sizes.full`` tokens of prompts: with
+    The first prompt may use the whole budget. Others only fill the step up to ``full_step`` tokens of prompts: with
     that many the device is busy computing, so one prompt more would not be done any earlier, but all prompts in the
     step would get their first tokens later. So short prompts go together, and long ones one after the other.
     """
 
-    def __init__(self, max_tokens: int, sizes: StepSizes) -> None:
+    def __init__(self, max_tokens: int, full_step: int) -> None:
         self._tokens_left = max_tokens
-        self._sizes = sizes
+        self._full_step = full_step
         self._prompt_tokens = 0
-        self._has_last_part = False
         self._new: list[NewSequence] = []
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
@@ -70,7 +54,7 @@ class StepDraft:
 
     @property
     def takes_prompts(self) -> bool:
-        return self._tokens_left > 0 and self._prompt_tokens < self._sizes.full and not self._has_last_part
+        return self._tokens_left > 0 and self._prompt_tokens < self._full_step
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """One token of each, ahead of all prompts. No step is too small for all sequences that may run."""
@@ -87,13 +71,9 @@ class StepDraft:
         """As many of its missing tokens as there is room for; ``takes_prompts`` must hold."""
         room = self._tokens_left
         if self._prompt_tokens:
-            room = min(room, self._sizes.full - self._prompt_tokens)
+            room = min(room, self._full_step - self._prompt_tokens)
         missing = sequence.missing
         num_tokens = min(missing, room)
-        if num_tokens == missing and self._is_read_in_parts(sequence):
-            self._has_last_part = missing <= self._sizes.last_part
-            if missing > 2 * self._sizes.last_part:
-                num_tokens -= self._sizes.last_part
         num_samples = sequence.samples_due if num_tokens == missing else 0
         self._tell_blocks(sequence)
         self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
@@ -108,13 +88,6 @@ class StepDraft:
     ) -> StepPlan:
         new, scheduled, new_blocks = tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks)
         return StepPlan(step, finished, new, scheduled, new_blocks, connector, digests)
-
-    def _is_read_in_parts(self, sequence: Sequence) -> bool:
-        """Whether a peer waits for so much of it that it is worth reading some while the rest is computed."""
-        request = sequence.request
-        assert request.cached_tokens is not None, "it was admitted"
-        uncached = sequence.prompt_len - request.cached_tokens
-        return request.mode is Mode.LEASE and uncached > 2 * self._sizes.last_part
 
     def _tell_blocks(self, sequence: Sequence) -> None:
         """The runner is told of all blocks of a sequence; together with the sequence where it does not know that."""

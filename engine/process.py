@@ -14,7 +14,7 @@ import socket
 import sys
 
 from engine.channel import Channel, ChannelClosed
-from engine.draft import STEP_SIZES
+from engine.draft import FULL_STEP
 from engine.engine import Engine
 from engine.heart import Heart
 from engine.messages import Configure, Progress, Ready, Shutdown, StartFailed
@@ -96,7 +96,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
         block_size=layout.block_size,
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
-        step_sizes=STEP_SIZES[config.device.kind],
+        full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
         eos_token_ids=config.model.eos_token_ids,
         kv_checksum=config.kv_checksum,

@@ -26,7 +26,7 @@ import msgspec
 from engine.blocks import BlockPool, Use
 from engine.choices import Choices
 from engine.digests import Announcements, Digests
-from engine.draft import Participants, StepDraft, StepSizes
+from engine.draft import Participants, StepDraft
 from engine.kv_space import KVSpace
 from engine.messages import Batch, Mode, Refused, Status, Submit, Totals
 from engine.report import Report
@@ -39,7 +39,7 @@ from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPl
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. ``step_sizes`` are explained at StepDraft.
+    Steps are applied in the order in which they were planned. ``full_step`` is explained at StepDraft.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_batch_tokens: int,
-        step_sizes: StepSizes,
+        full_step: int,
         max_waiting: int,
         eos_token_ids: Collection[int] = (),
         kv_checksum: bool = False,
@@ -57,7 +57,7 @@ class Scheduler:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
-        self._step_sizes = step_sizes
+        self._full_step = full_step
         self._max_waiting = max_waiting
         self.pool = BlockPool(num_blocks)
         self.report = Report()
@@ -140,7 +140,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next step: every decode, then prompts one after the other, within the token budget."""
-        draft = StepDraft(self._max_batch_tokens, self._step_sizes)
+        draft = StepDraft(self._max_batch_tokens, self._full_step)
         if self._add_running(draft):
             self._admit(draft)
         if draft.participants:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from toy import reference
 from toy_node import BLOCK, Node
 
-from engine.draft import StepSizes
 from engine.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, Sample, SamplingParams
 
@@ -230,7 +229,7 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
 
 
 def test_long_prompts_are_computed_one_after_the_other(make: Make) -> None:
-    node = make(64, step_sizes=StepSizes(6, 16))
+    node = make(64, full_step=6)
     for rid, length in enumerate((20, 10, 9)):
         node.submit(rid, [rid] * length, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.run()
@@ -240,32 +239,12 @@ def test_long_prompts_are_computed_one_after_the_other(make: Make) -> None:
 
 
 def test_short_prompts_are_computed_together(make: Make) -> None:
-    node = make(64, step_sizes=StepSizes(6, 16))
+    node = make(64, full_step=6)
     for rid in range(4):
         node.submit(rid, [rid] * 3, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.run()
     shares = [{item.seq: item.num_tokens for item in plan.scheduled} for plan in node.runner.launched]
     assert [share for share in shares if share] == [{1: 3, 2: 3}, {3: 3, 4: 3}]
-
-
-def test_the_last_part_of_a_long_prompt_for_a_peer_is_computed_by_itself(make: Make) -> None:
-    node = make(64, step_sizes=StepSizes(16, 4))
-    for rid, length in enumerate((11, 3, 8, 3)):
-        node.submit(rid, [rid] * length, SamplingParams(max_tokens=1), Mode.LEASE)
-    node.run()
-    shares = [{item.seq: item.num_tokens for item in plan.scheduled} for plan in node.runner.launched]
-    assert [share for share in shares if share] == [{1: 7, 2: 3, 3: 6}, {1: 4}, {3: 2, 4: 3}]
-
-
-def test_what_the_prefix_cache_has_makes_a_prompt_no_longer(make: Make) -> None:
-    node = make(64, step_sizes=StepSizes(16, 4))
-    node.submit(0, [0] * 12, SamplingParams(max_tokens=1), Mode.LOCAL)
-    node.run()
-    for rid in (1, 2):
-        node.submit(rid, [0] * 12 + [rid] * 4, SamplingParams(max_tokens=1), Mode.LEASE)
-    node.run()
-    shares = [{item.seq: item.num_tokens for item in plan.scheduled} for plan in node.runner.launched]
-    assert [share for share in shares if share] == [{1: 12}, {2: 4, 3: 4}]
 
 
 def test_a_handoff_is_not_kept_waiting_by_a_prompt_that_is_computed(make: Make) -> None:

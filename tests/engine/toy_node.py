@@ -13,7 +13,6 @@ from toy import ToyRunner
 
 from connector.local import LocalConnector
 from engine.channel import Channel
-from engine.draft import StepSizes
 from engine.engine import Engine
 from engine.messages import FRAME_HEADER, Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
 from engine.rank import Rank
@@ -23,7 +22,6 @@ from pdserve.records import FinishReason, RankKV, SamplingParams
 
 BLOCK = 4
 BATCH_TOKENS = 16
-_SIZES = StepSizes(12, 16)
 _names = count()
 
 
@@ -36,7 +34,7 @@ class Node:
         depth: int,
         *,
         max_num_seqs: int = 8,
-        step_sizes: StepSizes = _SIZES,
+        full_step: int = 12,
         kv_checksum: bool = False,
         connector: KVConnector | None = None,
     ) -> None:
@@ -45,7 +43,7 @@ class Node:
             block_size=BLOCK,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=BATCH_TOKENS,
-            step_sizes=step_sizes,
+            full_step=full_step,
             max_waiting=100,
             kv_checksum=kv_checksum,
         )
