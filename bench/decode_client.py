@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -86,3 +89,14 @@ async def connect(address: str) -> AsyncIterator[DecodeClient]:
             yield client
         finally:
             reader.cancel()
+
+
+def run_bench(work: Coroutine[Any, Any, object]) -> int:
+    """Run a bench to its end; returns the exit status, and says on stderr what went wrong."""
+    try:
+        asyncio.run(work)
+    except (grpc.RpcError, RuntimeError) as exc:
+        text = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else exc
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr)
+        return 1
+    return 0

@@ -13,15 +13,13 @@ as a share of the prefill.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
 import sys
 import time
 
-import grpc
-from decode_client import connect
+from decode_client import connect, run_bench
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, float]]:
@@ -64,14 +62,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=lambda text: [int(n) for n in text.split(",")], default=[256, 1000, 4000])
     parser.add_argument("--repeat", type=int, default=9, help="counted prompts of each kind and length")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    try:
-        asyncio.run(run(args))
-    except (grpc.RpcError, RuntimeError) as exc:
-        text = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else exc
-        print(f"handoff.py: {text}", file=sys.stderr)
-        return 1
-    return 0
+    return run_bench(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

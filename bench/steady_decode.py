@@ -21,11 +21,11 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-import grpc
 import numpy as np
-from decode_client import DecodeClient, connect
+from decode_client import DecodeClient, connect, run_bench
 
 STREAM_PROMPT = 128  # tokens
+SETTLE = 1.0  # seconds for all streams to decode
 
 
 class Load:
@@ -39,7 +39,7 @@ class Load:
     async def measure(self, clients: int, prefill_node: str) -> dict[str, float]:
         """Figures of one run: percentiles of the gaps in ms, and how many prompts were served meanwhile."""
         streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
-        await asyncio.sleep(self._args.settle)
+        await asyncio.sleep(SETTLE)
         start = time.perf_counter()
         end = start + self._args.seconds
         served = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
@@ -84,31 +84,20 @@ async def run(args: argparse.Namespace) -> None:
             ("prompts on the same node", args.clients, ""),
             ("prompts on P", args.clients, client.prefill_node),
         ):
-            if name not in args.skip:
-                print(
-                    json.dumps({"streams": args.streams, "with": name} | await load.measure(clients, peer)), flush=True
-                )
+            figures = await load.measure(clients, peer)
+            print(json.dumps({"streams": args.streams, "with": name} | figures), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", required=True, metavar="ADDR")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each stream; enough for --seconds and --settle")
+    parser.add_argument("--tokens", type=int, default=2000, help="of each stream; enough for --seconds and one more")
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompts beside the streams")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long prompts are sent")
-    parser.add_argument("--settle", type=float, default=1.0, help="seconds from sending the streams on")
-    parser.add_argument("--skip", action="append", default=[], metavar="NAME", help="leave a row out; repeatable")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    try:
-        asyncio.run(run(args))
-    except (grpc.RpcError, RuntimeError) as exc:
-        text = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else exc
-        print(f"steady_decode.py: {text}", file=sys.stderr)
-        return 1
-    return 0
+    return run_bench(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

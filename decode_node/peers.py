@@ -145,7 +145,7 @@ class PrefillPeer:
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._streams, self.check)
+        self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._timing, self._streams, self.check)
         self._on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
 

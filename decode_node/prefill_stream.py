@@ -14,6 +14,7 @@ from pdserve.errors import Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import error_from_rpc
+from pdserve.timing import PeerTiming
 
 _MOST_UNSENT = 4096  # messages that wait for P to read
 _GOODBYE_SECONDS = 2.0  # for P to take in what it gets back at the end
@@ -31,9 +32,11 @@ class PrefillStream:
         stub: pb_grpc.PrefillNodeAsyncStub,
         peer: str,
         epoch: str,
+        timing: PeerTiming,
         background: Background,
         on_end: Callable[[], None],
     ) -> None:
+        self.timing = timing
         self.peer = peer
         self.epoch = epoch
         self.ended = ""  # why

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 PrefillEvent = pb.FirstTokens | pb.KVReady | Extended | Released | PdserveError
 
-_EXTEND_SECONDS = 2.0  # for an answer to extend
-_RELEASE_SECONDS = 5.0  # for an answer to release
-
 
 class Listener(Protocol):
     """Who is told what becomes of a prompt, in P's order."""
@@ -61,14 +58,14 @@ class RemotePrefill:
             )
         )
         error = PeerError(f"{self._stream.peer} was asked to extend a lease and did not answer")
-        self._expect(_EXTEND_SECONDS, lambda: self._tell(Extended(self._asked_at, 0.0, error)))
+        self._expect(self._stream.timing.answer_within, lambda: self._tell(Extended(self._asked_at, 0.0, error)))
 
     def release(self) -> None:
         """Give the lease back; the answer is an event. Only if it stood may anything be used that was read."""
         self._releasing = True
         self._send_release()
         error = PeerError(f"{self._stream.peer} was asked whether a lease stood and did not answer")
-        self._expect(_RELEASE_SECONDS, lambda: self._fail(error))
+        self._expect(self._stream.timing.timeout, lambda: self._fail(error))
 
     def give_up(self) -> None:
         """Whatever P does or holds for it is not wanted. Idempotent."""

@@ -75,7 +75,7 @@ class ToHost:
         return TokensInFlight(step, batch, copied, landing.arrived, sampled)
 
     def _next_landing(self, draws: int) -> _Landing:
-        """Its tokens are on the host's side for long: there are more landings than steps in flight."""
+        """One whose last tokens have been taken: there are more landings than steps in flight."""
         landing = self._landings.pop(0)
         if len(landing.tokens) < draws:
             landing = _Landing(2 * draws)

@@ -17,6 +17,7 @@ from pdserve.errors import Overloaded, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import open_channel
+from pdserve.timing import DEFAULT_TIMING
 
 Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
@@ -49,7 +50,7 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), "p", "epoch", background, ended.set)
+        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), "p", "epoch", DEFAULT_TIMING, background, ended.set)
     await background.close()
     await server.stop(0)
 
