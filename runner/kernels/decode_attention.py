@@ -6,13 +6,12 @@ runs at a time. ``_plan_parts_kernel`` does that on the device, once per step an
 any lengths. The program that is done last with a sequence puts its parts together.
 
     lengths     ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒  ▒▒  ▒▒▒         tiles of keys
-    parts       0▒▒▒▒ 1▒▒▒▒ 2▒▒▒▒ 3▒▒▒▒ 4▒  5▒▒  6▒▒▒   first_part = [0, 5, 6, 7], row_of_part = [0 0 0 0 0 1 2 -1 …]
+    parts       0▒▒▒▒ 1▒▒▒▒ 2▒▒▒▒ 3▒▒▒▒ 4▒  5▒▒  6▒▒▒
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,14 +27,9 @@ _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
 _FEWEST_PARTS, _MOST_PARTS = 16, 64
 
 
-@triton.jit
-def _tiles_of(seq_len, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """The first tile of keys that the last token sees, and how many from there on."""
-    first_key = seq_len * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
-    first = first_key // BLOCK_KEYS
-    return first, tl.cdiv(seq_len, BLOCK_KEYS) - first
+# What a program must know of its part, so that it loads all of it at once.
+_ROW, _TOKEN, _FIRST_KEY, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (tl.constexpr(field) for field in range(7))
+_FIELDS = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity", "wanted"])
@@ -43,9 +37,7 @@ def _plan_parts_kernel(
     query_starts,  # [rows + 1] int32
     seq_lens,  # [rows] int32
     rows,
-    first_part,  # out [rows + 1] int32: of each row; the last is how many there are
-    row_of_part,  # out [capacity] int32, -1 where there is no part
-    tiles_per_part,  # out [1] int32
+    parts,  # out [capacity, _FIELDS] int32; row -1 where there is no part
     capacity,
     wanted,  # parts that the tiles of all sequences would make if each one's last part were full
     WINDOW: tl.constexpr,
@@ -58,21 +50,66 @@ def _plan_parts_kernel(
     wait_for_predecessor(CHAINED)
     row = tl.arange(0, BLOCK_ROWS)
     known = row < rows
-    start = tl.load(query_starts + row, mask=known, other=0)
-    single = tl.load(query_starts + row + 1, mask=known, other=0) - start == 1
-    _, tiles = _tiles_of(tl.load(seq_lens + row, mask=known, other=0), WINDOW, BLOCK_KEYS)
-    tiles = tl.where(single, tl.maximum(tiles, 1), 0)
-    largest = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), 1)
-    parts = tl.cdiv(tiles, largest)
-    ends = tl.cumsum(parts, axis=0)
-    tl.store(tiles_per_part, largest)
-    tl.store(first_part, 0)
-    tl.store(first_part + 1 + row, ends, mask=known)
-    for part in range(tl.max(parts, axis=0)):
-        tl.store(row_of_part + ends - parts + part, row, mask=part < parts)
-    for begin in range(tl.sum(parts, axis=0), capacity, CHUNK):
-        at = begin + tl.arange(0, CHUNK)
-        tl.store(row_of_part + at, -1, mask=at < capacity)
+    token = tl.load(query_starts + row, mask=known, other=0)
+    single = tl.load(query_starts + row + 1, mask=known, other=0) - token == 1
+    seq_len = tl.load(seq_lens + row, mask=known, other=0)
+    first_key = seq_len * 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_tile = first_key // BLOCK_KEYS
+    tiles = tl.where(single, tl.maximum(tl.cdiv(seq_len, BLOCK_KEYS) - first_tile, 1), 0)
+    tiles_per_part = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), 1)
+    num_parts = tl.cdiv(tiles, tiles_per_part)
+    ends = tl.cumsum(num_parts, axis=0)
+    first_part = ends - num_parts
+    for index in range(tl.max(num_parts, axis=0)):
+        has = index < num_parts
+        at = parts + (first_part + index) * _FIELDS
+        begin = (first_tile + index * tiles_per_part) * BLOCK_KEYS
+        tl.store(at + _ROW, row, mask=has)
+        tl.store(at + _TOKEN, token, mask=has)
+        tl.store(at + _FIRST_KEY, first_key, mask=has)
+        tl.store(at + _BEGIN, begin, mask=has)
+        tl.store(at + _END, tl.minimum(begin + tiles_per_part * BLOCK_KEYS, seq_len), mask=has)
+        tl.store(at + _FIRST_PART, first_part, mask=has)
+        tl.store(at + _NUM_PARTS, num_parts, mask=has)
+    for begin in range(tl.sum(num_parts, axis=0), capacity, CHUNK):
+        unused = begin + tl.arange(0, CHUNK)
+        tl.store(parts + unused * _FIELDS + _ROW, -1, mask=unused < capacity)
+
+
+@triton.jit
+def _merge_parts(
+    results,  # [parts, KV_HEADS, GROUP, HEAD_DIM] float32
+    weights,  # [parts, KV_HEADS, GROUP] float32, log2
+    first,  # [BLOCK_GROUP]: where the weights of the sequence's first part are
+    num_parts,
+    members,
+    columns,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The mean of a sequence's parts by their weights, ``[BLOCK_GROUP, HEAD_DIM]`` float32.
+
+    Not from a processor's own cache, which may hold a line from before it was written.
+    """
+    known = members < GROUP
+    top = tl.full(members.shape, float("-inf"), tl.float32)
+    total = tl.zeros(members.shape, tl.float32)
+    merged = tl.zeros((members.shape[0], HEAD_DIM), tl.float32)
+    for part in range(num_parts):
+        theirs = first + part * KV_HEADS * GROUP
+        weight = tl.load(weights + theirs, mask=known, other=0.0, cache_modifier=".cg")
+        at_theirs = results + theirs[:, None] * HEAD_DIM + columns[None, :]
+        values = tl.load(at_theirs, mask=known[:, None], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, weight)  # finite: every part has a key that is seen
+        shrunk = tl.exp2(top - new_top)
+        share = tl.exp2(weight - new_top)
+        total = total * shrunk + share
+        merged = merged * shrunk[:, None] + values * share[:, None]
+        top = new_top
+    return merged / total[:, None]
 
 
 @triton.jit(do_not_specialize=["page_table_stride"])
@@ -84,11 +121,7 @@ def _decode_attention_kernel(
     v_stride,  # from K to V
     page_table,  # [rows, …] int32
     page_table_stride,
-    query_starts,  # [rows + 1] int32
-    seq_lens,  # [rows] int32
-    first_part,  # [rows + 1] int32
-    row_of_part,  # [parts] int32
-    tiles_per_part,  # [1] int32
+    parts,  # [parts, _FIELDS] int32
     out,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     results,  # [parts, KV_HEADS, GROUP, HEAD_DIM] float32: those of sequences with several parts, on their way to out
     weights,  # [parts, KV_HEADS, GROUP] float32: log2 of the sum of exp that each stands for
@@ -107,18 +140,17 @@ def _decode_attention_kernel(
     """Grid (parts, KV_HEADS)."""
     wait_for_predecessor(CHAINED)
     part = tl.program_id(0)
-    row = tl.load(row_of_part + part).to(tl.int64)
+    mine = parts + part * _FIELDS
+    row = tl.load(mine + _ROW).to(tl.int64)
+    token = tl.load(mine + _TOKEN).to(tl.int64)
+    first_key = tl.load(mine + _FIRST_KEY)
+    begin = tl.load(mine + _BEGIN)
+    end = tl.load(mine + _END)
+    first_of_row = tl.load(mine + _FIRST_PART)
+    num_parts = tl.load(mine + _NUM_PARTS)
     if row < 0:
         return
     kv_head = tl.program_id(1).to(tl.int64)
-    token = tl.load(query_starts + row).to(tl.int64)
-    seq_len = tl.load(seq_lens + row)
-    first_of_row = tl.load(first_part + row)
-    num_parts = tl.load(first_part + row + 1) - first_of_row
-    tiles = tl.load(tiles_per_part)
-    first_tile, _ = _tiles_of(seq_len, WINDOW, BLOCK_KEYS)
-    begin = (first_tile + (part - first_of_row) * tiles) * BLOCK_KEYS
-    end = tl.minimum(begin + tiles * BLOCK_KEYS, seq_len)
 
     members = tl.arange(0, BLOCK_GROUP)
     columns = tl.arange(0, HEAD_DIM)
@@ -133,14 +165,14 @@ def _decode_attention_kernel(
     result = tl.zeros((BLOCK_GROUP, HEAD_DIM), tl.float32)
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
-        seen = keys < seq_len
+        seen = keys < end
         page = tl.load(pages + keys // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
         at = keys_of_head + page * page_stride + keys % PAGE_SIZE * HEAD_DIM
         k = tl.load(at[None, :] + columns[:, None], mask=seen[None, :], other=0.0).to(DOT)
         v = tl.load(at[:, None] + v_stride + columns[None, :], mask=seen[:, None], other=0.0).to(DOT)
         scores = tl.dot(queries, k, input_precision="ieee") * scale
         if WINDOW > 0:
-            seen = seen & (keys >= seq_len - WINDOW)
+            seen = seen & (keys >= first_key)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))  # finite: every tile has a key that is seen
         shrunk = tl.exp2(top - new_top)
@@ -155,39 +187,17 @@ def _decode_attention_kernel(
     if num_parts == 1:
         tl.store(at_out, result.to(out.dtype.element_ty), mask=in_group)
     else:
-        mine = (part * KV_HEADS + kv_head) * GROUP + members
-        tl.store(results + mine[:, None] * HEAD_DIM + columns[None, :], result, mask=in_group)
-        tl.store(weights + mine, top + tl.log2(total), mask=members < GROUP)
+        ours = (part * KV_HEADS + kv_head) * GROUP + members
+        tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=in_group)
+        tl.store(weights + ours, top + tl.log2(total), mask=members < GROUP)
         tl.debug_barrier()  # all of it is written before this part counts as done
         counter = done + row * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
             tl.store(counter, 0)
-            merged = tl.zeros((BLOCK_GROUP, HEAD_DIM), tl.float32)
-            sum_of_all = tl.zeros((BLOCK_GROUP,), tl.float32)
-            top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
-            for other in range(first_of_row, first_of_row + num_parts):
-                theirs = (other * KV_HEADS + kv_head) * GROUP + members
-                # Not from a processor's own cache, which may hold a line from before it was written.
-                weight = tl.load(weights + theirs, mask=members < GROUP, other=0.0, cache_modifier=".cg")
-                at_theirs = results + theirs[:, None] * HEAD_DIM + columns[None, :]
-                values = tl.load(at_theirs, mask=in_group, other=0.0, cache_modifier=".cg")
-                new_top = tl.maximum(top, weight)  # finite: every part has a key that is seen
-                shrunk = tl.exp2(top - new_top)
-                share = tl.exp2(weight - new_top)
-                sum_of_all = sum_of_all * shrunk + share
-                merged = merged * shrunk[:, None] + values * share[:, None]
-                top = new_top
-            tl.store(at_out, (merged / sum_of_all[:, None]).to(out.dtype.element_ty), mask=in_group)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """How the sequences of a step are cut for one sliding window, all int32 on the device."""
-
-    first: Tensor  # [rows + 1]
-    rows: Tensor  # [parts]
-    tiles: Tensor  # [1]
+            first = (first_of_row * KV_HEADS + kv_head) * GROUP + members
+            merged = _merge_parts(results, weights, first, num_parts, members, columns, KV_HEADS, GROUP, HEAD_DIM)
+            tl.store(at_out, merged.to(out.dtype.element_ty), mask=in_group)
 
 
 class SplitDecode:
@@ -216,7 +226,7 @@ class SplitDecode:
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        self._parts = {window: _Parts(ints(max_seqs + 1), ints(most), ints(1)) for window in set(windows)}
+        self._parts = {window: ints(most, _FIELDS.value) for window in set(windows)}
         self._results = torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(most, num_heads, dtype=torch.float32, device=device)
         self._done = ints(max_seqs, self._kv_heads)
@@ -227,7 +237,7 @@ class SplitDecode:
         The first layer with a window cuts the sequences for those that follow.
         """
         window = self._windows[layer]
-        parts, rows = self._parts[window], batch.device_seq_lens.shape[0]
+        rows = batch.device_seq_lens.shape[0]
         num_parts = rows + self._wanted_parts(rows)
         if layer == self._windows.index(window):
             self._cut(batch, window, num_parts, out)
@@ -237,11 +247,7 @@ class SplitDecode:
             *cache.stride()[:3],
             batch.page_table,
             batch.page_table.stride(0),
-            batch.device_query_starts,
-            batch.device_seq_lens,
-            parts.first,
-            parts.rows,
-            parts.tiles,
+            self._parts[window],
             out,
             self._results,
             self._weights,
@@ -260,15 +266,13 @@ class SplitDecode:
         return min(max(self._at_a_time - rows, _FEWEST_PARTS), _MOST_PARTS)
 
     def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor) -> None:
-        parts, rows = self._parts[window], batch.device_seq_lens.shape[0]
+        rows = batch.device_seq_lens.shape[0]
         assert rows <= self._max_seqs, f"a step of {rows} sequences, made for {self._max_seqs}"
         _plan_parts_kernel[(1,)](
             batch.device_query_starts,
             batch.device_seq_lens,
             rows,
-            parts.first,
-            parts.rows,
-            parts.tiles,
+            self._parts[window],
             num_parts,
             self._wanted_parts(rows),
             WINDOW=window or 0,
