@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.model_config import load_model_config, num_parameters
+from pdserve.model_config import load_model_config
+from pdserve.split import choose_split, num_parameters
 from runner.linear import Placement
 from runner.models.decoder import Decoder
 
@@ -84,7 +85,8 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if weights:
         save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
-    size = num_parameters(load_model_config(directory))
+    model = load_model_config(directory)
+    size = num_parameters(model, choose_split(model, pp=1, tp=1).place(0))
     print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
 
 

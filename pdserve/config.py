@@ -20,8 +20,9 @@ from pdserve.backends import (
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hub import resolve_model, weights_fingerprint
 from pdserve.kv import DTYPE_BYTES, KVLayout
-from pdserve.model_config import ModelConfig, load_model_config, num_parameters
+from pdserve.model_config import ModelConfig, load_model_config
 from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide
+from pdserve.split import Place, Split, choose_split, num_parameters, shard_of
 from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -36,6 +37,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
+    pp: int = 1  # pipeline stages
+    tp: int = 1  # tensor shards of each stage
+    stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: divided by count
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
@@ -61,7 +65,10 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a node's processes must agree on. Sent to the engine process as it is."""
+    """Everything a node's processes must agree on, as seen by one of its ranks: ``for_rank`` gives that of another.
+
+    ``device`` and ``kv_layout`` are those of the rank; all else is the node's.
+    """
 
     model_dir: str
     model: ModelConfig
@@ -70,6 +77,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     load_format: str
     max_model_len: int
+    split: Split
+    rank: int = 0
     kv_layout: KVLayout
     kv_checksum: bool
     measure_kv_memory: bool  # the runner measures how many blocks there is room for; kv_layout has an estimate
@@ -84,6 +93,16 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_timing: PeerTiming
     compat_fields: dict[str, str]  # what two nodes must have in common to exchange KV
     choices: tuple[str, ...] = ()  # every "auto", what it became, and why
+
+    @property
+    def place(self) -> Place:
+        return self.split.place(self.rank)
+
+    def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
+        """The same node, seen by a rank on ``device``."""
+        share = self.split.shares(self.model.num_kv_heads)[rank]
+        layout = msgspec.structs.replace(self.kv_layout, num_layers=share.num_layers, num_kv_heads=share.num_heads)
+        return msgspec.structs.replace(self, rank=rank, device=device, kv_layout=layout)
 
 
 _CPU_KV_MEMORY = 1 << 30
@@ -109,7 +128,8 @@ def resolve(
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     decision = decide(_facts(options, platform, model, backend), environ.get(VARIABLE))
-    layout = _choose_layout(options, device, model, dtype, backend, choices)
+    split = choose_split(model, options.pp, options.tp, options.stage_layers)
+    layout = _choose_layout(options, device, model, split, dtype, backend, choices)
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -118,6 +138,7 @@ def resolve(
         dtype=dtype,
         load_format=options.load_format,
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
+        split=split,
         kv_layout=layout,
         kv_checksum=options.kv_checksum,
         measure_kv_memory=_measures(options, device),
@@ -136,7 +157,16 @@ def resolve(
 
 
 def _check_options(options: NodeOptions) -> None:
-    for name in ("block_size", "max_num_seqs", "max_batch_tokens", "max_model_len", "kv_cache_memory", "threads"):
+    for name in (
+        "block_size",
+        "max_num_seqs",
+        "max_batch_tokens",
+        "max_model_len",
+        "kv_cache_memory",
+        "threads",
+        "pp",
+        "tp",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
@@ -186,8 +216,15 @@ def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend
 
 
 def _choose_layout(
-    options: NodeOptions, device: DeviceInfo, model: ModelConfig, dtype: str, backend: str, choices: list[str]
+    options: NodeOptions,
+    device: DeviceInfo,
+    model: ModelConfig,
+    split: Split,
+    dtype: str,
+    backend: str,
+    choices: list[str],
 ) -> KVLayout:
+    """That of rank 0. All ranks have as many blocks, so the rank with the largest ones decides how many."""
     page = choose_page_size(options.block_size, options.kernel_block_size, backend)
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
@@ -196,13 +233,15 @@ def _choose_layout(
         num_blocks=1,
         block_size=options.block_size,
         kernel_block_size=page,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+        num_layers=split.stage_layers[0],
+        num_kv_heads=shard_of(model, split.place(0)).num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
     )
-    memory = _choose_kv_memory(options, device, num_parameters(model) * DTYPE_BYTES[dtype], choices)
-    return msgspec.structs.replace(one_block, num_blocks=memory // one_block.block_bytes)
+    largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
+    parameters = max(num_parameters(model, split.place(rank)) for rank in range(split.num_ranks))
+    memory = _choose_kv_memory(options, device, parameters * DTYPE_BYTES[dtype], choices)
+    return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
 
 
 def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
@@ -286,8 +325,8 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
         "weights": "dummy" if options.load_format == "dummy" else weights_fingerprint(model_dir),
         "kv_dtype": layout.dtype,
-        "num_layers": str(layout.num_layers),
-        "num_kv_heads": str(layout.num_kv_heads),
+        "num_layers": str(model.num_layers),
+        "num_kv_heads": str(model.num_kv_heads),
         "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
         "kv_checksum": "on" if options.kv_checksum else "off",

@@ -94,6 +94,10 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(number) for number in text.split(","))
+
+
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no device; choose auto, cpu, cuda or cuda:N")
@@ -145,6 +149,7 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         help="threads of torch on CPU (default: the cores; up divides them)",
     )
 
+    add_split_flags(parser)
     cache = parser.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=positive_int, default=_default("block_size"), metavar="N", help=_TOKENS)
     cache.add_argument(
@@ -188,6 +193,18 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
     )
 
 
+def add_split_flags(parser: argparse.ArgumentParser) -> None:
+    """How the model is spread over ranks."""
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages (default %(default)s)")
+    ranks.add_argument(
+        "--tp", type=positive_int, default=1, metavar="M", help="tensor shards of each stage (default %(default)s)"
+    )
+    ranks.add_argument(
+        "--stage-layers", type=_numbers, metavar="N,N,…", help="layers of each stage (default: divided by count)"
+    )
+
+
 _TOKENS = "tokens of a block (default %(default)s)"
 
 
@@ -208,5 +225,6 @@ def node_flags_of(options: NodeOptions) -> list[str]:
         value = getattr(options, name)
         if name != "model" and value != defaults[name]:
             flag = "--" + name.replace("_", "-")
-            flags += [flag] if value is True else [flag, str(value)]
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            flags += [flag] if value is True else [flag, text]
     return flags

@@ -42,14 +42,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Parameters held: of tied models too, the output projection counts beside the embedding."""
-    hidden, head = config.hidden_size, config.head_dim
-    attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    mlp = 3 * hidden * config.intermediate_size
-    return config.num_layers * (attention + mlp) + 2 * config.vocab_size * hidden
-
-
 # Architectures with the values transformers assumes where config.json leaves a field out.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},

@@ -31,7 +31,7 @@ class LoadedModel:
         else:
             torch.cuda.set_device(self.device)
         layout = None if config.measure_kv_memory else config.kv_layout
-        check_room(config.model, layout, self.device, held_dtype(self.place))
+        check_room(config.model, config.place, layout, self.device, held_dtype(self.place))
         self.decoder = self._empty()
         self._fill(config.model_dir, lambda fraction: progress("loading weights", fraction))
 

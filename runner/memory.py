@@ -8,18 +8,21 @@ import torch
 
 from pdserve.errors import CapacityError
 from pdserve.kv import KVLayout
-from pdserve.model_config import ModelConfig, num_parameters
+from pdserve.model_config import ModelConfig
+from pdserve.split import Place, num_parameters
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def check_room(config: ModelConfig, layout: KVLayout | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise CapacityError unless weights in ``dtype`` and the KV cache fit what is free on the device.
+def check_room(
+    config: ModelConfig, place: Place, layout: KVLayout | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise CapacityError unless a rank's weights in ``dtype`` and its KV cache fit what is free on the device.
 
     Without a layout the cache will take what is left.
     """
-    weights = num_parameters(config) * dtype.itemsize
+    weights = num_parameters(config, place) * dtype.itemsize
     cache = 0 if layout is None else layout.total_bytes
     free = free_memory(device)
     if free is not None and weights + cache > free:

@@ -16,6 +16,7 @@ from pdserve.config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.model_config import load_model_config
 from pdserve.oracle import Decision
+from pdserve.split import choose_split
 from pdserve.timing import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging
@@ -107,8 +108,10 @@ def node_config(
     attention_backend: str = "torch",
     load_format: str = "auto",
     runner: str = "V1",
+    pp: int = 1,
+    tp: int = 1,
 ) -> NodeConfig:
-    """A resolved configuration for a checkpoint, without going through ``pdserve.config.resolve``."""
+    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.config.resolve``."""
     model = load_model_config(model_dir)
     layout = KVLayout(
         num_blocks=num_blocks,
@@ -119,7 +122,7 @@ def node_config(
         head_dim=model.head_dim,
         dtype=dtype,
     )
-    return NodeConfig(
+    config = NodeConfig(
         model_dir=str(model_dir),
         model=model,
         served_model_name="test",
@@ -127,6 +130,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
+        split=choose_split(model, pp, tp),
         kv_layout=layout,
         kv_checksum=False,
         measure_kv_memory=False,
@@ -141,3 +145,4 @@ def node_config(
         peer_timing=DEFAULT_TIMING,
         compat_fields={},
     )
+    return config.for_rank(0, config.device)

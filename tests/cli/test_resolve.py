@@ -15,8 +15,8 @@ from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
 from pdserve.errors import CapacityError, CheckpointError, ConfigError
 from pdserve.explain import as_text, describe
 from pdserve.hub import resolve_model, weights_fingerprint
-from pdserve.model_config import num_parameters
 from pdserve.oracle import VARIABLE
+from pdserve.split import num_parameters
 
 H200 = DeviceInfo(kind="cuda", index=0, name="H200", memory=140 << 30)
 HOST = DeviceInfo(kind="cpu", index=0, name="CPU", memory=64 << 30)
@@ -204,7 +204,7 @@ def test_kv_memory_on_a_gpu_is_an_estimate_until_measured(resolved: Resolve) -> 
     config = resolved(gpu_memory_utilization=0.5)
     assert config.measure_kv_memory
     assert config.gpu_memory_utilization == 0.5
-    weights = num_parameters(config.model) * 2
+    weights = num_parameters(config.model, config.place) * 2
     assert 60 << 30 < config.kv_layout.total_bytes <= (70 << 30) - weights
     assert "an estimate" in choice(config, "kv_cache_memory")
     assert "estimated" in as_text(config)
