@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 KINDS = ("tcp", "shm", "rdma", "nvlink")  # from the slowest on; a kind meets a requirement for itself and those before
@@ -19,3 +21,11 @@ class Connected(msgspec.Struct, frozen=True, array_like=True):
     def meets(self, required: str) -> bool:
         """Whether it is of kind ``required`` or of a faster one."""
         return self.transport in KINDS and KINDS.index(self.transport) >= KINDS.index(required)
+
+
+def joined(parts: Sequence[Connected]) -> Connected:
+    """Connections between ranks of two nodes, all of one epoch, as one: it is what the slowest of them is."""
+    (epoch,) = {part.epoch for part in parts}
+    kinds = [part.transport for part in parts]
+    transport = UNKNOWN if UNKNOWN in kinds else min(kinds, key=KINDS.index)
+    return Connected(epoch, transport, " | ".join(dict.fromkeys(part.lanes for part in parts)))

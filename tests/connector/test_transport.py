@@ -10,7 +10,7 @@ from kv_nodes import Reader, Source
 from connector.transport import kind_of
 from connector.worker import NixlConnector
 from pdserve.kv import KVLayout
-from pdserve.transports import KINDS, Connected
+from pdserve.transports import KINDS, UNKNOWN, Connected, joined
 
 LAYOUT = KVLayout(
     num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
@@ -39,6 +39,19 @@ def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
     for index, required in enumerate(KINDS):
         met = [kind for kind in (*KINDS, "unknown") if Connected("e", kind).meets(required)]
         assert met == list(KINDS[index:])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kind"),
+    [(["tcp"], "tcp"), (["nvlink", "shm", "rdma"], "shm"), (["nvlink", UNKNOWN], UNKNOWN), (["shm", "shm"], "shm")],
+)
+def test_connections_of_several_ranks_are_as_slow_as_the_slowest(kinds: list[str], kind: str) -> None:
+    assert joined([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
+
+
+def test_lanes_that_are_the_same_are_named_once() -> None:
+    parts = [Connected("e", "shm", lanes) for lanes in ("a/x", "b/y", "a/x")]
+    assert joined(parts) == Connected("e", "shm", "a/x | b/y")
 
 
 @pytest.mark.parametrize(("tls", "kind"), [(None, "shm"), ("tcp", "tcp")])
