@@ -1,0 +1,152 @@
+"""The sum of a few rows over the tensor shards of a stage, for GPUs that can write to each other's memory.
+
+NCCL is made for many bytes; what a decode step has to sum is a few kilobytes, and there are two sums per layer. Here
+every rank writes its part into a mailbox on each of its peers, together with a number that tells this sum from earlier
+ones, and adds what it finds in its own. Bytes and number arrive in one word, so nothing is waited for twice:
+
+    rank 0  ──► mailbox on 1, 2, 3         letter = turn << 32 | two values of 16 bits
+    rank 1  ──► mailbox on 0, 2, 3         (NCCL's protocol "LL" does the same)
+       …                                   sum in the order of ranks: the same bits everywhere
+
+A row has a program of its own, a mailbox of its own and counts its own turns. There are two mailboxes, used in turn: a
+rank that writes the letter after the next has had the next one's answer, for which this one had been read.
+
+Rows are int32 words of two values. The reference is ``torch.distributed.all_reduce``, followed by ``runner/norm.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.kernels.chain import chained, wait_for_predecessor
+
+_LETTER_BYTES = 8
+_MAILBOXES = 2
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _unpack(words, DTYPE: tl.constexpr):
+    """The two values of each word, float32."""
+    first = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    second = ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _pack(first, second, DTYPE: tl.constexpr):
+    low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def _all_reduce_kernel(
+    x,  # [rows, WORDS]
+    residual,  # [rows, WORDS]; what the sum is added to, where NORM
+    weight,  # [WORDS], of the norm
+    out,  # [rows, WORDS]
+    turns,  # [max_rows] int32: how many sums each row has seen
+    mailboxes,  # [WORLD] int64: addresses of [_MAILBOXES, WORLD, max_rows, WORDS] letters on each rank
+    max_rows,
+    eps,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WORDS
+    if NORM:
+        weights = tl.load(weight + column, mask=mask, other=0)
+    wait_for_predecessor(CHAINED)
+    turn = tl.load(turns + row) + 1
+    mine = tl.load(x + row * WORDS + column, mask=mask, other=0)
+    letters = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
+    mailbox = (turn & 1).to(tl.int64) * WORLD
+    for peer in tl.static_range(WORLD):
+        theirs = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + ((mailbox + RANK) * max_rows + row) * WORDS + column, letters, mask=mask)
+
+    source = tl.arange(0, WORLD)[:, None]
+    ours = tl.load(mailboxes + RANK).to(tl.pointer_type(tl.int64))
+    expected = ours + ((mailbox + source) * max_rows + row) * WORDS + column[None, :]
+    found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
+    while tl.max(tl.max(((found >> 32).to(tl.int32) != turn).to(tl.int32), axis=1), axis=0) != 0:
+        found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
+    firsts, seconds = _unpack(found.to(tl.int32), DTYPE)
+    first, second = tl.sum(firsts, axis=0), tl.sum(seconds, axis=0)
+    at = row * WORDS + column
+    if NORM:
+        first_before, second_before = _unpack(tl.load(residual + at, mask=mask, other=0), DTYPE)
+        total = _pack(first + first_before, second + second_before, DTYPE)
+        tl.store(residual + at, total, mask=mask)
+        first, second = _unpack(total, DTYPE)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * WORDS) + eps)
+        first_weight, second_weight = _unpack(weights, DTYPE)
+        first, second = first * scale * first_weight, second * scale * second_weight
+    tl.store(out + at, _pack(first, second, DTYPE), mask=mask)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turns + row, turn)
+
+
+def mailbox_bytes(world: int, max_rows: int, size: int) -> int:
+    """What ``AllReduce`` needs on every rank for rows of ``size`` values, zeroed."""
+    return _MAILBOXES * world * max_rows * (size // 2) * _LETTER_BYTES
+
+
+class AllReduce:
+    """Sums rows over ranks. All of them must call the same methods, with as many rows, in the same order."""
+
+    def __init__(self, mailboxes: list[int], rank: int, max_rows: int, size: int, device: torch.device) -> None:
+        """``mailboxes[r]`` is the address, in this process, of ``mailbox_bytes`` of memory on rank r."""
+        self._rank, self._world, self._max_rows, self._size = rank, len(mailboxes), max_rows, size
+        self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64, device=device)
+        self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [rows, size] can be summed here."""
+        return x.shape[0] <= self._max_rows and x.shape[1] == self._size and x.dtype in _DTYPES
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x [rows, size]."""
+        return self._launch(x, None, x, 0.0)
+
+    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of every rank's x [rows, size] to ``residual`` in place; the RMS norm of that, scaled by weight
+        [size]."""
+        return self._launch(x, residual, weight, eps)
+
+    def _launch(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert self.takes(x)
+        assert x.is_contiguous()
+        assert residual is None or residual.is_contiguous()
+        out = torch.empty_like(x)
+        words = self._size // 2
+        block = triton.next_power_of_2(words)
+        _all_reduce_kernel[(x.shape[0],)](
+            x.view(torch.int32),
+            x if residual is None else residual.view(torch.int32),
+            weight if residual is None else weight.view(torch.int32),
+            out.view(torch.int32),
+            self._turns,
+            self._mailboxes,
+            self._max_rows,
+            eps,
+            RANK=self._rank,
+            WORLD=self._world,
+            WORDS=words,
+            BLOCK=block,
+            NORM=residual is not None,
+            DTYPE=_DTYPES[x.dtype],
+            num_warps=min(max(block // 64, 1), 16),
+            **chained(out),
+        )
+        return out

@@ -1,0 +1,106 @@
+"""The sum over GPUs against PyTorch. Needs two GPUs or more, and nothing of tests/conftest.py:
+
+python -m pytest -c /dev/null --rootdir . tests/runner/test_all_reduce_gpu.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SIZES = (1024, 4096, 5120, 8192)
+ROWS = (1, 2, 7, 64)
+
+
+def _parts(rank: int, rows: int, size: int, turn: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1000 * turn + rank)
+    return torch.randn(rows, size, generator=generator).to(torch.bfloat16)
+
+
+def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[int, str]]) -> None:
+    import torch.distributed as dist
+
+    from runner.kernels.all_reduce import AllReduce, mailbox_bytes
+    from runner.norm import rms_norm
+    from runner.peer_memory import PeerMemory
+
+    torch.cuda.set_device(rank)
+    torch.zeros(1, device="cuda")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+    def exchange(mine: bytes) -> list[bytes]:
+        found = [torch.zeros(len(mine), dtype=torch.uint8) for _ in range(world)]
+        dist.all_gather(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return [bytes(handle.tolist()) for handle in found]
+
+    try:
+        for size in SIZES:
+            memory = PeerMemory(mailbox_bytes(world, max(ROWS), size), rank, exchange)
+            reduce = AllReduce(memory.addresses, rank, max(ROWS), size, torch.device("cuda", rank))
+            for turn in range(12):
+                rows = ROWS[turn % len(ROWS)]
+                parts = [_parts(r, rows, size, turn) for r in range(world)]
+                exact = torch.stack(parts).float().sum(0)
+                torch.testing.assert_close(reduce.sum(parts[rank].cuda()).cpu().float(), exact, rtol=1e-2, atol=1e-2)
+                residual, weight = _parts(99, rows, size, turn).cuda(), _parts(98, 1, size, 0)[0].cuda()
+                total = (exact + residual.cpu().float()).to(torch.bfloat16)
+                normed = reduce.add_norm(parts[rank].cuda(), residual, weight, 1e-6)
+                torch.testing.assert_close(residual.cpu(), total, rtol=1e-2, atol=1e-2)
+                expected = rms_norm(residual, weight, torch.tensor(1e-6, device="cuda"))
+                torch.testing.assert_close(normed, expected, rtol=2e-2, atol=2e-2)
+                bits = [torch.zeros(rows, size, dtype=torch.int16) for _ in range(world)]
+                dist.all_gather(bits, normed.cpu().view(torch.int16))
+                assert all(torch.equal(bits[0], other) for other in bits), "ranks differ"
+            _check_graph(reduce, rank, world, size)
+            torch.cuda.synchronize()
+            dist.barrier()
+            memory.close()
+        results.put((rank, ""))
+    except BaseException as error:
+        results.put((rank, repr(error)))
+        raise
+
+
+def _check_graph(reduce: object, rank: int, world: int, size: int) -> None:
+    """Replays keep counting: a captured sum is right each time, on what its input holds by then."""
+    x = torch.zeros(2, size, dtype=torch.bfloat16, device="cuda")
+    sum_: Callable[[torch.Tensor], torch.Tensor] = reduce.sum  # type: ignore[attr-defined]
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = sum_(sum_(x))
+    for turn in range(20):
+        x.fill_(float(rank + turn))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = float(sum(r + turn for r in range(world)) * world)
+        assert (out.float() - expected).abs().max() <= expected / 128, (turn, out[0, 0].item(), expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_has_the_sum(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results: multiprocessing.Queue[tuple[int, str]] = context.Queue()
+    processes = [context.Process(target=_run, args=(rank, world, port, results), daemon=True) for rank in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        answers = [results.get(timeout=120) for _ in range(world)]
+    finally:
+        for process in processes:
+            process.kill()
+    assert sorted(answers) == [(rank, "") for rank in range(world)]
