@@ -57,8 +57,8 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
                 torch.testing.assert_close(residual.cpu(), total, rtol=1e-2, atol=1e-2)
                 expected = rms_norm(residual, weight, torch.tensor(1e-6, device="cuda"))
                 torch.testing.assert_close(normed, expected, rtol=2e-2, atol=2e-2)
-                bits = [torch.zeros(rows, size, dtype=torch.int16) for _ in range(world)]
-                dist.all_gather(bits, normed.cpu().view(torch.int16))
+                bits = [torch.zeros(rows, size // 2, dtype=torch.int32) for _ in range(world)]
+                dist.all_gather(bits, normed.cpu().view(torch.int32))
                 assert all(torch.equal(bits[0], other) for other in bits), "ranks differ"
             _check_graph(reduce, rank, world, size)
             torch.cuda.synchronize()
