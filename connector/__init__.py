@@ -2,7 +2,7 @@
 
 ``build`` gives one of three connectors, all with the Protocol ``pdserve.protocols.KVConnector``:
 
-    nixl    one-sided reads over UCX, between processes and machines        worker.py, link.py, nixl.py
+    nixl    one-sided reads over UCX, between processes and machines        worker.py, connection.py, link.py, nixl.py
     local   copies within this process: tests, colocated nodes              local.py
     none    no peers, for a node that exchanges nothing                     null.py
 
@@ -12,27 +12,35 @@ Imports of NIXL happen when a connector is registered, not before.
 from __future__ import annotations
 
 from pdserve.errors import ConfigError
+from pdserve.kv import KVShare
 from pdserve.protocols import KVConnector
 from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
 KINDS = ("nixl", "local", "none")
 
 
-def build(kind: str, agent: str, timing: PeerTiming = DEFAULT_TIMING) -> KVConnector:
+def build(
+    kind: str, agent: str, timing: PeerTiming = DEFAULT_TIMING, shares: tuple[KVShare, ...] = (), rank: int = 0
+) -> KVConnector:
     """A connector of ``kind`` that is known to its peers as ``agent``, a name that no other life of a node ever uses.
 
-    Raises ConfigError for an unknown kind.
+    It is that of rank number ``rank`` of a node whose ranks hold ``shares``; without, of a node of one rank. Each rank
+    has an agent of its own, and reads by itself what it holds, from whichever ranks of a peer have it. Raises
+    ConfigError for an unknown kind.
     """
+    if kind not in KINDS:
+        raise ConfigError(f"connector {kind!r} is not one of {', '.join(KINDS)}")
+    from connector.bridge import OwnRanks
+
+    own = OwnRanks(shares, rank)
     if kind == "nixl":
         from connector.worker import NixlConnector
 
-        return NixlConnector(agent, timing)
+        return NixlConnector(agent, timing, own)
     if kind == "local":
         from connector.local import LocalConnector
 
-        return LocalConnector(agent)
-    if kind == "none":
-        from connector.null import NullConnector
+        return LocalConnector(agent, own)
+    from connector.null import NullConnector
 
-        return NullConnector(agent)
-    raise ConfigError(f"connector {kind!r} is not one of {', '.join(KINDS)}")
+    return NullConnector(agent, own)

@@ -10,7 +10,8 @@ Everything a peer says is checked here, when it is connected: reads can rely on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,25 @@ class Source(NamedTuple):
     cut: Cut
 
 
+class OwnRanks(NamedTuple):
+    """What the ranks of this node hold, and which of them this one is. No shares: it is the only one and holds all."""
+
+    shares: tuple[KVShare, ...] = ()  # by rank
+    rank: int = 0
+
+    @property
+    def share(self) -> KVShare | None:
+        """What peers are told that this rank holds; None for all of the model."""
+        return self.shares[self.rank] if len(self.shares) > 1 else None
+
+    def sources(self, layout: KVLayout, peer: Peer) -> tuple[Source, ...]:
+        """Whom this rank, of that layout, reads from. Raises PeerError where the two nodes cannot be bridged."""
+        return sources(layout, self.shares or (KVShare.whole(layout),), self.rank, peer)
+
+
+ONLY_RANK = OwnRanks()
+
+
 def sources(layout: KVLayout, shares: Sequence[KVShare], rank: int, peer: Peer) -> tuple[Source, ...]:
     """The ranks of ``peer`` that together hold, each byte once, what rank number ``rank`` of this node holds.
 
@@ -40,9 +60,11 @@ def sources(layout: KVLayout, shares: Sequence[KVShare], rank: int, peer: Peer) 
     """
     ours = shares[rank]
     assert (layout.num_layers, layout.num_kv_heads) == (ours.num_layers, ours.num_heads)
+    _check_names(peer)
     replicas: dict[KVShare, list[RankKV]] = {}
     for theirs in peer.ranks:
-        check_compatible(layout, ours, theirs)
+        with naming(peer, theirs):
+            check_compatible(layout, ours, theirs)
         replicas.setdefault(_part(theirs), []).append(theirs)
     needed = [share for share in replicas if _overlap(ours, share)]
     _check_cover(ours, needed, peer)
@@ -51,15 +73,9 @@ def sources(layout: KVLayout, shares: Sequence[KVShare], rank: int, peer: Peer) 
         turn = sum(_overlap(other, share) for other in shares[:rank])
         chosen = replicas[share][turn % len(replicas[share])]
         found.append(Source(chosen, cut_blocks(layout, ours, chosen.layout, share)))
-        _check_descriptors(layout, chosen.layout, found[-1].cut.num_ranges)
+        with naming(peer, chosen):
+            _check_descriptors(layout, chosen.layout, found[-1].cut.num_ranges)
     return tuple(found)
-
-
-def only_source(layout: KVLayout, peer: Peer) -> Source:
-    """Of a peer with one rank, for a node with one rank. Raises PeerError where the two cannot be bridged."""
-    if len(peer.ranks) != 1:
-        raise PeerError(f"peer {peer.node_id} has {len(peer.ranks)} ranks, this node 1; only equal numbers are bridged")
-    return sources(layout, (KVShare.whole(layout),), 0, peer)[0]
 
 
 def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
@@ -94,11 +110,32 @@ def check_region(region: KVRegion, layout: KVLayout) -> None:
         raise PeerError(f"a region of {region.num_bytes} B at {region.address:#x} is outside of memory")
 
 
+def label(peer: Peer, rank: RankKV) -> str:
+    """How an error that concerns one rank of a peer begins: with its name, where there are several."""
+    return f"rank {rank.agent}: " if len(peer.ranks) > 1 else ""
+
+
+@contextmanager
+def naming(peer: Peer, rank: RankKV) -> Iterator[None]:
+    """A PeerError raised within begins with the rank's label."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(label(peer, rank) + str(error)) from error
+
+
+def _check_names(peer: Peer) -> None:
+    names = [rank.agent for rank in peer.ranks]
+    for name in set(names):
+        if names.count(name) > 1:
+            raise PeerError(f"{names.count(name)} ranks of peer {peer.node_id} say they are {name}; names are unique")
+
+
 def _part(theirs: RankKV) -> KVShare:
     try:
         return theirs.part
     except ConfigError as error:  # its layout has no layers or no heads
-        raise PeerError(f"rank {theirs.agent} of the peer: {error}") from error
+        raise PeerError(f"the peer's KV: {error}") from error
 
 
 def _overlap(one: KVShare, other: KVShare) -> bool:

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from connector.bridge import Source, check_region, sources
+from connector.bridge import ONLY_RANK, OwnRanks, Source, check_region
 from connector.outbox import Outbox
 from connector.plan import Piece, plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
 from pdserve.transports import Connected
 
@@ -28,8 +28,9 @@ class LocalConnector:
     ``delay`` is the time in seconds that each read stays under way before its bytes move, all at once.
     """
 
-    def __init__(self, agent: str, delay: float = 0.0) -> None:
+    def __init__(self, agent: str, own: OwnRanks = ONLY_RANK, delay: float = 0.0) -> None:
         self._agent = agent
+        self._own = own
         self._delay = delay
         self._outbox = Outbox()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -44,7 +45,7 @@ class LocalConnector:
         if region.device != "cpu":
             raise PeerError(f"the local connector copies host memory, not {region.device}; use the nixl connector")
         self._outbox.on_progress = on_progress
-        self._rank = RankKV(self._agent, b"local", region, layout)
+        self._rank = RankKV(self._agent, b"local", region, layout, self._own.share)
         with _registry_lock:
             _registry[self._agent] = self
         self._thread.start()
@@ -90,13 +91,13 @@ class LocalConnector:
     def _connect(self, peer: Peer) -> None:
         assert self._rank is not None
         try:
-            ranks = sources(self._rank.layout, (KVShare.whole(self._rank.layout),), 0, peer)
-            for source in ranks:
+            found = self._own.sources(self._rank.layout, peer)
+            for source in found:
                 _owner(source.rank.agent)
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return
-        self._peers[peer.epoch] = ranks
+        self._peers[peer.epoch] = found
         self._outbox.connected(Connected(peer.epoch, "shm", "memmove"))
 
     def _disconnect(self, epoch: str) -> None:
@@ -114,16 +115,16 @@ class LocalConnector:
     def _copy(self, read: KVRead) -> None:
         assert self._rank is not None
         start = time.monotonic()
-        num_bytes = num_runs = 0
+        whole, sources = self._rank.layout.total_bytes, self._peers[read.epoch]
         try:
-            for source in self._peers[read.epoch]:
-                for piece in plan_read(read, source.cut, max_bytes=self._rank.layout.total_bytes):
-                    num_bytes += source.cut.num_bytes * len(piece.local)
-                    num_runs += piece.num_runs
-                    self._move(source, piece)
+            pieces = [(source, piece) for source in sources for piece in plan_read(read, source.cut, max_bytes=whole)]
+            for source, piece in pieces:
+                self._move(source, piece)
         except PeerError as error:
             self._outbox.refused(read, str(error))
             return
+        num_bytes = sum(source.cut.num_bytes * len(piece.local) for source, piece in pieces)
+        num_runs = sum(piece.num_runs for _, piece in pieces)
         self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start + self._delay))
 
     def _move(self, source: Source, piece: Piece) -> None:

@@ -3,8 +3,8 @@
 Connecting to a host that does not answer blocks for seconds, and NIXL holds the lock of the agent's UCX worker all
 that time: reads from every other peer would stand still. An agent of its own, on a thread of its own, takes that wait.
 
-It is another agent for every visit, since UCX names the lanes of a connection only where it is the worker's first one
-with these lanes. The traffic's agent will get the same: both run in one process with one configuration.
+It is another agent for every rank of a peer, since UCX names the lanes of a connection only where it is the worker's
+first one with these lanes. The traffic's agent will get the same: both run in one process with one configuration.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from connector import ucx
+from connector.bridge import Source, naming
 from connector.nixl import Agent
 from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Peer, RankKV
@@ -23,7 +24,9 @@ from pdserve.timing import PeerTiming
 
 logger = logging.getLogger(__name__)
 
-Report = Callable[[Peer, RankKV, str, str], None]  # UCX's lanes, "" where unknown, and the reason it failed, or ""
+Sources = tuple[Source, ...]
+Lanes = tuple[str, ...]  # UCX's, by source; "" where unknown
+Report = Callable[[Peer, Sources, Lanes, str], None]  # the last is the reason it failed, or ""
 
 _LINGER_SECONDS = 1.0  # the peer connects back meanwhile; if it found nobody there, it would log a warning
 
@@ -37,13 +40,13 @@ class Scout:
         self._name = name
         self._timing = timing
         self._report = report
-        self._orders: queue.SimpleQueue[tuple[Peer, RankKV] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Peer, Sources] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-scout-{name}", daemon=True)
         self._thread.start()
 
-    def visit(self, peer: Peer, rank: RankKV) -> None:
-        """Order a visit; ``report`` is called from the scout's thread."""
-        self._orders.put((peer, rank))
+    def visit(self, peer: Peer, sources: Sources) -> None:
+        """Order a visit to these ranks of a peer; ``report`` is called from the scout's thread, once."""
+        self._orders.put((peer, sources))
 
     def close(self, timeout: float) -> None:
         """Stop, waiting at most ``timeout`` seconds for a visit under way."""
@@ -53,33 +56,34 @@ class Scout:
     def _run(self) -> None:
         agents: list[Agent] = []
         while (order := self._next_order(agents)) is not None:
-            peer, rank = order
+            peer, sources = order
             try:
-                lanes = self._visit(rank, agents)
+                lanes = tuple(self._visit(peer, source.rank, agents) for source in sources)
             except PdserveError as error:
-                self._report(peer, rank, "", str(error))
+                self._report(peer, sources, (), str(error))
             else:
-                self._report(peer, rank, lanes, "")
+                self._report(peer, sources, lanes, "")
         _close(agents)
 
-    def _next_order(self, agents: list[Agent]) -> tuple[Peer, RankKV] | None:
+    def _next_order(self, agents: list[Agent]) -> tuple[Peer, Sources] | None:
         try:
             return self._orders.get(timeout=_LINGER_SECONDS if agents else None)
         except queue.Empty:
             _close(agents)
             return self._orders.get()
 
-    def _visit(self, rank: RankKV, agents: list[Agent]) -> str:
+    def _visit(self, peer: Peer, rank: RankKV, agents: list[Agent]) -> str:
         """The lanes of a connection to that rank. The agent that made it is added to ``agents``."""
-        label = f"scout-{next(_numbers)} "  # in front: UCX cuts names off at 31 characters
-        agents.append(Agent(label + self._name, self._timing))
-        try:
-            found = agents[-1].add(rank.metadata)
-            agents[-1].remove(found)
-        finally:
-            lanes = ucx.log().take_lanes(label)
-        if found != rank.agent:
-            raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {found}")
+        worker = f"scout-{next(_numbers)} "  # in front: UCX cuts names off at 31 characters
+        agents.append(Agent(worker + self._name, self._timing))
+        with naming(peer, rank):
+            try:
+                found = agents[-1].add(rank.metadata)
+                agents[-1].remove(found)
+            finally:
+                lanes = ucx.log().take_lanes(worker)
+            if found != rank.agent:
+                raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {found}")
         return lanes
 
 

@@ -1,6 +1,6 @@
 """The NIXL connector: public methods only enqueue, one thread owns the agent and does everything else.
 
-    step loop ──orders──► owner thread ──► Link per peer ──► NIXL
+    step loop ──orders──► owner thread ──► Connection per peer ──► Link per rank of it ──► NIXL
         ▲                  ▲      │
         └── poll ◄─ Outbox ◄──────┘        Scout: tries new peers, reports to the owner thread
 
@@ -21,12 +21,13 @@ from functools import partial
 import numpy as np
 
 from connector import ucx
-from connector.bridge import check_region, only_source
+from connector.bridge import ONLY_RANK, OwnRanks, check_region
+from connector.connection import Connection
 from connector.cut import Side
-from connector.link import GREETING_BYTES, Home, Link
+from connector.link import GREETING_BYTES, Home
 from connector.nixl import Agent
 from connector.outbox import Outbox
-from connector.scout import Scout
+from connector.scout import Lanes, Scout, Sources
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
@@ -46,9 +47,10 @@ class NixlConnector:
     ``agent`` names this life of this rank: peers tell lives apart by it.
     """
 
-    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING) -> None:
+    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING, own: OwnRanks = ONLY_RANK) -> None:
         self._name = agent
         self._timing = timing
+        self._own = own
         self._outbox = Outbox()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -59,7 +61,7 @@ class NixlConnector:
         self._rank: RankKV
         self._scratch = np.zeros(GREETING_BYTES, np.uint8)
         self._scout: Scout | None = None
-        self._links: dict[str, Link] = {}  # by epoch; also lost ones that are not drained yet
+        self._connections: dict[str, Connection] = {}  # by epoch; also lost ones that are not drained yet
         self._visiting: set[str] = set()  # epochs
         self._stopping = False
 
@@ -119,21 +121,20 @@ class NixlConnector:
             self._agent,
             region,
             self._agent.prepare(None, scratch, Side.whole(GREETING_BYTES, 1)),
-            self._outbox,
             self._timing.stall,
         )
-        self._rank = RankKV(self._name, self._agent.metadata(), region, layout)
+        self._rank = RankKV(self._name, self._agent.metadata(), region, layout, self._own.share)
 
     def _work(self) -> None:
         sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._home.region.device]
         while not self._stopping:
-            busy = [link for link in self._links.values() if link.busy]
+            busy = [connection for connection in self._connections.values() if connection.busy]
             self._take_orders(sleep if busy else None)
-            moved = [link.advance() for link in self._links.values()]  # all of them, so no any(…) around it
-            if True in moved:
+            moved = [connection.advance() for connection in self._connections.values()]
+            if True in moved:  # all of them have had their turn, so it is not any(…) above
                 sleep = 0.0
             else:
-                longest = SLEEP_WHILE_DRAINING if all(link.lost for link in busy) else longest_sleep
+                longest = SLEEP_WHILE_DRAINING if all(connection.lost for connection in busy) else longest_sleep
                 sleep = min(max(2 * sleep, FIRST_SLEEP), longest)
             self._forget_drained()
 
@@ -147,13 +148,13 @@ class NixlConnector:
             return
 
     def _connect(self, peer: Peer) -> None:
-        link = self._links.get(peer.epoch)
-        if link is not None and not link.lost:
-            if link.ready:  # else it is answered as soon as it is
-                self._outbox.connected(link.connection)
+        connection = self._connections.get(peer.epoch)
+        if connection is not None and not connection.lost:
+            if connection.ready:  # else it is answered as soon as it is
+                self._outbox.connected(connection.connected)
             return
         try:
-            rank = only_source(self._rank.layout, peer).rank
+            sources = self._own.sources(self._rank.layout, peer)
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return
@@ -161,66 +162,57 @@ class NixlConnector:
             self._name, self._timing, lambda *found: self._orders.put(partial(self._visited, *found))
         )
         self._visiting.add(peer.epoch)
-        self._scout.visit(peer, rank)
+        self._scout.visit(peer, sources)
 
-    def _visited(self, peer: Peer, rank: RankKV, lanes: str, error: str) -> None:
+    def _visited(self, peer: Peer, sources: Sources, lanes: Lanes, error: str) -> None:
         if peer.epoch not in self._visiting:  # disconnected meanwhile, or reported for an earlier order
             return
         self._visiting.discard(peer.epoch)
         try:
             if error:
                 raise PeerError(error)
-            self._link(peer, rank, lanes)
+            self._forget_drained(at_once=True)
+            if peer.epoch in self._connections:
+                raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
+            self._connections[peer.epoch] = Connection(self._home, self._outbox, peer, sources, lanes)
         except PeerError as failure:
             self._outbox.failed(peer.epoch, str(failure))
-            return
         finally:
             ucx.log().pass_on()
 
-    def _link(self, peer: Peer, rank: RankKV, lanes: str) -> None:
-        self._forget_drained(at_once=True)
-        if peer.epoch in self._links:
-            raise PeerError("reads from an earlier connection to this peer have not ended yet; try again later")
-        self._agent.add(rank.metadata)
-        try:
-            self._links[peer.epoch] = Link(self._home, peer, only_source(self._rank.layout, peer), lanes)
-        except PeerError:
-            self._agent.remove(rank.agent)
-            raise
-
     def _disconnect(self, epoch: str) -> None:
         self._visiting.discard(epoch)
-        if epoch in self._links:
-            self._links[epoch].give_up("the connection was given up")
+        if epoch in self._connections:
+            self._connections[epoch].give_up("the connection was given up")
 
     def _read(self, read: KVRead, ordered_at: float) -> None:
-        link = self._links.get(read.epoch)
-        if link is None:
+        connection = self._connections.get(read.epoch)
+        if connection is None:
             self._outbox.refused(read, f"no connection to epoch {read.epoch}; connect to it first")
         else:
-            link.submit(read, ordered_at)
+            connection.submit(read, ordered_at)
 
     def _forget_drained(self, at_once: bool = False) -> None:
         """Remove lost peers. NIXL holds the GIL for that and may wait for UCX, so not while others are busy."""
-        for epoch, link in list(self._links.items()):
-            quiet = not any(other.busy for other in self._links.values())
-            if link.drained and (quiet or at_once or time.monotonic() - link.lost_at > CLOSE_SECONDS):
-                del self._links[epoch]
-                link.close()
+        for epoch, connection in list(self._connections.items()):
+            quiet = not any(other.busy for other in self._connections.values())
+            if connection.drained and (quiet or at_once or time.monotonic() - connection.lost_at > CLOSE_SECONDS):
+                del self._connections[epoch]
+                connection.close()
                 ucx.log().pass_on()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _finish(self) -> None:
-        for link in self._links.values():
-            link.give_up("the connector was closed")
+        for connection in self._connections.values():
+            connection.give_up("the connector was closed")
         self._drain(CLOSE_SECONDS / 2)
-        for link in self._links.values():
-            link.abandon()
+        for connection in self._connections.values():
+            connection.abandon()
         self._drain(CLOSE_SECONDS / 2)
-        for link in self._links.values():
-            link.close()
+        for connection in self._connections.values():
+            connection.close()
         if self._scout is not None:
             self._scout.close(CLOSE_SECONDS)
         self._agent.release(self._home.scratch)
@@ -229,7 +221,7 @@ class NixlConnector:
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while any(link.busy for link in self._links.values()) and time.monotonic() < deadline:
-            for link in self._links.values():
-                link.advance()
+        while any(connection.busy for connection in self._connections.values()) and time.monotonic() < deadline:
+            for connection in self._connections.values():
+                connection.advance()
             time.sleep(LONGEST_SLEEP[self._home.region.device])

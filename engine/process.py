@@ -85,7 +85,8 @@ def _build(configure: Configure, channel: Channel) -> tuple[Rank, tuple[RankKV, 
     model_runner = runner.build(configure.config, progress)
     kind = "nixl" if configure.agent else "none"
     progress("registering KV cache", -1.0)
-    kv_connector = connector.build(kind, configure.agent, configure.config.peer_timing)
+    shares = configure.config.split.shares(configure.config.model.num_kv_heads)
+    kv_connector = connector.build(kind, configure.agent, configure.config.peer_timing, shares, configure.config.rank)
     registered = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, channel.wake)
     return Rank(model_runner, kv_connector), (registered,) if configure.agent else ()
 

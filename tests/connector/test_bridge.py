@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_ranks import Model, Node, node, packed
 from numpy.typing import NDArray
 
-from connector.bridge import only_source, sources
+from connector.bridge import sources
 from connector.plan import plan_read
 from pdserve.errors import ConfigError, PeerError
 from pdserve.kv import KVLayout, KVShare
@@ -230,10 +230,15 @@ def test_more_descriptors_than_can_be_numbered_are_refused_naming_both_page_size
     assert "kernel_block_size: 4 here, 2 at the peer" in message
 
 
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_a_node_of_one_rank_can_ask_for_such_peers_only(num_ranks: int) -> None:
-    with pytest.raises(PeerError, match=f"{num_ranks} ranks"):
-        only_source(LAYOUT, Peer("node", "e1", (rank_of(LAYOUT),) * num_ranks))
+def test_ranks_of_one_name_are_refused() -> None:
+    rank = rank_of(LAYOUT)
+    assert f"2 ranks of peer node say they are {rank.agent}" in refused(rank, rank)
+
+
+def test_a_refusal_names_the_rank_that_it_is_about() -> None:
+    ranks = node(MODEL, (1, 1), 1, 4, [4]).ranks
+    larger = msgspec.structs.replace(ranks[1].layout, num_blocks=5)
+    assert refused(ranks[0], msgspec.structs.replace(ranks[1], layout=larger)).startswith("rank 1: 5 blocks")
 
 
 # ---------------------------------------------------------------- shares
