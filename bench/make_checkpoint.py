@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from pdserve.device import detect_device
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.model_config import load_model_config
 from pdserve.split import choose_split, num_parameters
 from runner.linear import Placement
 from runner.models.decoder import Decoder
+from runner.world import World
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -103,12 +105,13 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
 
 
 def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    place = Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
-    model = Decoder(load_model_config(directory), place, use_triton=False)
+    config, placement = load_model_config(directory), Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
+    world = World(choose_split(config, pp=1, tp=1).place(0), detect_device("cpu"), "")
+    model = Decoder(config, world, placement, use_triton=False)
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(tensor.shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
-        for name, tensor in model.named_tensors()
+        name: torch.randn(part.shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
+        for name, part in model.parts()
     }
 
 

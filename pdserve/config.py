@@ -19,7 +19,7 @@ from pdserve.backends import (
 )
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hub import resolve_model, weights_fingerprint
-from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.model_config import ModelConfig, load_model_config
 from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide
 from pdserve.split import Place, Split, choose_split, num_parameters, shard_of
@@ -97,6 +97,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def place(self) -> Place:
         return self.split.place(self.rank)
+
+    @property
+    def share(self) -> KVShare:
+        """What this rank holds of the model's KV."""
+        return self.split.shares(self.model.num_kv_heads)[self.rank]
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """The same node, seen by a rank on ``device``."""

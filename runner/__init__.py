@@ -12,20 +12,24 @@ from pdserve.config import NodeConfig
 from pdserve.protocols import ModelRunner
 
 
-def build(config: NodeConfig, progress: Callable[[str, float], None]) -> ModelRunner:
+def build(config: NodeConfig, progress: Callable[[str, float], None], meeting: str = "") -> ModelRunner:
     """Load the model and allocate the KV cache. ``progress`` is told (stage, fraction between 0 and 1).
 
-    Raises CheckpointError or CapacityError.
+    Where a node has several ranks, all of them call this, and wait for each other in it: ``meeting`` is "host:port",
+    which rank 0 opens. Raises CheckpointError, CapacityError, or NodeError where the ranks do not meet.
     """
     if config.device.kind == "cpu":
         _let_threads_spin_briefly()
+    from runner.world import World
+
+    world = World(config.place, config.device, meeting)
     if config.decision.runner == "V2":
         from runner.v2.runner import RunnerV2
 
-        return RunnerV2(config, progress)
+        return RunnerV2(config, world, progress)
     from runner.v1.runner import RunnerV1
 
-    return RunnerV1(config, progress)
+    return RunnerV1(config, world, progress)
 
 
 def _let_threads_spin_briefly() -> None:

@@ -27,8 +27,10 @@ class KVCache:
     Row numbers are the same for every layer, so index tensors are built once per step.
     """
 
-    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, device: torch.device, share: KVShare | None = None) -> None:
+        """``share`` says what the rank holds of the model's KV, None that it is everything."""
         self.layout = layout
+        self._share = share or KVShare.whole(layout)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         memory = torch.zeros(layout.total_bytes + _MEMORY_PAGE, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % _MEMORY_PAGE
@@ -48,7 +50,7 @@ class KVCache:
     @cached_property
     def digests(self) -> BlockDigests:
         """Takes memory, twice that of a block and more, from its first use on."""
-        return BlockDigests(self.tensor, self.layout, KVShare.whole(self.layout))
+        return BlockDigests(self.tensor, self.layout, self._share)
 
     @property
     def region(self) -> KVRegion:

@@ -12,6 +12,7 @@ import torch
 from pdserve.config import NodeConfig
 from pdserve.errors import CapacityError
 from pdserve.kv import KVLayout
+from runner.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -19,16 +20,15 @@ _log = logging.getLogger(__name__)
 _FRAGMENTATION = 512 << 20  # bytes
 
 
-def layout_that_fits(
-    config: NodeConfig, device: torch.device, try_out: Callable[[NodeConfig, KVLayout], int]
-) -> KVLayout:
+def layout_that_fits(config: NodeConfig, world: World, try_out: Callable[[NodeConfig, KVLayout], int]) -> KVLayout:
     """The largest KV cache that leaves room for every step, on a GPU whose weights are loaded.
 
     ``try_out(config, layout)`` runs the largest steps on a small cache, frees everything, and returns the bytes that
     stay in use beyond a step (CUDA graphs). Not the cache's are: that, the peak of PyTorch's allocator, and what the
-    rest of this process and other processes use. Raises CapacityError when a sequence of ``max_model_len`` tokens does
-    not fit in what is left.
+    rest of this process and other processes use. All ranks of a node get as many blocks, so the one with the least room
+    decides. Raises CapacityError when a sequence of ``max_model_len`` tokens does not fit in what is left.
     """
+    device = world.device
     few = -(-config.max_batch_tokens // config.kv_layout.block_size)
     small = msgspec.structs.replace(config.kv_layout, num_blocks=few)
     torch.cuda.empty_cache()
@@ -41,7 +41,8 @@ def layout_that_fits(
     others = total - free - torch.cuda.memory_reserved(device)
     usable = int(total * config.gpu_memory_utilization)
     left = max(usable - others - peak - kept - _FRAGMENTATION, 0)
-    layout = msgspec.structs.replace(config.kv_layout, num_blocks=left // config.kv_layout.block_bytes)
+    num_blocks = world.smallest(left // config.kv_layout.block_bytes)
+    layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
         "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "
         "KV cache %s (%d blocks)",
@@ -51,7 +52,7 @@ def layout_that_fits(
     room = layout.num_blocks * layout.block_size
     if room < config.max_model_len:
         raise CapacityError(
-            f"{_gib(left)} are left for the KV cache, which hold {room} tokens, less than one sequence of "
+            f"{_gib(layout.total_bytes)} left for the KV cache hold {room} tokens, less than one sequence of "
             f"{config.max_model_len}; lower --max-model-len or --max-batch-tokens, or raise --gpu-memory-utilization"
         )
     return layout

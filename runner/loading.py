@@ -12,24 +12,22 @@ from runner.linear import Placement, compute_dtype, held_dtype
 from runner.memory import check_room
 from runner.models.decoder import Decoder
 from runner.weights import fill_random, load_weights
+from runner.world import World
 
 
 class LoadedModel:
     """The decoder of one rank, and where it lives."""
 
-    def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, world: World, progress: Callable[[str, float], None]) -> None:
         """Raises CapacityError before, CheckpointError while reading the weights."""
-        device = config.device.kind if config.device.kind == "cpu" else f"cuda:{config.device.index}"
         dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = torch.device(device)
+        self.device = world.device
         self.place = Placement(
             self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
         )
-        self._config = config
+        self._config, self._world = config, world
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
-        else:
-            torch.cuda.set_device(self.device)
         layout = None if config.measure_kv_memory else config.kv_layout
         check_room(config.model, config.place, layout, self.device, held_dtype(self.place))
         self.decoder = self._empty()
@@ -47,13 +45,15 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _empty(self) -> Decoder:
-        return Decoder(self._config.model, self.place, use_triton=self._config.attention_backend != "torch")
+        return Decoder(
+            self._config.model, self._world, self.place, use_triton=self._config.attention_backend != "torch"
+        )
 
     @torch.inference_mode()
     def _fill(self, model_dir: str, progress: Callable[[float], None]) -> None:
-        tensors = dict(self.decoder.named_tensors())
+        parts = dict(self.decoder.parts())
         if self._config.load_format == "dummy":
-            fill_random(tensors, seed=0)
+            fill_random(parts, seed=0)
         else:
-            load_weights(Path(model_dir), tensors, self._config.model.tie_word_embeddings, progress)
+            load_weights(Path(model_dir), parts, self.decoder.elsewhere(), progress)
         self.decoder.seal()

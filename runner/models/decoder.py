@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model_config import ModelConfig
 from runner.attention import AttentionBackend, HeadNorms, HeadTurn
-from runner.linear import Linear, Placement
+from runner.linear import Placement
 from runner.models.ops import Ops, build_ops
+from runner.models.parallel import ColumnParallel, Parts, RowParallel, Run
+from runner.models.vocabulary import Embedding, Head
 from runner.rope import RotaryEmbedding
+from runner.weights import Part
+from runner.world import World
 
-NamedTensors = Iterator[tuple[str, Tensor]]
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Hidden(NamedTuple):
+    """What a stage hands to the next one: x is still to be added to the residual. Each [tokens, hidden_size]."""
+
+    x: Tensor
+    residual: Tensor
 
 
 class RMSNorm:
@@ -32,25 +42,25 @@ class RMSNorm:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer: int, world: World, place: Placement) -> None:
+        """``layer`` counts from 0 on this rank."""
         self._layer = layer
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (self._heads + 2 * self._kv_heads) * self._head_dim
-        self.qkv = Linear(config.hidden_size, rows, config.attention_bias, place)
-        self.out = Linear(self._heads * self._head_dim, config.hidden_size, config.attention_bias, place)
+        queries, keys = _runs_of_heads(config, world)
+        runs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = ColumnParallel(config.hidden_size, runs, config.attention_bias, place)
+        self.out = RowParallel("o_proj", queries, config.hidden_size, config.attention_bias, world, place)
         self._norms = _head_norms(config, place) if config.qk_norm else None
 
     def attend(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
         """What the heads of each token see, before ``out``: [tokens, num_heads * head_dim]. Stores keys and values."""
         return backend.run(self._layer, self.qkv(x), turn, self._norms)
 
-    def named_tensors(self) -> NamedTensors:
-        sizes = [n * self._head_dim for n in (self._heads, self._kv_heads, self._kv_heads)]
-        yield from _parts(self.qkv, ("q_proj", "k_proj", "v_proj"), sizes)
-        yield from _parts(self.out, ("o_proj",), [self.out.weight.shape[0]])
+    def parts(self) -> Parts:
+        yield from self.qkv.parts()
+        yield from self.out.parts()
         if self._norms is not None:
-            yield "q_norm.weight", self._norms.q_weight
-            yield "k_norm.weight", self._norms.k_weight
+            yield "q_norm.weight", Part.whole(self._norms.q_weight)
+            yield "k_norm.weight", Part.whole(self._norms.k_weight)
 
     def seal(self) -> None:
         self.qkv.seal()
@@ -62,18 +72,18 @@ class Attention:
 class MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(self, config: ModelConfig, place: Placement, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, world: World, place: Placement, ops: Ops) -> None:
         self._ops = ops
-        self._size = config.intermediate_size
-        self.gate_up = Linear(config.hidden_size, 2 * self._size, config.mlp_bias, place)
-        self.down = Linear(self._size, config.hidden_size, config.mlp_bias, place)
+        run = Run.of_shard(config.intermediate_size, world.place)
+        self.gate_up = ColumnParallel(config.hidden_size, {"gate_proj": run, "up_proj": run}, config.mlp_bias, place)
+        self.down = RowParallel("down_proj", run, config.hidden_size, config.mlp_bias, world, place)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._ops.silu_mul(self.gate_up(x)))
 
-    def named_tensors(self) -> NamedTensors:
-        yield from _parts(self.gate_up, ("gate_proj", "up_proj"), [self._size, self._size])
-        yield from _parts(self.down, ("down_proj",), [self.down.weight.shape[0]])
+    def parts(self) -> Parts:
+        yield from self.gate_up.parts()
+        yield from self.down.parts()
 
     def seal(self) -> None:
         self.gate_up.seal()
@@ -81,16 +91,16 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, place: Placement, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, layer: int, world: World, place: Placement, ops: Ops) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, place, ops)
-        self.attention = Attention(config, layer, place)
+        self.attention = Attention(config, layer, world, place)
         self.mlp_norm = RMSNorm(config.hidden_size, place, ops)
-        self.mlp = MLP(config, place, ops)
+        self.mlp = MLP(config, world, place, ops)
 
     def __call__(
         self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend, keep: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the residual next, and the residual, from x, its norm; all are [tokens, hidden_size].
+    ) -> Hidden:
+        """From the residual and x, its norm; all are [tokens, hidden_size].
 
         What attention adds is added here, in place; the caller adds the result, together with the norm that follows.
         ``keep`` [kept] names the tokens to go on with after attention: the results are [kept, hidden_size].
@@ -98,13 +108,13 @@ class DecoderLayer:
         heads = self.attention.attend(x, turn, backend)
         if keep is not None:
             heads, residual = heads.index_select(0, keep), residual.index_select(0, keep)
-        return self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual
+        return Hidden(self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual)
 
-    def named_tensors(self) -> NamedTensors:
-        yield "input_layernorm.weight", self.attention_norm.weight
-        yield "post_attention_layernorm.weight", self.mlp_norm.weight
-        yield from _prefixed("self_attn.", self.attention.named_tensors())
-        yield from _prefixed("mlp.", self.mlp.named_tensors())
+    def parts(self) -> Parts:
+        yield "input_layernorm.weight", Part.whole(self.attention_norm.weight)
+        yield "post_attention_layernorm.weight", Part.whole(self.mlp_norm.weight)
+        yield from _prefixed("self_attn.", self.attention.parts())
+        yield from _prefixed("mlp.", self.mlp.parts())
 
     def seal(self) -> None:
         self.attention.seal()
@@ -112,37 +122,44 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids to hidden states, hidden states to logits. Fill ``named_tensors``, then ``seal``, then call."""
+    """A rank's part of the model: token ids to hidden states, hidden states to logits.
 
-    def __init__(self, config: ModelConfig, place: Placement, use_triton: bool) -> None:
-        self._tied = config.tie_word_embeddings
-        self._dtype = place.dtype
+    The first stage has the embedding, the last one the norm and the head. Fill ``parts``, then ``seal``, then call.
+    """
+
+    def __init__(self, config: ModelConfig, world: World, place: Placement, use_triton: bool) -> None:
+        """``config`` is that of the whole model."""
+        self._config, stage = config, world.place
+        self._first_layer = stage.layers.start
         ops = build_ops(config.rms_norm_eps, place, use_triton)
-        # Only ever read by row, so it stays as narrow as it came.
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, device=place.device, dtype=place.stored)
-        self.layers = [DecoderLayer(config, layer, place, ops) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, place, ops)
+        self._embedding = Embedding(config, world, place) if stage.is_first else None
+        self.layers = [DecoderLayer(config, layer, world, place, ops) for layer in range(len(stage.layers))]
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]]
-        self.head = Linear(config.hidden_size, config.vocab_size, False, place)
+        self._norm = RMSNorm(config.hidden_size, place, ops) if stage.is_last else None
+        self._head = Head(config, world, place) if stage.is_last else None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, place)
 
     def __call__(
         self,
-        input_ids: Tensor,
+        start: Tensor | Hidden,
         positions: Tensor,
         lengths: Tensor | None,
         backend: AttentionBackend,
         keep: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [tokens, hidden_size], normed for ``logits``, of input_ids and positions [tokens], integers.
+    ) -> Tensor | Hidden:
+        """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
 
-        ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names the tokens
-        whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the last layer than their
-        keys and values. Nothing waits for the device, so that on a GPU the call can be captured into a graph.
+        ``start`` is the tokens' ids [tokens] on the first stage, else what the stage before returned; its residual is
+        changed. The result is hidden states [tokens, hidden_size], normed for ``logits``, on the last stage, else what
+        the next one starts with.
+
+        ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names, on the
+        last stage, the tokens whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the
+        last layer than their keys and values. Nothing waits for the device, so that on a GPU the call can be captured
+        into a graph.
         """
         turn = self.rotary.turn(positions, lengths)
-        residual = F.embedding(input_ids, self.embedding).to(self._dtype)
-        x = self.layers[0].attention_norm(residual)
+        x, residual = self._begin(start)
         *others, last = self.layers
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             x, residual = layer(x, residual, turn, backend)
@@ -150,35 +167,63 @@ class Decoder:
         if keep is not None and not len(keep):
             last.attention.attend(x, turn, backend)
             return x[:0]
-        x, residual = last(x, residual, turn, backend, keep)
-        return self.norm.add(x, residual)
+        hidden = last(x, residual, turn, backend, keep)
+        return hidden if self._norm is None else self._norm.add(*hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab_size] from rows of hidden states [rows, hidden_size]."""
-        return self.head(hidden)
+        """[rows, vocab_size] from rows of hidden states [rows, hidden_size], on the last stage."""
+        assert self._head is not None
+        return self._head(hidden)
 
     def write_logits(self, hidden: Tensor, out: Tensor) -> None:
         """``logits`` into ``out``, on GPUs."""
-        self.head.write(hidden, out)
+        assert self._head is not None
+        self._head.write(hidden, out)
 
-    def named_tensors(self) -> NamedTensors:
-        """Every tensor of the checkpoint with the memory it belongs in."""
-        yield "model.embed_tokens.weight", self.embedding
-        for index, layer in enumerate(self.layers):
-            yield from _prefixed(f"model.layers.{index}.", layer.named_tensors())
-        yield "model.norm.weight", self.norm.weight
-        if not self._tied:
-            yield "lm_head.weight", self.head.weight
+    def parts(self) -> Parts:
+        """What this rank needs of the checkpoint, each with the memory that it belongs in."""
+        if self._embedding is not None:
+            yield _EMBEDDING, self._embedding.part()
+        for index, layer in enumerate(self.layers, self._first_layer):
+            yield from _prefixed(f"model.layers.{index}.", layer.parts())
+        if self._norm is not None:
+            yield _NORM, Part.whole(self._norm.weight)
+        if self._head is not None and not self._config.tie_word_embeddings:
+            yield _HEAD, self._head.part()
+        elif self._head is not None and self._embedding is None:
+            yield _EMBEDDING, self._head.part()
+
+    def elsewhere(self) -> set[str]:
+        """The checkpoint's other tensors: what other stages need, and a copy of the embedding as a tied head."""
+        of_layer = [name for name, _ in self.layers[0].parts()]
+        names = {f"model.layers.{layer}.{name}" for layer in range(self._config.num_layers) for name in of_layer}
+        return (names | {_EMBEDDING, _NORM, _HEAD}).difference(name for name, _ in self.parts())
 
     def seal(self) -> None:
         """Bring filled weights into the form they are used in."""
-        if self._tied and self.embedding.dtype == self._dtype and self.embedding.device.type != "cpu":
-            self.head.weight = self.embedding
-        elif self._tied:
-            self.head.weight.copy_(self.embedding)
-        self.head.seal()
+        if self._head is not None:
+            if self._config.tie_word_embeddings and self._embedding is not None:
+                self._head.tie(self._embedding)
+            self._head.seal()
         for layer in self.layers:
             layer.seal()
+
+    def _begin(self, start: Tensor | Hidden) -> tuple[Tensor, Tensor]:
+        """x, normed for the first layer, and the residual."""
+        norm = self.layers[0].attention_norm
+        if isinstance(start, Hidden):
+            return norm.add(*start), start.residual
+        assert self._embedding is not None
+        residual = self._embedding(start)
+        return norm(residual), residual
+
+
+def _runs_of_heads(config: ModelConfig, world: World) -> tuple[Run, Run]:
+    """What a shard has of the rows of queries, and of those of keys and of values."""
+    split, size = world.place.split, config.head_dim
+    share = split.shares(config.num_kv_heads)[world.place.rank]
+    keys = Run(share.num_heads * size, share.total_heads * size, share.first_head * size)
+    return Run.of_shard(config.num_heads * size, world.place), keys
 
 
 def _head_norms(config: ModelConfig, place: Placement) -> HeadNorms:
@@ -186,14 +231,5 @@ def _head_norms(config: ModelConfig, place: Placement) -> HeadNorms:
     return HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
 
 
-def _parts(linear: Linear, names: tuple[str, ...], sizes: list[int]) -> NamedTensors:
-    """The rows of a fused layer under the names that the checkpoint gives its parts."""
-    for name, weight in zip(names, torch.split(linear.weight, sizes), strict=True):
-        yield f"{name}.weight", weight
-    if linear.bias is not None:
-        for name, bias in zip(names, torch.split(linear.bias, sizes), strict=True):
-            yield f"{name}.bias", bias
-
-
-def _prefixed(prefix: str, tensors: NamedTensors) -> NamedTensors:
-    return ((prefix + name, tensor) for name, tensor in tensors)
+def _prefixed(prefix: str, parts: Parts) -> Parts:
+    return ((prefix + name, part) for name, part in parts)

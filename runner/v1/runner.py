@@ -13,6 +13,7 @@ from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
+from pdserve.split import shard_of
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
@@ -22,20 +23,22 @@ from runner.pending import FinishedStep, step_without_samples
 from runner.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
 from runner.warmup import run_largest_steps, run_small_steps
+from runner.world import World
 
 
 class RunnerV1:
     """Weights, KV cache and sequences of one rank. Sequence state is on the host and copied to the device each step."""
 
-    def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, world: World, progress: Callable[[str, float], None]) -> None:
         """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
-        self._loaded = LoadedModel(config, progress)
+        self._world = world
+        self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
-            layout = layout_that_fits(config, self._device, self._try_out)
+            layout = layout_that_fits(config, world, self._try_out)
         self._allocate(config, layout)
         if self._device.type == "cuda":
             progress("compiling kernels", -1.0)
@@ -45,10 +48,10 @@ class RunnerV1:
 
     def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
         with torch.inference_mode():
-            self._cache = KVCache(layout, self._device)
+            self._cache = KVCache(layout, self._device, config.share)
             self._attention = build_backend(
                 config.attention_backend,
-                config.model,
+                shard_of(config.model, config.place),
                 self._cache,
                 self._loaded.place,
                 config.max_num_seqs,
@@ -100,6 +103,7 @@ class RunnerV1:
     def close(self) -> None:
         for name in ("_loaded", "_cache", "_attention", "_sampler"):
             self.__dict__.pop(name, None)
+        self._world.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -133,13 +137,15 @@ class RunnerV1:
                 slots=self._to_device(pages * self._page_size + positions % self._page_size),
             )
         )
-        return self._loaded.decoder(
+        hidden = self._loaded.decoder(
             self._to_device(table.token_ids[token_rows, positions]),
             self._to_device(positions),
             self._rope_lengths(rows, lengths, positions),
             self._attention,
             None if len(sampling) == len(positions) else self._to_device(query_starts[1:][sampling] - 1),
         )
+        assert isinstance(hidden, Tensor), "pipeline stages are not connected"
+        return hidden
 
     def _rope_lengths(
         self, rows: NDArray[np.int64], lengths: NDArray[np.int64], positions: NDArray[np.int64]

@@ -11,6 +11,7 @@ from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, ScheduledSequence, StepOutput, StepPlan
+from pdserve.split import shard_of
 from runner.attention.build import build_backend
 from runner.kernels.step import take_samples_kernel
 from runner.kv_cache import KVCache
@@ -24,6 +25,7 @@ from runner.v2.sampler import DeviceSampler, Draw, Sampled, SamplingBatch
 from runner.v2.slots import BatchForm, ScheduledBatch, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
 from runner.warmup import run_largest_steps, run_small_steps
+from runner.world import World
 
 _SLOTS, _QUERY_STARTS, _DRAW_OF_ROW, _LAST_TOKENS = range(4)  # the arrays of a step's upload
 
@@ -31,14 +33,15 @@ _SLOTS, _QUERY_STARTS, _DRAW_OF_ROW, _LAST_TOKENS = range(4)  # the arrays of a 
 class RunnerV2:
     """Weights, KV cache and sequences of one rank, whose state is on the device; see runner/v2/__init__.py."""
 
-    def __init__(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, world: World, progress: Callable[[str, float], None]) -> None:
         """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
-        self._loaded = LoadedModel(config, progress)
+        self._world = world
+        self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         layout = config.kv_layout
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
-            layout = layout_that_fits(config, self._device, self._try_out)
+            layout = layout_that_fits(config, world, self._try_out)
         self._allocate(config, layout)
         if self._device.type == "cuda":  # elsewhere Triton interprets, and nothing is compiled
             progress("compiling kernels", -1.0)
@@ -54,10 +57,10 @@ class RunnerV2:
         """Everything whose size depends on the KV cache or on the limits of a step."""
         model, device = config.model, self._device
         max_blocks = config.max_model_len // layout.block_size + 1
-        self._cache = KVCache(layout, device)
+        self._cache = KVCache(layout, device, config.share)
         self._backend = build_backend(
             config.attention_backend,
-            model,
+            shard_of(model, config.place),
             self._cache,
             self._loaded.place,
             config.max_num_seqs,
@@ -165,6 +168,7 @@ class RunnerV2:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._free()
+        self._world.close()
 
     # ------------------------------------------------------------ a step
 
@@ -202,7 +206,9 @@ class RunnerV2:
 
     def _decode(self, tokens: int, keep: Tensor | None) -> Tensor:
         inputs = self._inputs
-        return self._loaded.decoder(inputs.input_ids[:tokens], inputs.positions[:tokens], None, self._backend, keep)
+        hidden = self._loaded.decoder(inputs.input_ids[:tokens], inputs.positions[:tokens], None, self._backend, keep)
+        assert isinstance(hidden, Tensor), "pipeline stages are not connected"
+        return hidden
 
     def _asked(self, scheduled: tuple[ScheduledSequence, ...], form: BatchForm) -> SamplingBatch:
         """What the step's draws ask for; that of the last step where it has the same form."""

@@ -1,0 +1,143 @@
+"""The ranks of a node among themselves: torch.distributed, by NCCL between GPUs and by gloo between CPUs.
+
+Every rank runs the same calls in the same order: what one of them leaves out, the others wait for. Only tensors are
+sent, never objects, so that nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdserve.config import DeviceInfo
+from pdserve.errors import CapacityError, NodeError
+from pdserve.split import Place
+
+_dist: Any = torch.distributed  # torch itself imports it; its types leave out some of what it documents
+
+#: How long ranks wait for each other. A rank that has died is noticed elsewhere, and one that is stopped may go on;
+#: this is the end of those that wait for it in vain, and must be longer than any rank takes to read its weights.
+_PATIENCE = timedelta(minutes=30)
+
+
+class World:
+    """One rank's way to the others. A node of one rank has nobody to talk to: everything is returned as it came.
+
+    Stages talk through the default process group, in which each rank has its number of ``pdserve.split``.
+    """
+
+    def __init__(self, place: Place, device: DeviceInfo, meeting: str) -> None:
+        """Wait until all ranks are there. ``meeting`` is "host:port", which rank 0 opens; "" for one rank.
+
+        Raises CapacityError where rank 0 cannot open it, NodeError where the ranks do not find each other.
+        """
+        self.place = place
+        self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
+        self._shards: Any = None  # process group of this stage's tensor shards
+        self._meets = place.split.num_ranks > 1
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self._meets:
+            self._meet(meeting)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x [tokens, hidden_size] over the shards of this stage.
+
+        x is contiguous, and may be overwritten and returned. The call can be captured into a CUDA graph.
+        """
+        if self._shards is not None:
+            _dist.all_reduce(x, group=self._shards)
+        return x
+
+    def gather_vocabulary(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
+        """Logits [rows, vocab_size] of all tokens from those of each shard, [rows, as many tokens on every shard].
+
+        What exceeds ``vocab_size`` is dropped. Written to ``out`` if given. The call can be captured into a CUDA graph.
+        """
+        if self._shards is None:
+            return logits if out is None else out.copy_(logits)
+        (rows, each), tp = logits.shape, self.place.split.tp
+        parts = logits.new_empty(tp * rows, each)
+        _all_gather(parts, logits, self._shards)
+        if rows == 1 and out is None:
+            return parts.view(1, -1)[:, :vocab_size]
+        runs = [part[:, : max(0, vocab_size - shard * each)] for shard, part in enumerate(parts.view(tp, rows, each))]
+        return torch.cat(runs, dim=1) if out is None else torch.cat(runs, dim=1, out=out)
+
+    def smallest(self, number: int) -> int:
+        """The least of what the ranks of all stages say."""
+        if not self._meets:
+            return number
+        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
+        _dist.all_reduce(numbers, op=_dist.ReduceOp.MIN)
+        return int(numbers.item())
+
+    def close(self) -> None:
+        """Part from the others. Captured graphs with calls in them must be gone. Idempotent."""
+        if self._meets:
+            self._meets, self._shards = False, None
+            _dist.destroy_process_group()
+
+    def _meet(self, meeting: str) -> None:
+        host, _, port = meeting.rpartition(":")
+        host = host.strip("[]")
+        gpu = self.device.type == "cuda"
+        if host == "127.0.0.1":  # all ranks are on this host: nobody else needs to see their ports
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Multicast takes hold of switches between GPUs that other programs of the host share.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        listening = _open(host, int(port)) if self.place.rank == 0 else None
+        num_ranks = self.place.split.num_ranks
+        try:
+            store = _dist.TCPStore(
+                host, int(port), num_ranks, listening is not None, _PATIENCE, False, master_listen_fd=listening
+            )
+            _dist.init_process_group(
+                "nccl" if gpu else "gloo",
+                store=store,
+                rank=self.place.rank,
+                world_size=num_ranks,
+                timeout=_PATIENCE,
+                device_id=self.device if gpu else None,
+            )
+            self._shards = self._group_of_shards()
+        except RuntimeError as exc:
+            message = " ".join(str(exc).split())
+            raise NodeError(
+                f"{self.place} does not reach the other ranks, which meet at {meeting} ({message}); "
+                "start all ranks of the node, with the same --pp and --tp, where this address can be reached"
+            ) from exc
+
+    def _group_of_shards(self) -> Any:
+        """None where a stage has one shard. Every rank takes part in making the group of every stage."""
+        split, groups = self.place.split, []
+        if split.tp == 1:
+            return None
+        if split.pp == 1:
+            return _dist.group.WORLD
+        for stage in range(split.pp):
+            first = split.tp * stage
+            groups.append(_dist.new_group(range(first, first + split.tp), timeout=_PATIENCE))
+        return groups[self.place.stage]
+
+
+def _open(host: str, port: int) -> int:
+    """A socket that listens at the meeting's address, and at no other one of this machine: the store takes it over."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family).detach()
+    except OSError as exc:
+        raise CapacityError(
+            f"ranks cannot meet at {host}:{port}: {exc.strerror}; choose an address of this machine and a free port"
+        ) from exc
+
+
+def _all_gather(parts: Tensor, mine: Tensor, group: Any) -> None:
+    """parts [shards * rows, size] from mine [rows, size]. torch 2.13 renamed the call, and warns of the old name."""
+    gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+    gather(parts, mine, group=group)

@@ -1,0 +1,102 @@
+"""Runners of several ranks, each in a process of its own: ``outcomes_of_ranks`` starts them and asks what they drew.
+
+Run as a script it is one rank: rank and cases come from stdin, outcomes go to stdout, as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from stepper import Running, Stepper
+
+import runner
+from pdserve.config import NodeConfig
+from pdserve.records import SamplingParams, TokenLogprobs
+
+_ROOT = Path(__file__).parent.parent
+_LIMIT = 100.0  # seconds
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Prompts that are run together, once for each kind of sampling."""
+
+    config: NodeConfig  # of any rank
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[SamplingParams, ...]
+    num_tokens: int
+    chunk: int = 1 << 30  # tokens of a prompt in one step
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of one prompt."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class _Order(msgspec.Struct, frozen=True):
+    rank: int
+    cases: tuple[tuple[str, Case], ...]  # with their meetings
+
+
+_Outcomes = list[list[Outcome]]  # of cases, of prompts
+
+
+def outcomes(case: Case, rank: int = 0, meeting: str = "") -> list[Outcome]:
+    """Of this process as one of the case's ranks; of every sampling, one prompt after the other."""
+    config = case.config.for_rank(rank, case.config.device)
+    model_runner = runner.build(config, lambda stage, fraction: None, meeting)
+    stepper = Stepper(model_runner)
+    found: list[Running] = []
+    for sampling in case.samplings:
+        found += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1)
+    model_runner.close()
+    return [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in found]
+
+
+def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
+    """Of every rank, what ``outcomes`` says for each case; V2's kernels are interpreted. Fails where a rank does."""
+    meetings = [f"127.0.0.1:{port}" for port in _free_ports(len(cases))]
+    order = tuple(zip(meetings, cases, strict=True))
+    environ = os.environ | {"PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+        for _ in range(num_ranks)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(_Order(rank, order)))
+            process.stdin.close()
+            process.stdin = None
+        answers = [process.communicate(timeout=_LIMIT)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0] * num_ranks
+    return [msgspec.json.decode(answer, type=_Outcomes) for answer in answers]
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports
+
+
+def _main() -> None:
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=_Order)
+    found = [outcomes(case, order.rank, meeting) for meeting, case in order.cases]
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,70 @@
+"""Nodes of several tensor shards draw the tokens of one rank: real processes, which talk by gloo."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, node_config
+from ranks import Case, Outcome, outcomes, outcomes_of_ranks
+
+from pdserve.records import SamplingParams
+
+GREEDY = SamplingParams(1, temperature=0.0, logprobs=3)
+SAMPLED = SamplingParams(
+    1, temperature=1.3, seed=11, top_k=60, top_p=0.95, min_tokens=3, frequency_penalty=0.3, logit_bias={5: 2.0}
+)
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen3": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 130}),
+    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+}
+FEW = [("llama", "V1", 2), ("qwen3", "V2", 2), ("mistral", "V1", 4)]
+ALL = [(model, version, tp) for model in MODELS for version in ("V1", "V2") for tp in (2, 4)]
+
+
+def case_of(directory: Path, version: str, tp: int, **options: Any) -> Case:
+    lengths, num_tokens = ((5, 37, 20), 6) if version == "V1" else ((5, 26), 4)
+    numbers = random.Random(3)
+    prompts = tuple(tuple(numbers.randrange(128) for _ in range(length)) for length in lengths)
+    backend = {"V1": "torch", "V2": "triton"}[version]
+    config = node_config(directory, tp=tp, runner=version, attention_backend=backend, max_num_seqs=8, **options)
+    return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
+
+
+def check(found: list[Outcome], expected: list[Outcome]) -> None:
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert a.top_ids == b.top_ids
+                assert a.top_logprobs == pytest.approx(b.top_logprobs, abs=1e-4)
+
+
+def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
+    """All cases of as many ranks in one go: starting Python takes longer than most of them."""
+    directories = {name: make_checkpoint(folder / name, MODELS[name][0], **MODELS[name][1]) for name, _, _ in cases}
+    for tp in sorted({tp for _, _, tp in cases}):
+        those = [(name, version) for name, version, shards in cases if shards == tp]
+        ranks = outcomes_of_ranks([case_of(directories[name], version, tp) for name, version in those], tp)
+        for at, (name, version) in enumerate(those):
+            one_rank = case_of(directories[name], version, tp=1)
+            expected = outcomes(one_rank)
+            for rank in ranks:
+                check(rank[at], expected)
+
+
+def test_tokens_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
+    check_shards(FEW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_model_and_runner(tmp_path: Path) -> None:
+    check_shards([case for case in ALL if case not in FEW], tmp_path)
