@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -63,22 +64,19 @@ def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
     """Of every rank, what ``outcomes`` says for each case; V2's kernels are interpreted. Fails where a rank does."""
     meetings = [f"127.0.0.1:{port}" for port in _free_ports(len(cases))]
     order = tuple(zip(meetings, cases, strict=True))
+    command = [sys.executable, __file__]
     environ = os.environ | {"PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-        for _ in range(num_ranks)
-    ]
-    try:
-        for rank, process in enumerate(ranks):
+    with ExitStack() as ends:
+        ranks = []
+        for rank in range(num_ranks):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+            ranks.append(ends.enter_context(process))
+            ends.callback(process.kill)
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(_Order(rank, order)))
             process.stdin.close()
             process.stdin = None
         answers = [process.communicate()[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
     assert [process.returncode for process in ranks] == [0] * num_ranks
     return [msgspec.json.decode(answer, type=_Outcomes) for answer in answers]
 
