@@ -10,6 +10,7 @@ Everything a peer says is checked here, when it is connected: reads can rely on 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -125,10 +126,9 @@ def naming(peer: Peer, rank: RankKV) -> Iterator[None]:
 
 
 def _check_names(peer: Peer) -> None:
-    names = [rank.agent for rank in peer.ranks]
-    for name in set(names):
-        if names.count(name) > 1:
-            raise PeerError(f"{names.count(name)} ranks of peer {peer.node_id} say they are {name}; names are unique")
+    for name, count in Counter(rank.agent for rank in peer.ranks).items():
+        if count > 1:
+            raise PeerError(f"{count} ranks of peer {peer.node_id} say they are {name}; each needs a name of its own")
 
 
 def _part(theirs: RankKV) -> KVShare:

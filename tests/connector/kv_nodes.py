@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 from pdserve.protocols import KVConnector
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
 
@@ -79,15 +79,25 @@ class Reader:
         self.blocks[:] = UNTOUCHED
         self.invalid.clear()
 
+    def wait_for_first_bytes(self) -> None:
+        deadline = time.monotonic() + 10
+        while not (self.blocks[:, 0] != UNTOUCHED).any() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def assert_nothing_lands(self, seconds: float = 0.7) -> None:
+        self.reset()
+        time.sleep(seconds)
+        assert not self.touched()
+
     def touched(self) -> set[int]:
         return set(np.flatnonzero((self.blocks != UNTOUCHED).any(axis=1)).tolist())
 
 
 class Source:
-    """A node in a process of its own, serving ``pattern``."""
+    """A node in a process of its own, serving ``pattern``; or one rank of a node, serving its part of random cells."""
 
-    def __init__(self, agent: str, layout: KVLayout) -> None:
-        arguments = [agent, msgspec.json.encode(layout).decode()]
+    def __init__(self, agent: str, layout: KVLayout, shares: Sequence[KVShare] = (), rank: int = 0) -> None:
+        arguments = [agent, *(msgspec.json.encode(value).decode() for value in (layout, shares, rank))]
         self._process = subprocess.Popen(
             [sys.executable, str(PEER_SCRIPT), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -1,23 +1,28 @@
-"""A node to read from, in a process of its own: ``kv_peer.py AGENT LAYOUT_JSON``.
+"""A rank to read from, in a process of its own: ``kv_peer.py AGENT LAYOUT SHARES RANK``, all but the first as JSON.
 
-Prints its Peer as JSON. Then obeys lines on stdin: ``fill BYTE`` overwrites the whole cache and answers ``ok``.
-Ends with its stdin.
+Prints the Peer that has only this rank, as JSON. Then obeys lines on stdin: ``fill BYTE`` overwrites the whole cache
+and answers ``ok``. Ends with its stdin.
 """
 
 import sys
 
 import msgspec
 import numpy as np
+from kv_ranks import packed, random_cells
 
 from connector import build
-from pdserve.kv import KVLayout
+from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRegion, Peer
 
 
 def main() -> None:
     agent, layout = sys.argv[1], msgspec.json.decode(sys.argv[2], type=KVLayout)
-    cache = np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8)
-    connector = build("nixl", agent)
+    shares, number = msgspec.json.decode(sys.argv[3], type=tuple[KVShare, ...]), int(sys.argv[4])
+    if shares:
+        cache = packed(random_cells(layout, shares[number], layout.num_blocks), layout, shares[number])
+    else:
+        cache = np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8)
+    connector = build("nixl", agent, shares=shares, rank=number)
     rank = connector.register(KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0), layout, lambda: None)
     node_id, _, epoch = agent.rpartition("-")
     print(msgspec.json.encode(Peer(node_id, epoch, (rank,))).decode(), flush=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import KVRegion, RankKV
 
 
@@ -59,6 +59,13 @@ def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, 
         for number, share in enumerate(shares)
     ]
     return Node(layouts, shares)
+
+
+def random_cells(layout: KVLayout, share: KVShare, num_blocks: int) -> NDArray[np.uint8]:
+    """All KV of a model, of which ``share`` is a part, as bytes below 255; the same for every rank of every node."""
+    row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+    size = (num_blocks, share.total_heads, share.total_layers, 2, layout.block_size, row_bytes)
+    return np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
 
 
 def packed(cells: NDArray[Any], layout: KVLayout, share: KVShare) -> NDArray[Any]:

@@ -58,26 +58,8 @@ def make_reader() -> Iterator[MakeReader]:
         reader.connector.close()
 
 
-@pytest.fixture
-def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between machines: the source's CPU takes part, so a source that hangs stalls a read."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-
-
 def connector(peer_timeout: float = 1.5) -> NixlConnector:
     return NixlConnector(f"reader-{os.urandom(4).hex()}", PeerTiming(peer_timeout))
-
-
-def wait_for_first_bytes(reader: Reader) -> None:
-    deadline = time.monotonic() + 10
-    while not (reader.blocks[:, 0] != 255).any() and time.monotonic() < deadline:
-        time.sleep(0.0005)
-
-
-def assert_nothing_lands(reader: Reader, seconds: float = 0.7) -> None:
-    reader.reset()
-    time.sleep(seconds)
-    assert not reader.touched()
 
 
 @pytest.mark.usefixtures("tcp")
@@ -85,11 +67,11 @@ def test_a_source_killed_during_a_read(make_source: MakeSource, make_reader: Mak
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
-    wait_for_first_bytes(reader)
+    reader.wait_for_first_bytes()
     source.kill()
     assert "connection broke" in reader.result(read_id, timeout=10).error
     assert reader.invalid == set(ALL)
-    assert_nothing_lands(reader)
+    reader.assert_nothing_lands()
 
 
 def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: MakeReader) -> None:
@@ -109,12 +91,12 @@ def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: Ma
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
-    wait_for_first_bytes(reader)
+    reader.wait_for_first_bytes()
     source.send(signal.SIGSTOP)
     assert "hangs" in reader.result(read_id, timeout=10).error
     assert reader.invalid == set(ALL)
     source.send(signal.SIGCONT)
-    assert_nothing_lands(reader)
+    reader.assert_nothing_lands()
     assert reader.connect(source.peer) == "", "it goes on in the same life, though nobody waits for its answers"
     assert reader.read(source.epoch, [3], [5]).error == ""
     assert reader.touched() == {3}
@@ -129,7 +111,7 @@ def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: 
     reader.connector.disconnect(source.epoch)
     assert "given up" in reader.result(read_id, timeout=10).error
     source.send(signal.SIGCONT)
-    assert_nothing_lands(reader)
+    reader.assert_nothing_lands()
 
 
 @pytest.mark.usefixtures("tcp")
@@ -151,7 +133,7 @@ def test_closing_while_a_source_hangs_is_quick_and_final(make_source: MakeSource
     reader.order(source.epoch, [1], [1])
     reader.connector.close()
     source.send(signal.SIGCONT)
-    assert_nothing_lands(reader)
+    reader.assert_nothing_lands()
     reader.connector.close()
 
 

@@ -85,6 +85,15 @@ def _two_ranks(reply: pb.HandshakeReply) -> None:
     reply.ranks.add().CopyFrom(reply.ranks[0])
 
 
+def _half_of_the_layers(reply: pb.HandshakeReply) -> None:
+    layout = reply.ranks[0].layout
+    held, of_the_model = layout.num_layers // 2, layout.num_layers
+    layout.num_layers = held
+    share = pb.KVShare(num_layers=held, num_heads=layout.num_kv_heads)
+    share.total_layers, share.total_heads = of_the_model, layout.num_kv_heads
+    reply.ranks[0].share.CopyFrom(share)
+
+
 def _half_the_metadata(reply: pb.HandshakeReply) -> None:
     metadata = reply.ranks[0].metadata
     reply.ranks[0].metadata = metadata[: len(metadata) // 2]
@@ -124,7 +133,16 @@ def _nothing(reply: pb.HandshakeReply) -> None:
 
 
 HANDSHAKES = [
-    *(_no_ranks, _two_ranks, _half_the_metadata, _no_metadata, _noise, _somebody_elses_metadata, _no_layout),
+    *(
+        _no_ranks,
+        _two_ranks,
+        _half_of_the_layers,
+        _half_the_metadata,
+        _no_metadata,
+        _noise,
+        _somebody_elses_metadata,
+        _no_layout,
+    ),
     *(_memory_that_is_not_there, _memory_elsewhere, _another_epoch, _nothing),
 ]
 EVERYDAY = (_half_the_metadata, _memory_that_is_not_there)
