@@ -24,7 +24,7 @@ from torch import Tensor
 
 from runner.kernels.all_reduce import AllReduce, mailbox_bytes
 from runner.kernels.norm import add_rms_norm
-from runner.peer_memory import PeerMemory
+from runner.peer_memory import map_memory
 
 _SUMS = 64
 _REPLAYS = 30
@@ -43,7 +43,8 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         dist.all_gather_into_tensor(handles, torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device))
         return [bytes(handle) for handle in handles.tolist()]
 
-    memory = PeerMemory(mailbox_bytes(world, max(args.rows), args.size), rank, exchange)
+    memory = map_memory(mailbox_bytes(world, max(args.rows), args.size), rank, exchange)
+    assert memory is not None, "GPUs do not reach each other's memory"
     reduce = AllReduce(memory.addresses, rank, max(args.rows), args.size, device)
     for rows in args.rows:
         x = torch.randn(rows, args.size, device=device, dtype=torch.bfloat16)

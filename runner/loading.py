@@ -26,6 +26,8 @@ class LoadedModel:
             self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
         )
         self._config, self._world = config, world
+        if self.place.use_triton:
+            world.use_kernel(config.model.hidden_size)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         layout = None if config.measure_kv_memory else config.kv_layout

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 from pdserve.errors import CapacityError
 
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_HOST_BYTES = 36  # a UUID
+_YES, _NO = b"\1", b"\0"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -21,44 +24,73 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
+def map_memory(num_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes]]) -> PeerMemory | None:
+    """Memory on every rank's GPU that all of them can write to; None on all of them where one cannot reach another.
+
+    ``exchange`` gives every rank's bytes, by rank, to all.
+    """
+    memory = PeerMemory(num_bytes, rank)
+    reached = memory.reach(exchange(memory.introduction()))
+    if all(answer == _YES for answer in exchange(_YES if reached else _NO)):
+        return memory
+    memory.close()
+    return None
+
+
 class PeerMemory:
     """``num_bytes`` of zeroed memory on each rank's GPU, mapped into every rank's process.
 
     ``addresses[r]`` is where that of rank r is in this one. PyTorch must have made the device current on this thread.
     """
 
-    def __init__(self, num_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
-        """``exchange`` gives every rank's bytes, by rank, to all. Raises CapacityError where the driver refuses."""
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        own = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
-        self._call("cuMemsetD8_v2", own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-        self._call("cuCtxSynchronize")
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
-        self._rank = rank
+    def __init__(self, num_bytes: int, rank: int) -> None:
+        """Allocate this rank's. Raises CapacityError where the driver refuses."""
         self.addresses: list[int] = []
-        for peer, theirs in enumerate(exchange(bytes(handle))):
-            self.addresses.append(own.value if peer == rank else self._open(theirs))
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._rank = rank
+        self._own = ctypes.c_uint64()
+        self._handle = _Handle()
+        for function, *args in (
+            ("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(num_bytes)),
+            ("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)),
+            ("cuCtxSynchronize",),
+            ("cuIpcGetMemHandle", ctypes.byref(self._handle), self._own),
+        ):
+            if status := getattr(self._driver, function)(*args):
+                raise CapacityError(
+                    f"{function} failed with CUDA error {status} for {num_bytes} bytes that tensor shards share; lower "
+                    "--gpu-memory-utilization or end other processes on this GPU"
+                )
+
+    def introduction(self) -> bytes:
+        """What others need to reach this rank's memory."""
+        return _host() + bytes(self._handle)
+
+    def reach(self, introductions: list[bytes]) -> bool:
+        """Map everybody's; False where one of them cannot be reached."""
+        for peer, theirs in enumerate(introductions):
+            address = ctypes.c_uint64()
+            handle = _Handle.from_buffer_copy(theirs, _HOST_BYTES)
+            if peer == self._rank:
+                address = self._own
+            elif not theirs.startswith(_host()) or self._driver.cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), handle, _LAZY_PEER_ACCESS
+            ):
+                return False
+            self.addresses.append(address.value)
+        return True
 
     def close(self) -> None:
         """Unmap and free. Nobody may write any more. Idempotent."""
         for peer, address in enumerate(self.addresses):
             if peer != self._rank:
                 self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
-        if self.addresses:
-            self._driver.cuMemFree_v2(ctypes.c_uint64(self.addresses[self._rank]))
         self.addresses = []
+        if self._own.value:
+            self._driver.cuMemFree_v2(self._own)
+            self._own = ctypes.c_uint64()
 
-    def _open(self, handle: bytes) -> int:
-        address = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
-        return address.value
 
-    def _call(self, function: str, *args: object) -> None:
-        status = getattr(self._driver, function)(*args)
-        if status:
-            raise CapacityError(
-                f"{function} failed with CUDA error {status}: the GPUs of a node's tensor shards must be able to reach "
-                "each other's memory; check `nvidia-smi topo -p2p w`"
-            )
+def _host() -> bytes:
+    """The same on two ranks only if they run on one host, since when it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:_HOST_BYTES].ljust(_HOST_BYTES)

@@ -6,10 +6,11 @@ sent, never objects, so that nothing is unpickled.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from torch import Tensor
 from pdserve.config import DeviceInfo
 from pdserve.errors import CapacityError, NodeError
 from pdserve.split import Place
+from runner.peer_memory import PeerMemory, map_memory
 
+if TYPE_CHECKING:
+    from runner.kernels.all_reduce import AllReduce
+
+_log = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch itself imports it; its types leave out some of what it documents
 
 #: How long ranks wait for each other. A rank that has died is noticed elsewhere, and one that is stopped may go on;
@@ -38,7 +44,9 @@ class World:
         """
         self.place = place
         self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
+        self.kernel: AllReduce | None = None  # for sums of few rows, where there is one
         self._shards: Any = None  # process group of this stage's tensor shards
+        self._mailboxes: PeerMemory | None = None
         self._meets = place.split.num_ranks > 1
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -50,9 +58,28 @@ class World:
 
         x is contiguous, and may be overwritten and returned. The call can be captured into a CUDA graph.
         """
+        if self.kernel is not None and self.kernel.takes(x):
+            return self.kernel.sum(x)
         if self._shards is not None:
             _dist.all_reduce(x, group=self._shards)
         return x
+
+    def use_kernel(self, size: int) -> None:
+        """From now on, sum few rows of ``size`` values by our kernel, where GPUs can write to each other's memory.
+
+        All shards must call it. Triton is imported only where it is used.
+        """
+        if self._shards is None or self.device.type != "cuda":
+            return
+        from runner.kernels.all_reduce import AllReduce, mailbox_bytes, most_rows
+
+        tp, shard = self.place.split.tp, self.place.shard
+        rows = most_rows(tp, size)
+        self._mailboxes = map_memory(mailbox_bytes(tp, rows, size), shard, self._gather_bytes)
+        if self._mailboxes is None:
+            _log.warning("%s sums by NCCL alone: the GPUs of its stage do not reach each other's memory", self.place)
+        else:
+            self.kernel = AllReduce(self._mailboxes.addresses, shard, rows, size, self.device)
 
     def gather_vocabulary(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
         """Logits [rows, vocab_size] of all tokens from those of each shard, [rows, as many tokens on every shard].
@@ -62,6 +89,9 @@ class World:
         if self._shards is None:
             return logits if out is None else out.copy_(logits)
         (rows, each), tp = logits.shape, self.place.split.tp
+        if rows == 1 and out is not None and out.is_contiguous() and tp * each == vocab_size:
+            _all_gather(out.view(tp, each), logits, self._shards)
+            return out
         parts = logits.new_empty(tp * rows, each)
         _all_gather(parts, logits, self._shards)
         if rows == 1 and out is None:
@@ -80,7 +110,9 @@ class World:
     def close(self) -> None:
         """Part from the others. Captured graphs with calls in them must be gone. Idempotent."""
         if self._meets:
-            self._meets, self._shards = False, None
+            self._meets, self._shards, self.kernel = False, None, None
+            if self._mailboxes is not None:
+                self._mailboxes.close()
             _dist.destroy_process_group()
 
     def _meet(self, meeting: str) -> None:
@@ -124,6 +156,13 @@ class World:
             first = split.tp * stage
             groups.append(_dist.new_group(range(first, first + split.tp), timeout=_PATIENCE))
         return groups[self.place.stage]
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """What each shard of this stage gave, all of one length."""
+        one = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)[None]
+        all_ = one.new_empty(self.place.split.tp, len(mine))
+        _all_gather(all_, one, self._shards)
+        return [bytes(row) for row in all_.tolist()]
 
 
 def _open(host: str, port: int) -> int:

@@ -6,19 +6,23 @@ from torch import Tensor
 
 from runner.kernels.activation import silu_mul
 from runner.kernels.norm import add_rms_norm, rms_norm
+from runner.world import World
 
 
 class TritonOps:
     """Implements runner.models.ops.Ops."""
 
-    def __init__(self, eps: float) -> None:
-        self._eps = eps
+    def __init__(self, eps: float, world: World) -> None:
+        self._eps, self._world = eps, world
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return add_rms_norm(x, residual, weight, self._eps)
+        kernel = self._world.kernel
+        if kernel is not None and kernel.takes(x):
+            return kernel.add_norm(x, residual, weight, self._eps)
+        return add_rms_norm(self._world.all_reduce(x), residual, weight, self._eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)

@@ -22,7 +22,10 @@ _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm
 
 
 class Hidden(NamedTuple):
-    """What a stage hands to the next one: x is still to be added to the residual. Each [tokens, hidden_size]."""
+    """What a stage hands to the next one, shard to shard, each [tokens, hidden_size].
+
+    Of x each shard has a part; their sum is still to be added to the residual.
+    """
 
     x: Tensor
     residual: Tensor
@@ -37,7 +40,7 @@ class RMSNorm:
         return self._ops.norm(x, self.weight)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add x to ``residual`` in place, and norm the sum."""
+        """Add x, of which each shard has a part, to ``residual`` in place, and norm the sum."""
         return self._ops.add_norm(x, residual, self.weight)
 
 
@@ -48,7 +51,7 @@ class Attention:
         queries, keys = _runs_of_heads(config, world)
         runs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv = ColumnParallel(config.hidden_size, runs, config.attention_bias, place)
-        self.out = RowParallel("o_proj", queries, config.hidden_size, config.attention_bias, world, place)
+        self.out = RowParallel("o_proj", queries, config.hidden_size, config.attention_bias, world.place, place)
         self._norms = _head_norms(config, place) if config.qk_norm else None
 
     def attend(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
@@ -76,7 +79,7 @@ class MLP:
         self._ops = ops
         run = Run.of_shard(config.intermediate_size, world.place)
         self.gate_up = ColumnParallel(config.hidden_size, {"gate_proj": run, "up_proj": run}, config.mlp_bias, place)
-        self.down = RowParallel("down_proj", run, config.hidden_size, config.mlp_bias, world, place)
+        self.down = RowParallel("down_proj", run, config.hidden_size, config.mlp_bias, world.place, place)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._ops.silu_mul(self.gate_up(x)))
@@ -102,7 +105,8 @@ class DecoderLayer:
     ) -> Hidden:
         """From the residual and x, its norm; all are [tokens, hidden_size].
 
-        What attention adds is added here, in place; the caller adds the result, together with the norm that follows.
+        What attention adds is added here, in place; the caller adds the result (each shard has a part of it), together
+        with the norm that follows.
         ``keep`` [kept] names the tokens to go on with after attention: the results are [kept, hidden_size].
         """
         heads = self.attention.attend(x, turn, backend)
@@ -131,7 +135,7 @@ class Decoder:
         """``config`` is that of the whole model."""
         self._config, stage = config, world.place
         self._first_layer = stage.layers.start
-        ops = build_ops(config.rms_norm_eps, place, use_triton)
+        ops = build_ops(config.rms_norm_eps, world, place, use_triton)
         self._embedding = Embedding(config, world, place) if stage.is_first else None
         self.layers = [DecoderLayer(config, layer, world, place, ops) for layer in range(len(stage.layers))]
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from runner.linear import Placement
 from runner.norm import rms_norm
+from runner.world import World
 
 
 class Ops(Protocol):
@@ -19,32 +20,36 @@ class Ops(Protocol):
         """x normed and scaled by weight [size]."""
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        """Add x to ``residual`` in place; the sum, as rounded there, normed and scaled by weight [size]."""
+        """Add x to ``residual`` in place; the sum, as rounded there, normed and scaled by weight [size].
+
+        Of x each tensor shard has a part: what is added is the sum of all. x may be overwritten.
+        """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, [tokens, size], from both side by side, [tokens, 2 * size]."""
 
 
-def build_ops(eps: float, place: Placement, use_triton: bool) -> Ops:
+def build_ops(eps: float, world: World, place: Placement, use_triton: bool) -> Ops:
     """Triton is imported only where it is used."""
     if not use_triton:
-        return TorchOps(eps, place)
+        return TorchOps(eps, world, place)
     from runner.kernels.ops import TritonOps
 
-    return TritonOps(eps)
+    return TritonOps(eps, world)
 
 
 class TorchOps:
     """Implements Ops on any device."""
 
-    def __init__(self, eps: float, place: Placement) -> None:
+    def __init__(self, eps: float, world: World, place: Placement) -> None:
+        self._world = world
         self._eps = torch.tensor(eps, device=place.device)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(residual.add_(x), weight, self._eps)
+        return rms_norm(residual.add_(self._world.all_reduce(x)), weight, self._eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """Matrix products that the tensor shards of a stage share, and which part of the checkpoint's weights each needs.
 
 column parallel   each shard computes a run of the outputs, from all inputs
-row parallel      each shard has a run of the inputs; the shards' results are added up
+row parallel      each shard has a run of the inputs; the shards' results are still to be added up
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from pdserve.split import Place
 from runner.linear import Linear, Placement
 from runner.weights import Part
-from runner.world import World
 
 Parts = Iterator[tuple[str, Part]]  # by name in the checkpoint
 
@@ -59,13 +58,13 @@ class ColumnParallel:
 
 
 class RowParallel:
-    def __init__(self, name: str, run: Run, out_features: int, bias: bool, world: World, place: Placement) -> None:
-        self._name, self._run, self._world = name, run, world
+    def __init__(self, name: str, run: Run, out_features: int, bias: bool, stage: Place, place: Placement) -> None:
+        self._name, self._run, self._stage = name, run, stage
         self._linear = Linear(run.size, out_features, bias, place)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, size of the run] → [tokens, out_features], the same on all shards."""
-        return self._world.all_reduce(self._linear(x))
+        """[tokens, size of the run] → this shard's part of [tokens, out_features]; the norm that follows sums them."""
+        return self._linear(x)
 
     def parts(self) -> Parts:
         weight, bias = self._linear.weight, self._linear.bias
@@ -74,6 +73,6 @@ class RowParallel:
             yield f"{self._name}.bias", Part.whole(bias)
 
     def seal(self) -> None:
-        if self._linear.bias is not None and self._world.place.shard > 0:
+        if self._linear.bias is not None and self._stage.shard > 0:
             self._linear.bias.zero_()  # the sum shall have it once
         self._linear.seal()

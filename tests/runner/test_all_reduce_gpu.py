@@ -31,7 +31,7 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
 
     from runner.kernels.all_reduce import AllReduce, mailbox_bytes
     from runner.norm import rms_norm
-    from runner.peer_memory import PeerMemory
+    from runner.peer_memory import map_memory
 
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
@@ -44,7 +44,8 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
 
     try:
         for size in SIZES:
-            memory = PeerMemory(mailbox_bytes(world, max(ROWS), size), rank, exchange)
+            memory = map_memory(mailbox_bytes(world, max(ROWS), size), rank, exchange)
+            assert memory is not None
             reduce = AllReduce(memory.addresses, rank, max(ROWS), size, torch.device("cuda", rank))
             for turn in range(12):
                 rows = ROWS[turn % len(ROWS)]

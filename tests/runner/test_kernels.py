@@ -7,6 +7,8 @@ import torch
 from attention_steps import Shape, make_inputs
 from torch import Tensor
 
+from pdserve.config import DeviceInfo
+from pdserve.split import Split
 from runner.attention import HeadNorms, HeadTurn
 from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
@@ -15,8 +17,10 @@ from runner.linear import Placement
 from runner.models.ops import TorchOps
 from runner.norm import rms_norm
 from runner.rope import apply_rotary, widen
+from runner.world import World
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALONE = World(Split(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
 EPS = 1e-5
 # Kernels round once, torch after every operation.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -34,14 +38,14 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def reference_ops(dtype: torch.dtype) -> TorchOps:
-    return TorchOps(EPS, Placement(DEVICE, dtype, dtype, use_triton=False))
+    return TorchOps(EPS, ALONE, Placement(DEVICE, dtype, dtype, use_triton=False))
 
 
 @dtypes
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 100), (3, 1536)])
 def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-    assert_close(TritonOps(EPS).norm(x, weight), reference_ops(dtype).norm(x, weight))
+    assert_close(TritonOps(EPS, ALONE).norm(x, weight), reference_ops(dtype).norm(x, weight))
 
 
 @dtypes
@@ -49,21 +53,21 @@ def test_norm_of_a_sum_changes_the_residual(dtype: torch.dtype) -> None:
     x, residual, weight = (random(3, 200, dtype=dtype, seed=seed) for seed in range(3))
     weight, expected = weight[0].contiguous(), residual.clone()
     normed = reference_ops(dtype).add_norm(x, expected, weight)
-    assert_close(TritonOps(EPS).add_norm(x, residual, weight), normed)
+    assert_close(TritonOps(EPS, ALONE).add_norm(x, residual, weight), normed)
     assert_close(residual, expected)
 
 
 def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
     x, weight = random(4, 96, dtype=torch.bfloat16), random(96, dtype=torch.bfloat16, seed=1)
-    together = TritonOps(EPS).norm(x, weight)
-    assert torch.equal(together[2:3], TritonOps(EPS).norm(x[2:3].clone(), weight))
+    together = TritonOps(EPS, ALONE).norm(x, weight)
+    assert torch.equal(together[2:3], TritonOps(EPS, ALONE).norm(x[2:3].clone(), weight))
 
 
 @dtypes
 @pytest.mark.parametrize("size", [32, 1024, 1500])
 def test_silu_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
-    assert_close(TritonOps(EPS).silu_mul(gate_up), reference_ops(dtype).silu_mul(gate_up))
+    assert_close(TritonOps(EPS, ALONE).silu_mul(gate_up), reference_ops(dtype).silu_mul(gate_up))
 
 
 @dtypes
