@@ -49,6 +49,12 @@ class BlockPool:
     def count(self, use: Use) -> int:
         return self._counts[use]
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Blocks that are free, held, leased, quarantined."""
+        free, held, leased, quarantined = self._counts
+        return free, held, leased, quarantined
+
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` nobody uses at present."""
         return sum(self._use[block] is Use.FREE for block in blocks)

@@ -1,38 +1,13 @@
-"""A step while it is being planned: every decode, then prompts one after the other, within a budget of tokens."""
+"""A step while it is being planned: decodes, then prompts one after the other, within a budget of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
+from engine.microbatch import Participants
 from engine.requests import Sequence
 from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
 FULL_STEP = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class Participants:
-    """Of a step. A decode computes one token and samples the next; other parts of a sequence count as prompts."""
-
-    decodes: list[Sequence] = field(default_factory=list)
-    prompts: list[Sequence] = field(default_factory=list)
-
-    @classmethod
-    def among(cls, running: Iterable[Sequence]) -> Participants:
-        """Those that miss tokens."""
-        found = cls()
-        for sequence in running:
-            missing = sequence.missing
-            if missing == 1 and sequence.length > sequence.prompt_len:
-                found.decodes.append(sequence)
-            elif missing:
-                found.prompts.append(sequence)
-        return found
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.prompts)
 
 
 class StepDraft:
@@ -43,7 +18,8 @@ class StepDraft:
     step would get their first tokens later. So short prompts go together, and long ones one after the other.
     """
 
-    def __init__(self, max_tokens: int, full_step: int) -> None:
+    def __init__(self, step: int, max_tokens: int, full_step: int) -> None:
+        self._step = step
         self._tokens_left = max_tokens
         self._full_step = full_step
         self._prompt_tokens = 0
@@ -56,16 +32,12 @@ class StepDraft:
     def takes_prompts(self) -> bool:
         return self._tokens_left > 0 and self._prompt_tokens < self._full_step
 
-    def add_decodes(self, sequences: list[Sequence]) -> None:
-        """One token of each, ahead of all prompts. No step is too small for all sequences that may run."""
-        for sequence in sequences:
-            if sequence.known_blocks != len(sequence.blocks):
-                self._tell_blocks(sequence)
-            self._scheduled.append(sequence.decode)
-            sequence.num_launched += 1
-            sequence.length += 1
-        self._tokens_left -= len(sequences)
-        self.participants.decodes.extend(sequences)
+    def add_running(self, participants: Participants) -> None:
+        """Those of the running sequences that may take part: all decodes, and of the prompts as many as fit."""
+        self._add_decodes(participants.decodes)
+        for sequence in participants.prompts:
+            if self.takes_prompts:
+                self.add_prompt(sequence)
 
     def add_prompt(self, sequence: Sequence) -> None:
         """As many of its missing tokens as there is room for; ``takes_prompts`` must hold."""
@@ -79,15 +51,26 @@ class StepDraft:
         self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
         self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens
+        sequence.last_step = self._step
         sequence.num_launched += num_tokens
         sequence.length += num_tokens == missing
         self.participants.prompts.append(sequence)
 
-    def plan(
-        self, step: int, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]
-    ) -> StepPlan:
+    def plan(self, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]) -> StepPlan:
         new, scheduled, new_blocks = tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks)
-        return StepPlan(step, finished, new, scheduled, new_blocks, connector, digests)
+        return StepPlan(self._step, finished, new, scheduled, new_blocks, connector, digests)
+
+    def _add_decodes(self, sequences: list[Sequence]) -> None:
+        """One token of each, ahead of all prompts. No step is too small for all sequences that may run."""
+        for sequence in sequences:
+            if sequence.known_blocks != len(sequence.blocks):
+                self._tell_blocks(sequence)
+            self._scheduled.append(sequence.decode)
+            sequence.last_step = self._step
+            sequence.num_launched += 1
+            sequence.length += 1
+        self._tokens_left -= len(sequences)
+        self.participants.decodes.extend(sequences)
 
     def _tell_blocks(self, sequence: Sequence) -> None:
         """The runner is told of all blocks of a sequence; together with the sequence where it does not know that."""

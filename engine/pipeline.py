@@ -2,7 +2,8 @@
 
     plan n+1 ──launch──► [ n+1, n ] ──result of n──► apply n, emit, plan n+2 while the device computes n+1
 
-How many steps may be in flight is the runner's to say; with one, a step is taken in where it was launched.
+How many steps may be in flight is the runner's to say; with one, a step is taken in where it was launched. Where the
+model is split into pipeline stages they are as many as there are stages, each at another stage, or one more.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
+        stages=config.split.pp,
         eos_token_ids=config.model.eos_token_ids,
         kv_checksum=config.kv_checksum,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
+from pdserve.records import KVConnectorOutput
 from pdserve.transports import Connected
 
 
@@ -33,6 +34,13 @@ class Report:
             or self.failed_peers
             or self.status_changed
         )
+
+    def refuse(self, rid: int, kind: str, text: str) -> None:
+        self.refused.append(Refused(rid, kind, text))
+
+    def peers_changed(self, news: KVConnectorOutput) -> None:
+        self.connected += news.connected
+        self.failed_peers += news.failed_peers
 
     def take(self, status: Status) -> Batch:
         """All of it as one message; the report is empty afterwards."""

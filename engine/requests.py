@@ -57,6 +57,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     known_blocks: int = -1  # how many of its blocks the runner was told; -1: it does not know the sequence
     room: int = 0  # tokens that fit into its blocks
+    last_step: int = 0  # that it took part in
     full_at: int = 0  # so many computed tokens fill the next block that is to be offered to the prefix cache
     decode: ScheduledSequence = field(init=False)  # its part of a step while it decodes
 

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from itertools import chain, islice
+from itertools import chain
 
 import msgspec
 
-from engine.blocks import BlockPool, Use
+from engine.blocks import BlockPool
 from engine.choices import Choices
 from engine.digests import Announcements, Digests
-from engine.draft import Participants, StepDraft
+from engine.draft import StepDraft
 from engine.kv_space import KVSpace
-from engine.messages import Batch, Mode, Refused, Status, Submit, Totals
+from engine.messages import Batch, Mode, Status, Submit, Totals
+from engine.microbatch import StepsInFlight
 from engine.report import Report
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
@@ -39,7 +40,8 @@ from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPl
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. ``full_step`` is explained at StepDraft.
+    Steps are applied in the order in which they were planned. ``full_step`` is explained at StepDraft, ``stages`` are
+    those of engine/microbatch.py.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Scheduler:
         max_batch_tokens: int,
         full_step: int,
         max_waiting: int,
+        stages: int = 1,
         eos_token_ids: Collection[int] = (),
         kv_checksum: bool = False,
     ) -> None:
@@ -72,7 +75,7 @@ class Scheduler:
         self._announcements = Announcements(self.report, checks)
         self.reservations = Reservations(self.transfers, self.report, checks, block_size)
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
-        self._in_flight: deque[Participants] = deque()  # per step that was planned and not applied, oldest first
+        self._in_flight = StepsInFlight(stages)
         self._forgotten: list[int] = []  # sequences the runner must drop
         self._num_plans = 0
 
@@ -83,11 +86,11 @@ class Scheduler:
         needed = self._kv.blocks_for(len(prompt) + 1)
         if needed > self.pool.total:
             text = f"a prompt of {len(prompt)} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.report.refused.append(Refused(message.rid, "RequestTooLong", text))
+            self.report.refuse(message.rid, "RequestTooLong", text)
             return
         if len(self._waiting) >= self._max_waiting:
             text = f"{len(self._waiting)} requests are waiting, the limit is {self._max_waiting}; come back later"
-            self.report.refused.append(Refused(message.rid, "Overloaded", text))
+            self.report.refuse(message.rid, "Overloaded", text)
             return
         request = Request(message.rid, prompt, message.sampling, message.mode, message.cache_salt, message.skip_tokens)
         self._requests[request.rid] = request
@@ -139,19 +142,18 @@ class Scheduler:
         return not (self._running or orders or (self._head is not None and self._kv.fits(self._head)))
 
     def plan(self) -> StepPlan:
-        """The next step: every decode, then prompts one after the other, within the token budget."""
-        draft = StepDraft(self._max_batch_tokens, self._full_step)
+        """The next step: decodes, then prompts one after the other, within the token budget."""
+        self._num_plans += 1
+        draft = StepDraft(self._num_plans, self._max_batch_tokens, self._full_step)
         if self._add_running(draft):
             self._admit(draft)
-        if draft.participants:
-            self._in_flight.append(draft.participants)
-        self._num_plans += 1
+        self._in_flight.add(self._num_plans, draft.participants)
         finished, self._forgotten = tuple(self._forgotten), []
-        return draft.plan(self._num_plans, finished, self.transfers.take_orders(), self._digests.take_orders())
+        return draft.plan(finished, self.transfers.take_orders(), self._digests.take_orders())
 
     def prepare(self) -> None:
         """Use the time while the device computes, or KV is read: work that would otherwise delay the next token."""
-        for sequence in chain(self._in_flight[-1].prompts if self._in_flight else (), self.reservations.take_started()):
+        for sequence in chain(self._in_flight.newest_prompts, self.reservations.take_started()):
             self._kv.prepare(sequence)
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput) -> None:
@@ -161,8 +163,7 @@ class Scheduler:
             self.totals.steps += 1
         self._digests.arrived(output.step.digests)
         self.reservations.reads_ended(output.connector.finished_recving)
-        self.report.connected += output.connector.connected
-        self.report.failed_peers += output.connector.failed_peers
+        self.report.peers_changed(output.connector)
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
@@ -170,29 +171,24 @@ class Scheduler:
         return self.report.take(self.status()) if self.report else None
 
     def status(self) -> Status:
-        count = self.pool.count
-        blocks = count(Use.FREE), count(Use.HELD), count(Use.LEASED), count(Use.QUARANTINED)
         requests = len(self._waiting), len(self.reservations), len(self._running)
-        return Status(*blocks, self.pool.total, *requests, msgspec.structs.replace(self.totals))
+        return Status(*self.pool.counts, self.pool.total, *requests, msgspec.structs.replace(self.totals))
 
     # ------------------------------------------------------------ planning
 
     def _add_running(self, draft: StepDraft) -> bool:
-        """Every decode, with a block for its token, then prompts; the latest admitted make way when blocks are lacking.
+        """Decodes, with a block for each one's token, then prompts; the latest admitted make way where blocks lack.
 
         False while they cannot make way, since steps in flight write to their blocks: let these steps end first.
         """
-        runnable = Participants.among(self._running.values())
+        runnable = self._in_flight.choose(self._running.values())
         while not self._kv.grow(runnable.decodes):
             if self._in_flight:
                 return False
             # Not one that computes for a peer: what the peer was told of could not be freed.
             self._preempt(next(s for s in reversed(self._running.values()) if s.request.mode is not Mode.LEASE))
-            runnable = Participants.among(self._running.values())
-        draft.add_decodes(runnable.decodes)
-        for sequence in runnable.prompts:
-            if draft.takes_prompts:
-                draft.add_prompt(sequence)
+            runnable = self._in_flight.choose(self._running.values())
+        draft.add_running(runnable)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -231,15 +227,12 @@ class Scheduler:
 
     def _apply_step(self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...]) -> None:
         """Take in the oldest step in flight."""
-        step = self._in_flight.popleft()
-        num_decodes = len(step.decodes)
-        for sequence, sample in zip(step.decodes, samples[:num_decodes], strict=True):
+        step = self._in_flight.pop()
+        for sequence, sample in step.decoded(samples):
             if self._add_computed(sequence, 1) and not self._choices.take(sequence, sample):
                 self._finish(sequence)
-        rest = iter(samples[num_decodes:])
-        for sequence, item in zip(step.prompts, scheduled[num_decodes:], strict=True):
-            drawn = tuple(islice(rest, item.num_samples))
-            if self._add_computed(sequence, item.num_tokens):
+        for sequence, num_tokens, drawn in step.computed(scheduled, samples):
+            if self._add_computed(sequence, num_tokens):
                 self._apply_prompt(sequence, drawn)
 
     def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -113,6 +113,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 _CPU_KV_MEMORY = 1 << 30
 _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a larger step fills a GPU better, a smaller one holds others up less
+_STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothing to do before the first step's end
 
 
 def resolve(
@@ -152,7 +153,7 @@ def resolve(
         decision=decision,
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=_choose_batch_tokens(options, device, choices),
+        max_batch_tokens=_choose_batch_tokens(options, device, split, choices),
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
@@ -308,12 +309,15 @@ def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Deci
     return possible
 
 
-def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, choices: list[str]) -> int:
+def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, split: Split, choices: list[str]) -> int:
     if options.max_batch_tokens is not None:
         return options.max_batch_tokens
-    usual = _BATCH_TOKENS[device.kind]
+    usual = (_BATCH_TOKENS if split.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
     tokens = max(usual, options.max_num_seqs)
-    choices.append(f"max_batch_tokens={tokens}: {usual} on a {device.kind.upper()} device, and at least max_num_seqs")
+    where = f"on a {device.kind.upper()} device"
+    if split.pp > 1:
+        where += ", so that pipeline stages compute parts of one prompt at the same time"
+    choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
     return tokens
 
 

@@ -23,13 +23,14 @@ class PendingStep(Protocol):
 class ModelRunner(Protocol):
     """Owns the weights, the KV cache and the state of running sequences on one rank.
 
-    V1 and V2 implement it alike. All that can be told from above is ``max_in_flight``: a runner with 2 can be given the
-    next plan before the tokens of the last one are known, since it takes sampled tokens over by itself.
+    V1 and V2 implement it alike. All that can be told from above is ``max_in_flight``: a runner with one step for each
+    pipeline stage is never given a plan that goes on with a token of a step in flight (engine/microbatch.py says why);
+    one with a step more is, since it takes sampled tokens over by itself.
     """
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be launched without their results having been taken, at least 1."""
+        """How many steps may be launched without their results having been taken: one per stage, or one more."""
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -42,7 +43,7 @@ class ModelRunner(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Start one step. A plan without scheduled sequences only updates state.
 
-        A sequence may be scheduled for the token that an earlier step, still in flight, is sampling for it.
+        Where ``max_in_flight`` allows for it, a sequence may be scheduled for the token that a step in flight samples.
         """
 
     def reload_weights(self, model_dir: str) -> None:

@@ -34,6 +34,7 @@ class RunnerV1:
         self._world = world
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
+        self._max_in_flight = config.split.pp
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout
         if config.measure_kv_memory:
@@ -76,7 +77,7 @@ class RunnerV1:
 
     @property
     def max_in_flight(self) -> int:
-        return 1
+        return self._max_in_flight
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:

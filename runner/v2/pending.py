@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pdserve.records import Sample, StepOutput, TokenLogprobs
 from runner.v2.sampler import Sampled, SamplingBatch
-from runner.v2.state import RING
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class _Landing:
 class ToHost:
     """Copies results to the host beside the device's main stream, so that neither the next step nor the host waits."""
 
-    def __init__(self, device: torch.device, draws: int) -> None:
+    def __init__(self, device: torch.device, draws: int, max_in_flight: int) -> None:
         """Made for steps of ``draws`` tokens; takes more, too."""
         self._stream: torch.cuda.Stream | None = None
         self._landings: list[_Landing] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            self._landings = [_Landing(draws) for _ in range(RING)]
+            self._landings = [_Landing(draws) for _ in range(max_in_flight + 1)]
 
     def send(self, step: int, batch: SamplingBatch, sampled: Sampled) -> TokensInFlight:
         if self._stream is None:

@@ -38,6 +38,7 @@ class RunnerV2:
         self._world = world
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
+        self._max_in_flight = config.split.pp + 1
         layout = config.kv_layout
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
@@ -66,13 +67,13 @@ class RunnerV2:
             config.max_num_seqs,
         )
         self._state = DeviceState(config.max_num_seqs, config.max_model_len + 1, max_blocks, device)
-        self._uploader = Uploader(config.max_batch_tokens + 8 * config.max_num_seqs, device)
+        self._uploader = Uploader(config.max_batch_tokens + 8 * config.max_num_seqs, self._max_in_flight, device)
         self._slots = Slots(self._state, self._uploader)
         self._inputs = StepInputs(
             config.max_num_seqs, config.max_batch_tokens, max_blocks * layout.pages_per_block, layout, device
         )
         self._sampler = DeviceSampler(model.vocab_size, model.eos_token_ids, self._state)
-        self._to_host = ToHost(device, config.max_num_seqs)
+        self._to_host = ToHost(device, config.max_num_seqs, self._max_in_flight)
         self._graphs = StepGraphs(())
         # What graphs leave behind: logits of steps of single tokens, hidden states of others.
         dtype, most = self._loaded.place.dtype, max(shape.tokens for shape in _shapes(config))
@@ -123,7 +124,7 @@ class RunnerV2:
 
     @property
     def max_in_flight(self) -> int:
-        return 2
+        return self._max_in_flight
 
     @property
     def kv_layout(self) -> KVLayout:

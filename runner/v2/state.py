@@ -11,8 +11,6 @@ from torch import Tensor
 
 from runner.kernels.step import WRITE_CHUNK, apply_writes_kernel
 
-RING = 4  # uploads that may be on their way at once: two steps in flight, one being written, one to spare
-
 
 class DeviceState:
     """Three tables with a row per slot, all views of one int32 allocation, so that one kernel writes to any of them."""
@@ -48,10 +46,12 @@ class Upload:
 class Uploader:
     """Collects writes to the state and sends them, with a step's own arrays, in one copy from pinned memory."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, max_in_flight: int, device: torch.device) -> None:
+        """Made for ``capacity`` words; takes more, too."""
         self._device = device
         self._writes: list[tuple[int, NDArray[np.int32]]] = []
         self._turn = 0
+        self._ring = max_in_flight + 2  # those of the steps in flight, one that is written, and one to spare
         self._host: list[Tensor] = []
         self._host_words: list[NDArray[np.int32]] = []  # the same memory
         self._words = torch.empty(0)
@@ -80,7 +80,7 @@ class Uploader:
             words[at : at + len(array)] = array
             at += len(array)
         self._words[:total].copy_(host[:total], non_blocking=True)
-        self._turn = (self._turn + 1) % RING
+        self._turn = (self._turn + 1) % self._ring
         return Upload(self._words, len(writes), longest, tuple(arrays_at))
 
     def apply(self, upload: Upload, state: DeviceState) -> None:
@@ -92,6 +92,6 @@ class Uploader:
     def _allocate(self, capacity: int) -> None:
         # Copies that are on their way keep what they read: the caching allocators know of them.
         pinned = self._device.type == "cuda"
-        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(self._ring)]
         self._host_words = [words.numpy() for words in self._host]
         self._words = torch.empty(capacity, dtype=torch.int32, device=self._device)

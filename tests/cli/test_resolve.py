@@ -189,6 +189,8 @@ def test_cuda_graphs(resolved: Resolve, device: DeviceInfo, changes: dict[str, A
     [
         (HOST, {}, 2048),
         (H200, {}, 8192),
+        (HOST, {"pp": 2}, 512),
+        (H200, {"pp": 2}, 2048),
         (HOST, {"max_num_seqs": 4096}, 4096),
         (H200, {"max_batch_tokens": 512}, 512),
     ],

@@ -67,8 +67,8 @@ class Reply:
 class PrefillSide:
     """What P's front does, around its LeaseTable; and P's engine."""
 
-    def __init__(self, depth: int) -> None:
-        self.node = Node(P_BLOCKS, depth)
+    def __init__(self, depth: tuple[int, int]) -> None:
+        self.node = Node(P_BLOCKS, *depth)
         self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
         self._numbers = count(1)
         self._calls: dict[int, Call] = {}  # by lease, that have not ended
@@ -154,9 +154,9 @@ class Attempt:
 class DecodeSide:
     """What D's front does, around its Handoffs; and D's engine. ``outbox`` is what it sends to P."""
 
-    def __init__(self, depth: int, memory_of: Callable[[str], ToyRunner | None]) -> None:
+    def __init__(self, depth: tuple[int, int], memory_of: Callable[[str], ToyRunner | None]) -> None:
         self.connector = SlowConnector("d", memory_of)
-        self.node = Node(D_BLOCKS, depth, connector=self.connector)
+        self.node = Node(D_BLOCKS, *depth, connector=self.connector)
         self.connector.runner = self.node.runner
         self.peer = ""  # epoch of it that we are connected to
         self.prompts: dict[int, list[int]] = {}

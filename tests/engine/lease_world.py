@@ -29,13 +29,13 @@ class World:
     A clock that is slower than ``SLOWEST`` is broken: then P may take blocks back that D reads, and D has to notice.
     """
 
-    def __init__(self, depth: int, rate: float) -> None:
+    def __init__(self, depth: tuple[int, int], rate: float) -> None:
         self.depth = depth
         self.rate = rate
         self.now = 0.0  # by P's clock
         self.prompts = count()
-        self.p = PrefillSide(depth)
-        self.d = DecodeSide(depth, self.memory_of)
+        self.p = PrefillSide(self.depth)
+        self.d = DecodeSide(self.depth, self.memory_of)
         self.d.connect(self.p)
         self.requests: list[Request] = []
         self.replies: list[Reply] = []

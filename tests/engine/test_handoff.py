@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import reference
 from toy_fleet import STAGES, Fleet, Job
-from toy_node import Node
+from toy_node import DEPTHS, Node
 
 from engine.messages import Mode
 from pdserve.records import SamplingParams
 
-DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
 
 
-@DEPTHS
+@each_depth
 @given(
     requests=st.lists(
         st.tuples(
@@ -30,9 +30,9 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2])
         max_size=8,
     )
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
-    depth: int, requests: list[tuple[int, int, int, bool, str, str]]
+    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str]]
 ) -> None:
     """Handed over, given up, cancelled, broken or expired at any stage: right tokens, and every block comes back.
 
@@ -42,12 +42,12 @@ def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
         Job([7 if shared else rid] * length, SamplingParams(max_tokens=max_tokens, n=n), what=what, when=when)
         for rid, (length, max_tokens, n, shared, what, when) in enumerate(requests)
     ]
-    fleet = Fleet(Node(96, depth), Node(72, depth), jobs)
+    fleet = Fleet(Node(96, *depth), Node(72, *depth), jobs)
     fleet.run()
     fleet.close()
 
 
-@DEPTHS
+@each_depth
 @given(
     requests=st.lists(
         st.tuples(
@@ -61,23 +61,23 @@ def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
         max_size=8,
     )
 )
-@settings(max_examples=60, deadline=None)
-def test_with_digests_it_is_exact_too(depth: int, requests: list[tuple[int, int, bool, str, str]]) -> None:
+@settings(max_examples=30, deadline=None)
+def test_with_digests_it_is_exact_too(depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str]]) -> None:
     """Also where they are announced wrong from some stage on."""
     jobs = [
         Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when)
         for rid, (length, n, shared, what, when) in enumerate(requests)
     ]
-    fleet = Fleet(Node(96, depth, kv_checksum=True), Node(72, depth, kv_checksum=True), jobs)
+    fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), jobs)
     fleet.run()
     fleet.close()
 
 
-@DEPTHS
+@each_depth
 @pytest.mark.parametrize("length", [4, 16, 30, 59])
-def test_blocks_that_are_no_longer_what_was_announced_are_not_used(depth: int, length: int) -> None:
+def test_blocks_that_are_no_longer_what_was_announced_are_not_used(depth: tuple[int, int], length: int) -> None:
     job = Job([3] * length, SamplingParams(max_tokens=6), what="overwrite", when="leased")
-    fleet = Fleet(Node(96, depth, kv_checksum=True), Node(72, depth, kv_checksum=True), [job])
+    fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), [job])
     fleet.run()
     assert fleet.d.runner.num_tokens == length + 5, "it has computed the prompt itself"
     fleet.close()
@@ -101,22 +101,24 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@DEPTHS
+@each_depth
 @given(jobs=st.lists(jobs(), min_size=1, max_size=10), blocks=st.tuples(st.integers(12, 32), st.integers(12, 32)))
-@settings(max_examples=150, deadline=None)
-def test_handoff_is_exact_at_whatever_time_it_goes_wrong(depth: int, jobs: list[Job], blocks: tuple[int, int]) -> None:
+@settings(max_examples=80, deadline=None)
+def test_handoff_is_exact_at_whatever_time_it_goes_wrong(
+    depth: tuple[int, int], jobs: list[Job], blocks: tuple[int, int]
+) -> None:
     """Under arrivals, stops, preemption and shared prefixes, with steps in flight on either side."""
-    fleet = Fleet(Node(blocks[0], depth), Node(blocks[1], depth), jobs)
+    fleet = Fleet(Node(blocks[0], *depth), Node(blocks[1], *depth), jobs)
     fleet.run()
     fleet.close()
 
 
-@DEPTHS
+@each_depth
 @pytest.mark.parametrize("num_blocks", [16, 17, 18])
-def test_a_prompt_that_a_peer_waits_for_does_not_make_way(depth: int, num_blocks: int) -> None:
+def test_a_prompt_that_a_peer_waits_for_does_not_make_way(depth: tuple[int, int], num_blocks: int) -> None:
     """P lacks blocks for a sequence that decodes there: the prompt's could not be freed, since D may read them."""
     job = Job(list(range(100, 160)), SamplingParams(max_tokens=6))
-    fleet = Fleet(Node(num_blocks, depth), Node(36, depth), [job])
+    fleet = Fleet(Node(num_blocks, *depth), Node(36, *depth), [job])
     fleet.p.submit(99, [1] * 3, SamplingParams(max_tokens=20), Mode.LOCAL)
     fleet.run()
     assert fleet.p.tokens[99, 0] == reference([1] * 3, 0, 20)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from lease_sides import Call, Request
 from lease_world import World
+from toy_node import DEPTHS
 
 picks = st.integers(0, 7)  # which of those that there are
 
@@ -17,8 +18,8 @@ class LeaseProtocol(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(depth=st.sampled_from([1, 2]), rate=st.sampled_from([1.0, 0.7, 1.5, 0.01]))
-    def start(self, depth: int, rate: float) -> None:
+    @initialize(depth=st.sampled_from(DEPTHS), rate=st.sampled_from([1.0, 0.7, 1.5, 0.01]))
+    def start(self, depth: tuple[int, int], rate: float) -> None:
         self.world = World(depth, rate)
 
     # ------------------------------------------------------------ all goes well

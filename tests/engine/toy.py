@@ -71,8 +71,9 @@ class ToyStep:
 class ToyRunner:
     """A ModelRunner over host memory; K holds token ids, V their positions."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_in_flight: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_in_flight: int = 1, stages: int = 1) -> None:
         self.max_in_flight = max_in_flight
+        self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, 1, 1, "float32")
         self.launched: list[StepPlan] = []
         self.num_overlapped = 0  # results that were taken when a later forward pass had been launched
@@ -112,6 +113,7 @@ class ToyRunner:
             state = _State(new.seq, list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = new.num_computed
             self._states[new.seq] = state
+        self._check_stages(plan)
         step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests)
         self._in_flight.append(step)
         return step
@@ -162,6 +164,16 @@ class ToyRunner:
             state.num_launched = end
             works.append(_Work(state, item.num_tokens, item.num_samples, writes))
         return works
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """What the last stage draws is at the first one when as many steps have begun meanwhile as there are stages."""
+        steps = [step for step in self._in_flight if step.work]
+        just_before = steps[max(0, len(steps) - self.stages + 1) :]
+        drawn = {work.state.seq for step in just_before for work in step.work if work.num_samples}
+        assert not drawn & {item.seq for item in plan.scheduled}, "a step goes on with a token that is not there yet"
+        for item in plan.scheduled if self.max_in_flight == self.stages else ():
+            state = self._states[item.seq]
+            assert state.num_launched + item.num_tokens <= len(state.token_ids), "a token is not on the host yet"
 
     def _sample(self, state: _State, num_samples: int) -> tuple[Sample, ...]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])

@@ -24,14 +24,21 @@ BLOCK = 4
 BATCH_TOKENS = 16
 _names = count()
 
+#: How many steps are in flight on a node of so many stages: with a runner that waits for tokens, and one that does not.
+DEPTHS = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
+
 
 class Node:
-    """``turn`` is one pass of its step loop. After every turn and command, the accounts of its blocks are checked."""
+    """``depth`` is how many steps may be in flight. ``turn`` is one pass of the step loop.
+
+    After every turn and command, the accounts of its blocks are checked.
+    """
 
     def __init__(
         self,
         num_blocks: int,
         depth: int,
+        stages: int = 1,
         *,
         max_num_seqs: int = 8,
         full_step: int = 12,
@@ -45,10 +52,11 @@ class Node:
             max_batch_tokens=BATCH_TOKENS,
             full_step=full_step,
             max_waiting=100,
+            stages=stages,
             kv_checksum=kv_checksum,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth)
+        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages)
         self.connector = connector or LocalConnector(self.epoch)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)

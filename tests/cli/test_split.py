@@ -1,0 +1,113 @@
+"""How a model is split over ranks: everything is somewhere, and what cannot be split is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import ConfigError
+from pdserve.model_config import ModelConfig, load_model_config
+from pdserve.split import Split, choose_split, num_parameters, shard_of, vocabulary_of
+
+TINY = load_model_config(Path(__file__).parents[2] / "models" / "tiny")
+
+
+def model(layers: int = 8, heads: int = 8, kv_heads: int = 4, intermediate: int = 64, vocab: int = 101) -> ModelConfig:
+    return msgspec.structs.replace(
+        TINY,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        sliding_windows=tuple(range(layers)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "stage_layers", "named"),
+    [
+        (9, 1, None, ["pp 9", "1 … 8"]),
+        (0, 1, None, ["pp 0", "1 … 8"]),
+        (2, 1, (4, 5), ["4,5", "8 layers"]),
+        (2, 1, (8, 0), ["8,0", "at least 1"]),
+        (2, 1, (8,), ["stage layers 8", "2 numbers"]),
+        (1, 3, None, ["tp 3", "attention heads, 8", "divisor"]),
+        (1, 16, None, ["tp 16", "attention heads, 8"]),
+        (1, 0, None, ["tp 0"]),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    pp: int, tp: int, stage_layers: tuple[int, ...] | None, named: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_split(model(), pp, tp, stage_layers)
+    assert all(text in str(refused.value) for text in named), refused.value
+
+
+def test_heads_that_can_neither_be_spread_nor_repeated_are_refused() -> None:
+    with pytest.raises(ConfigError, match="6 KV heads cannot be spread over 4"):
+        choose_split(model(heads=12, kv_heads=6), 1, 4)
+    with pytest.raises(ConfigError, match="intermediate_size, 62"):
+        choose_split(model(intermediate=62), 1, 4)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[ModelConfig, Split]:
+    layers, kv_heads, tp = draw(st.integers(1, 12)), 2 ** draw(st.integers(0, 3)), 2 ** draw(st.integers(0, 3))
+    of = model(layers, 8, kv_heads, vocab=draw(st.integers(8, 300)))
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
+    listed = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True))
+    by_count = draw(st.booleans())
+    return of, choose_split(of, len(listed), tp, None if by_count else listed)
+
+
+@given(splits())
+def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, Split]) -> None:
+    of, split = chosen
+    places = [split.place(rank) for rank in range(split.num_ranks)]
+    assert [place.rank for place in places] == list(range(split.num_ranks))
+    layers = Counter(layer for place in places for layer in place.layers)
+    assert layers == dict.fromkeys(range(of.num_layers), split.tp)
+    for stage in range(split.pp):
+        shards = [place for place in places if place.stage == stage]
+        words = [word for place in shards for word in vocabulary_of(of, place)]
+        assert words == list(range(of.vocab_size))
+        assert sum(shard_of(of, place).num_heads for place in shards) == of.num_heads
+        assert sum(shard_of(of, place).intermediate_size for place in shards) == of.intermediate_size
+    for place in places:
+        assert shard_of(of, place).sliding_windows == tuple(place.layers)
+    assert sum(place.is_first for place in places) == sum(place.is_last for place in places) == split.tp
+
+
+@given(splits())
+def test_every_head_of_every_layer_is_on_as_many_ranks_as_it_has_replicas(chosen: tuple[ModelConfig, Split]) -> None:
+    of, split = chosen
+    held: Counter[tuple[int, int]] = Counter()
+    for rank, share in enumerate(split.shares(of.num_kv_heads)):
+        mine = shard_of(of, split.place(rank))
+        assert (share.num_layers, share.num_heads) == (mine.num_layers, mine.num_kv_heads)
+        for layer in range(share.first_layer, share.first_layer + share.num_layers):
+            held.update((layer, head) for head in range(share.first_head, share.first_head + share.num_heads))
+    replicas = max(1, split.tp // of.num_kv_heads)
+    everything = [(layer, head) for layer in range(of.num_layers) for head in range(of.num_kv_heads)]
+    assert held == dict.fromkeys(everything, replicas)
+
+
+@pytest.mark.parametrize(("layers", "pp", "stages"), [(8, 3, (3, 3, 2)), (8, 4, (2, 2, 2, 2)), (7, 4, (2, 2, 2, 1))])
+def test_layers_are_divided_by_count_with_the_first_stages_taking_what_is_left(
+    layers: int, pp: int, stages: tuple[int, ...]
+) -> None:
+    assert choose_split(model(layers), pp, 1).stage_layers == stages
+
+
+def test_parameters_of_all_ranks_are_those_of_the_model_without_norms() -> None:
+    of = model(kv_heads=8, vocab=100)
+    split = choose_split(of, 2, 4)
+    alone = num_parameters(of, choose_split(of, 1, 1).place(0))
+    assert sum(num_parameters(of, split.place(rank)) for rank in range(split.num_ranks)) == alone
