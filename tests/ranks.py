@@ -62,7 +62,7 @@ def outcomes(case: Case, rank: int = 0, meeting: str = "") -> list[Outcome]:
 
 def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
     """Of every rank, what ``outcomes`` says for each case; V2's kernels are interpreted. Fails where a rank does."""
-    meetings = [f"127.0.0.1:{port}" for port in _free_ports(len(cases))]
+    meetings = [f"127.0.0.1:{port}" for port in free_ports(len(cases))]
     order = tuple(zip(meetings, cases, strict=True))
     command = [sys.executable, __file__]
     environ = os.environ | {"PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": "1"}
@@ -81,7 +81,8 @@ def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
     return [msgspec.json.decode(answer, type=_Outcomes) for answer in answers]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens at."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [server.getsockname()[1] for server in sockets]
     for server in sockets:

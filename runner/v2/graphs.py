@@ -73,7 +73,8 @@ class StepGraphs:
             forward(shape)  # what is compiled or allocated at first use happens here
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            # Only this thread's calls count: one of NCCL's asks the device now and then how far it is.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 forward(shape)
             self._graphs[shape] = graph
 

@@ -21,7 +21,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "mistral": ("mistral", {"sliding_window": 20}),
-    "qwen3": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 130}),
+    "qwen3": (
+        "qwen3",
+        {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 130, "num_hidden_layers": 2},
+    ),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 FEW = [("llama", "V1", 2), ("qwen3", "V2", 2), ("mistral", "V1", 4)]  # tp 4 with two KV heads

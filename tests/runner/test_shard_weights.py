@@ -1,0 +1,116 @@
+"""Each rank fills its part of the model, and reads no more than that."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.errors import CheckpointError
+from pdserve.model_config import load_model_config
+from pdserve.split import Place, choose_split, num_parameters
+from runner.linear import Placement
+from runner.models.decoder import Decoder
+from runner.weights import Part, fill_random, load_weights
+
+CPU = Placement(torch.device("cpu"), torch.float32, torch.float32)
+
+
+def place_of(directory: Path, pp: int, tp: int, rank: int) -> Place:
+    return choose_split(load_model_config(directory), pp, tp).place(rank)
+
+
+def decoder_at(directory: Path, place: Place) -> Decoder:
+    world: Any = SimpleNamespace(place=place)  # until it is called, a decoder needs nobody else
+    return Decoder(load_model_config(directory), world, CPU, use_triton=False)
+
+
+def loaded_parts(directory: Path, place: Place) -> dict[str, Part]:
+    decoder = decoder_at(directory, place)
+    parts = dict(decoder.parts())
+    load_weights(directory, parts, decoder.elsewhere(), lambda fraction: None)
+    return parts
+
+
+def random_parts(directory: Path, place: Place) -> dict[str, Part]:
+    parts = dict(decoder_at(directory, place).parts())
+    fill_random(parts, seed=4)
+    return parts
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fill", [loaded_parts, random_parts])
+def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: bool) -> None:
+    options: dict[str, Any] = {"attention_bias": True, "tie_word_embeddings": tied, "vocab_size": 130}
+    directory = make_checkpoint(tmp_path / "model", "qwen3", **options)
+    whole: dict[str, Tensor] = {
+        name: part.memory for name, part in fill(directory, place_of(directory, 1, 1, 0)).items()
+    }
+    if fill is loaded_parts:
+        stored = load_file(directory / "model.safetensors")
+        assert all(torch.equal(whole[name], stored[name]) for name in whole)
+    unseen = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
+    for rank in range(8):
+        for name, part in fill(directory, place_of(directory, 2, 4, rank)).items():
+            assert torch.equal(part.memory, whole[name][part.where]), (rank, name)
+            unseen[name][part.where] = 0.0
+    assert not any(left.any() for left in unseen.values())
+
+
+def test_a_stage_has_embedding_or_norm_and_head_only_at_its_end(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=3)
+    first, middle, last = (set(loaded_parts(directory, place_of(directory, 3, 1, rank))) for rank in range(3))
+    assert first - {"model.embed_tokens.weight"} == {name.replace("layers.1.", "layers.0.") for name in middle}
+    assert last - {"model.norm.weight", "lm_head.weight"} == {name.replace("layers.1.", "layers.2.") for name in middle}
+
+
+def test_what_is_wrong_is_said_of_whole_tensors_on_every_rank(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"model.layers.3.mlp.up_proj.weight": torch.zeros(96, 64)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.layers.3.mlp.up_proj.weight has no place in the model"):
+        loaded_parts(directory, place_of(directory, 3, 2, 1))
+    save_file(tensors | {"model.layers.0.mlp.up_proj.weight": torch.zeros(48, 64)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"shape \(48, 64\), config.json asks for \(96, 64\)"):
+        loaded_parts(directory, place_of(directory, 3, 2, 1))
+
+
+def test_reading_a_shard_takes_no_more_memory_than_the_shard_and_a_tensor(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "vocab_size": 8000,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 2,
+    }
+    directory = make_checkpoint(tmp_path / "model", "llama", **options)
+    place = place_of(directory, 1, 4, 1)
+    shard = 4 * num_parameters(load_model_config(directory), place)
+    before = peak = _private_memory()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.0005):
+            peak = max(peak, _private_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    parts = loaded_parts(directory, place)
+    done.set()
+    watcher.join()
+    assert sum(part.memory.nbytes for part in parts.values()) == pytest.approx(shard, rel=0.01)
+    assert max(peak, _private_memory()) - before <= shard + 8000 * 512 * 4
+
+
+def _private_memory() -> int:
+    """Bytes of this process that are no pages of a file."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024

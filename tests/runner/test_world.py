@@ -1,0 +1,74 @@
+"""What ranks say to each other, between real processes: two stages of two shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from ranks import free_ports
+
+from pdserve.config import DeviceInfo
+from pdserve.errors import CapacityError
+from pdserve.split import Split
+from runner.world import World
+
+SCRIPT = """
+import json
+import sys
+import torch
+from pdserve.config import DeviceInfo
+from pdserve.split import Split
+from runner.world import World
+
+rank = int(sys.argv[1])
+world = World(Split((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), sys.argv[2])
+sums = [world.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+one = torch.arange(3.0)[None] + 3 * rank
+two = torch.cat((one, one + 100))
+out = torch.zeros(2, 5)
+world.gather_vocabulary(two, 5, out)
+gathered = [world.gather_vocabulary(one, 5), world.gather_vocabulary(two, 5), out, world.gather_vocabulary(one, 2)]
+least = world.smallest(70 - 10 * rank)
+world.close()
+world.close()
+print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], least]))
+"""
+
+
+def test_sums_and_logits_stay_in_a_stage_and_the_least_is_that_of_all() -> None:
+    (port,) = free_ports(1)
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    with ExitStack() as ends:
+        ranks = []
+        for rank in range(4):
+            command = [sys.executable, "-c", SCRIPT, str(rank), f"127.0.0.1:{port}"]
+            ranks.append(ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)))
+            ends.callback(ranks[-1].kill)
+        answers = [json.loads(process.communicate()[0]) for process in ranks]
+    for rank, (sums, gathered, least) in enumerate(answers):
+        total, first = (11.0, 0.0) if rank < 2 else (1100.0, 6.0)
+        assert sums[0] == [[total] * 3] * 2
+        assert sums[1] == [[pytest.approx(total, rel=0.01)] * 3] * 2
+        row = [first + token for token in range(5)]
+        rows = [row, [100 + value for value in row]]
+        assert gathered == [[row], rows, rows, [row[:2]]]
+        assert least == 40
+
+
+def test_one_rank_meets_nobody() -> None:
+    world = World(Split((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
+    assert world.smallest(3) == 3
+    world.close()
+
+
+def test_a_meeting_that_cannot_be_opened_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        meeting = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CapacityError, match=rf"cannot meet at {meeting}: Address already in use.*; choose"):
+            World(Split((1, 1)).place(0), DeviceInfo("cpu", 0, "cpu", 0), meeting)
