@@ -3,8 +3,8 @@
     a read ──planned for each──► Link to rank 1 ──pieces──► ┐
                                  Link to rank 3 ──pieces──► ┴ all have ended: the read has ended, in one ReadResult
 
-It stands and falls as one: it is connected when all links are, and where one breaks the others are given up, since no
-read could end well any more. Their pieces in flight are waited for all the same.
+It stands and falls as one. It is connected when all links are; where one breaks the others are given up, since no read
+could end well any more. Their pieces in flight are waited for all the same.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Connection:
 
     def advance(self) -> bool:
         """Let every link take a step; True when anything moved."""
-        moved = [link.advance() for link in self._links]  # all of them, so no any(…) around it
+        moved = [link.advance() for link in self._links]  # all, so no any(…) around it
         return True in moved
 
     def give_up(self, reason: str) -> None:

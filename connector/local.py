@@ -23,22 +23,18 @@ _registry_lock = threading.Lock()
 
 
 class LocalConnector:
-    """Copies blocks between connectors of this process, found by agent name.
+    """Copies blocks between connectors of this process, found by agent name; each read once no order is left."""
 
-    ``delay`` is the time in seconds that each read stays under way before its bytes move, all at once.
-    """
-
-    def __init__(self, agent: str, own: OwnRanks = ONLY_RANK, delay: float = 0.0) -> None:
+    def __init__(self, agent: str, own: OwnRanks = ONLY_RANK) -> None:
         self._agent = agent
         self._own = own
-        self._delay = delay
         self._outbox = Outbox()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
         self._memory = threading.Lock()  # held while anybody copies out of our region
         self._rank: RankKV | None = None
         self._peers: dict[str, tuple[Source, ...]] = {}  # by epoch
-        self._pending: deque[tuple[float, KVRead]] = deque()  # with the time it is due
+        self._pending: deque[KVRead] = deque()
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         check_region(region, layout)
@@ -77,16 +73,13 @@ class LocalConnector:
     def _run(self) -> None:
         while True:
             try:
-                order = self._orders.get(timeout=self._until_due())
+                order = self._orders.get(block=not self._pending)
             except queue.Empty:
-                self._copy(self._pending.popleft()[1])
+                self._copy(self._pending.popleft())
                 continue
             if order is None:
                 return
             order()
-
-    def _until_due(self) -> float | None:
-        return max(0.0, self._pending[0][0] - time.monotonic()) if self._pending else None
 
     def _connect(self, peer: Peer) -> None:
         assert self._rank is not None
@@ -102,15 +95,15 @@ class LocalConnector:
 
     def _disconnect(self, epoch: str) -> None:
         self._peers.pop(epoch, None)
-        for entry in [entry for entry in self._pending if entry[1].epoch == epoch]:
-            self._pending.remove(entry)
-            self._outbox.refused(entry[1], f"the connection to epoch {epoch} was given up")
+        for read in [read for read in self._pending if read.epoch == epoch]:
+            self._pending.remove(read)
+            self._outbox.refused(read, f"the connection to epoch {epoch} was given up")
 
     def _read(self, read: KVRead) -> None:
         if read.epoch not in self._peers:
             self._outbox.refused(read, f"no connection to epoch {read.epoch}; connect to it first")
         else:
-            self._pending.append((time.monotonic() + self._delay, read))
+            self._pending.append(read)
 
     def _copy(self, read: KVRead) -> None:
         assert self._rank is not None
@@ -125,7 +118,7 @@ class LocalConnector:
             return
         num_bytes = sum(source.cut.num_bytes * len(piece.local) for source, piece in pieces)
         num_runs = sum(piece.num_runs for _, piece in pieces)
-        self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start + self._delay))
+        self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start))
 
     def _move(self, source: Source, piece: Piece) -> None:
         assert self._rank is not None

@@ -44,7 +44,7 @@ CLOSE_SECONDS = 1.0
 class NixlConnector:
     """Reads blocks of other nodes into ours.
 
-    ``agent`` names this life of this rank: peers tell lives apart by it.
+    ``agent`` names this life of this rank: peers tell lives apart by it. ``own`` says what of the model it holds.
     """
 
     def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING, own: OwnRanks = ONLY_RANK) -> None:
@@ -130,8 +130,8 @@ class NixlConnector:
         while not self._stopping:
             busy = [connection for connection in self._connections.values() if connection.busy]
             self._take_orders(sleep if busy else None)
-            moved = [connection.advance() for connection in self._connections.values()]
-            if True in moved:  # all of them have had their turn, so it is not any(…) above
+            moved = [connection.advance() for connection in self._connections.values()]  # all, so no any(…) around it
+            if True in moved:
                 sleep = 0.0
             else:
                 longest = SLEEP_WHILE_DRAINING if all(connection.lost for connection in busy) else longest_sleep
