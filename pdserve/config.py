@@ -105,9 +105,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """The same node, seen by a rank on ``device``."""
-        share = self.split.shares(self.model.num_kv_heads)[rank]
-        layout = msgspec.structs.replace(self.kv_layout, num_layers=share.num_layers, num_kv_heads=share.num_heads)
-        return msgspec.structs.replace(self, rank=rank, device=device, kv_layout=layout)
+        seen = msgspec.structs.replace(self, rank=rank, device=device)
+        heads, layers = seen.share.num_heads, seen.share.num_layers
+        layout = msgspec.structs.replace(self.kv_layout, num_layers=layers, num_kv_heads=heads)
+        return msgspec.structs.replace(seen, kv_layout=layout)
 
 
 _CPU_KV_MEMORY = 1 << 30

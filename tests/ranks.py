@@ -1,6 +1,6 @@
-"""Runners of several ranks, each in a process of its own: ``outcomes_of_ranks`` starts them and asks what they drew.
+"""Runners of several ranks, each in a process of its own: ``answers_of_ranks`` starts them and asks what they drew.
 
-Run as a script it is one rank: rank and cases come from stdin, outcomes go to stdout, as JSON.
+Run as a script it is one rank: rank and cases come from stdin, answers go to stdout, as JSON.
 """
 
 from __future__ import annotations
@@ -45,27 +45,38 @@ class _Order(msgspec.Struct, frozen=True):
     cases: tuple[tuple[str, Case], ...]  # with their meetings
 
 
-_Outcomes = list[list[Outcome]]  # of cases, of prompts
+class Answer(msgspec.Struct, frozen=True):
+    """What one rank says of a case."""
+
+    num_blocks: int
+    outcomes: tuple[Outcome, ...]  # for every sampling, one prompt after the other
 
 
-def outcomes(case: Case, rank: int = 0, meeting: str = "") -> list[Outcome]:
-    """Of this process as one of the case's ranks; of every sampling, one prompt after the other."""
-    config = case.config.for_rank(rank, case.config.device)
+def answer_of(case: Case, rank: int = 0, meeting: str = "") -> Answer:
+    """That of this process as one of the case's ranks, each of which has a GPU of its own where they are on GPUs."""
+    device = case.config.device
+    if device.kind == "cuda":
+        device = msgspec.structs.replace(device, index=rank)
+    config = case.config.for_rank(rank, device)
     model_runner = runner.build(config, lambda stage, fraction: None, meeting)
     stepper = Stepper(model_runner)
     found: list[Running] = []
     for sampling in case.samplings:
         found += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1)
+    num_blocks = model_runner.kv_layout.num_blocks
     model_runner.close()
-    return [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in found]
+    outcomes = [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in found]
+    return Answer(num_blocks, tuple(outcomes))
 
 
-def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
-    """Of every rank, what ``outcomes`` says for each case; V2's kernels are interpreted. Fails where a rank does."""
+def answers_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Answer]]:
+    """For each case the answers of its ranks. On CPUs V2's kernels are interpreted. Fails where a rank does."""
     meetings = [f"127.0.0.1:{port}" for port in free_ports(len(cases))]
     order = tuple(zip(meetings, cases, strict=True))
     command = [sys.executable, __file__]
-    environ = os.environ | {"PYTHONPATH": str(_ROOT), "TRITON_INTERPRET": "1"}
+    environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    if any(case.config.device.kind == "cpu" for case in cases):
+        environ["TRITON_INTERPRET"] = "1"
     with ExitStack() as ends:
         ranks = []
         for rank in range(num_ranks):
@@ -78,7 +89,8 @@ def outcomes_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[_Outcomes]:
             process.stdin = None
         answers = [process.communicate()[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * num_ranks
-    return [msgspec.json.decode(answer, type=_Outcomes) for answer in answers]
+    by_rank = [msgspec.json.decode(answer, type=list[Answer]) for answer in answers]
+    return [list(of_case) for of_case in zip(*by_rank, strict=True)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -92,7 +104,7 @@ def free_ports(count: int) -> list[int]:
 
 def _main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=_Order)
-    found = [outcomes(case, order.rank, meeting) for meeting, case in order.cases]
+    found = [answer_of(case, order.rank, meeting) for meeting, case in order.cases]
     sys.stdout.buffer.write(msgspec.json.encode(found))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, node_config
-from ranks import Case, Outcome, outcomes, outcomes_of_ranks
+from ranks import Answer, Case, answer_of, answers_of_ranks
 
 from pdserve.records import SamplingParams
 
@@ -40,9 +40,9 @@ def case_of(directory: Path, version: str, tp: int, **options: Any) -> Case:
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
 
 
-def check(found: list[Outcome], expected: list[Outcome]) -> None:
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
-    for ours, theirs in zip(found, expected, strict=True):
+def check(found: Answer, expected: Answer) -> None:
+    assert [one.tokens for one in found.outcomes] == [one.tokens for one in expected.outcomes]
+    for ours, theirs in zip(found.outcomes, expected.outcomes, strict=True):
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
@@ -55,12 +55,11 @@ def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
     directories = {name: make_checkpoint(folder / name, MODELS[name][0], **MODELS[name][1]) for name, _, _ in cases}
     for tp in sorted({tp for _, _, tp in cases}):
         those = [(name, version) for name, version, shards in cases if shards == tp]
-        ranks = outcomes_of_ranks([case_of(directories[name], version, tp) for name, version in those], tp)
-        for at, (name, version) in enumerate(those):
-            one_rank = case_of(directories[name], version, tp=1)
-            expected = outcomes(one_rank)
-            for rank in ranks:
-                check(rank[at], expected)
+        answers = answers_of_ranks([case_of(directories[name], version, tp) for name, version in those], tp)
+        for (name, version), ranks in zip(those, answers, strict=True):
+            expected = answer_of(case_of(directories[name], version, tp=1))
+            for found in ranks:
+                check(found, expected)
 
 
 def test_tokens_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
