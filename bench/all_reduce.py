@@ -2,9 +2,8 @@
 
     python bench/all_reduce.py --world 2,4 --size 4096 --rows 1,8,32,128,256
 
-Each figure is one of 64 sums that run one after the other in a CUDA graph, in µs: ``nccl`` alone, ``nccl_norm`` with
-what always follows (our kernel that adds to the residual and norms), ``ours``, ``ours_norm`` with that in the
-same kernel. Medians of the slowest rank.
+Each figure is one of 64 sums that run one after the other in a CUDA graph, in µs: ``nccl`` with what always follows
+(our kernel that adds to the residual and norms), and ``ours``, which does both. Medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.kernels.all_reduce import AllReduce, mailbox_bytes
+from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes
 from runner.kernels.norm import add_rms_norm
 from runner.peer_memory import map_memory
 
@@ -45,25 +44,19 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
 
     memory = map_memory(mailbox_bytes(world, max(args.rows), args.size), rank, exchange)
     assert memory is not None, "GPUs do not reach each other's memory"
-    reduce = AllReduce(memory.addresses, rank, max(args.rows), args.size, device)
+    reduce = SumAndNorm(memory.addresses, rank, max(args.rows), args.size, device)
     for rows in args.rows:
         x = torch.randn(rows, args.size, device=device, dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.ones(args.size, device=device, dtype=torch.bfloat16)
 
-        def nccl(x: Tensor = x) -> None:
-            dist.all_reduce(x)
-
-        def nccl_norm(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
+        def nccl(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
             dist.all_reduce(x)
             add_rms_norm(x, residual, weight, 1e-6)
 
-        def ours(x: Tensor = x) -> None:
-            reduce.sum(x)
+        def ours(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
+            reduce(x, residual, weight, 1e-6)
 
-        def ours_norm(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
-            reduce.add_norm(x, residual, weight, 1e-6)
-
-        times = {kind.__name__: _microseconds(kind) for kind in (nccl, nccl_norm, ours, ours_norm)}
+        times = {kind.__name__: _microseconds(kind) for kind in (nccl, ours)}
         if rank == 0:
             print(json.dumps({"world": world, "rows": rows, "size": args.size, **times}), flush=True)
     torch.cuda.synchronize()

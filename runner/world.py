@@ -21,7 +21,7 @@ from pdserve.split import Place
 from runner.peer_memory import PeerMemory, map_memory
 
 if TYPE_CHECKING:
-    from runner.kernels.all_reduce import AllReduce
+    from runner.kernels.all_reduce import SumAndNorm
 
 _log = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch itself imports it; its types leave out some of what it documents
@@ -44,7 +44,7 @@ class World:
         """
         self.place = place
         self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
-        self.kernel: AllReduce | None = None  # for sums of few rows, where there is one
+        self.kernel: SumAndNorm | None = None  # for few rows, where there is one
         self._shards: Any = None  # process group of this stage's tensor shards
         self._mailboxes: PeerMemory | None = None
         self._meets = place.split.num_ranks > 1
@@ -58,8 +58,6 @@ class World:
 
         x is contiguous, and may be overwritten and returned. The call can be captured into a CUDA graph.
         """
-        if self.kernel is not None and self.kernel.takes(x):
-            return self.kernel.sum(x)
         if self._shards is not None:
             _dist.all_reduce(x, group=self._shards)
         return x
@@ -71,7 +69,7 @@ class World:
         """
         if self._shards is None or self.device.type != "cuda":
             return
-        from runner.kernels.all_reduce import AllReduce, mailbox_bytes, most_rows
+        from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes, most_rows
 
         tp, shard = self.place.split.tp, self.place.shard
         rows = most_rows(tp, size)
@@ -79,7 +77,7 @@ class World:
         if self._mailboxes is None:
             _log.warning("%s sums by NCCL alone: the GPUs of its stage do not reach each other's memory", self.place)
         else:
-            self.kernel = AllReduce(self._mailboxes.addresses, shard, rows, size, self.device)
+            self.kernel = SumAndNorm(self._mailboxes.addresses, shard, rows, size, self.device)
 
     def gather_vocabulary(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
         """Logits [rows, vocab_size] of all tokens from those of each shard, [rows, as many tokens on every shard].

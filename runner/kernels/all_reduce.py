@@ -1,4 +1,5 @@
-"""The sum of a few rows over the tensor shards of a stage, for GPUs that can write to each other's memory.
+"""The sum of a few rows over the tensor shards of a stage, with the norm that follows, for GPUs that can write to each
+other's memory.
 
 NCCL is made for many bytes; what a decode step has to sum is a few kilobytes, and there are two sums per layer. Here
 every rank writes its part into a mailbox on each of its peers, together with a number that tells this sum from earlier
@@ -44,9 +45,9 @@ def _pack(first, second, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["max_rows"])
-def _all_reduce_kernel(
+def _sum_and_norm_kernel(
     x,  # [rows, WORDS]
-    residual,  # [rows, WORDS]; what the sum is added to, where NORM
+    residual,  # [rows, WORDS]; what the sum is added to
     weight,  # [WORDS], of the norm
     out,  # [rows, WORDS]
     turns,  # [max_rows] int32: how many sums each row has seen
@@ -57,7 +58,6 @@ def _all_reduce_kernel(
     WORLD: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
     DTYPE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -65,8 +65,7 @@ def _all_reduce_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WORDS
-    if NORM:
-        weights = tl.load(weight + column, mask=mask, other=0)
+    weights = tl.load(weight + column, mask=mask, other=0)
     wait_for_predecessor(CHAINED)
     turn = tl.load(turns + row) + 1
     mine = tl.load(x + row * WORDS + column, mask=mask, other=0)
@@ -82,18 +81,15 @@ def _all_reduce_kernel(
     found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
     while tl.max(tl.max(((found >> 32).to(tl.int32) != turn).to(tl.int32), axis=1), axis=0) != 0:
         found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
-    firsts, seconds = _unpack(found.to(tl.int32), DTYPE)
-    first, second = tl.sum(firsts, axis=0), tl.sum(seconds, axis=0)
     at = row * WORDS + column
-    if NORM:
-        first_before, second_before = _unpack(tl.load(residual + at, mask=mask, other=0), DTYPE)
-        total = _pack(first + first_before, second + second_before, DTYPE)
-        tl.store(residual + at, total, mask=mask)
-        first, second = _unpack(total, DTYPE)
-        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * WORDS) + eps)
-        first_weight, second_weight = _unpack(weights, DTYPE)
-        first, second = first * scale * first_weight, second * scale * second_weight
-    tl.store(out + at, _pack(first, second, DTYPE), mask=mask)
+    firsts, seconds = _unpack(found.to(tl.int32), DTYPE)
+    first, second = _unpack(tl.load(residual + at, mask=mask, other=0), DTYPE)
+    total = _pack(first + tl.sum(firsts, axis=0), second + tl.sum(seconds, axis=0), DTYPE)
+    tl.store(residual + at, total, mask=mask)
+    first, second = _unpack(total, DTYPE)
+    scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * WORDS) + eps)
+    first_weight, second_weight = _unpack(weights, DTYPE)
+    tl.store(out + at, _pack(first * scale * first_weight, second * scale * second_weight, DTYPE), mask=mask)
     tl.debug_barrier()  # every thread has read the turn
     tl.store(turns + row, turn)
 
@@ -101,7 +97,7 @@ def _all_reduce_kernel(
 def most_rows(world: int, size: int) -> int:
     """Rows of ``size`` values up to which the kernel is faster than NCCL.
 
-    Measured with 4,096 values of 2 bytes, both with the norm that follows, µs on H200s:
+    Measured with 4,096 values of 2 bytes, µs on H200s, NCCL followed by our norm (``bench/all_reduce.py``):
 
         rows                1     8     32    128    256
         2 ranks, kernel    4.1   5.4    6.2   10.5   16.2
@@ -113,12 +109,12 @@ def most_rows(world: int, size: int) -> int:
 
 
 def mailbox_bytes(world: int, max_rows: int, size: int) -> int:
-    """What ``AllReduce`` needs on every rank for rows of ``size`` values, zeroed."""
+    """What ``SumAndNorm`` needs on every rank for rows of ``size`` values, zeroed."""
     return _MAILBOXES * world * max_rows * (size // 2) * _LETTER_BYTES
 
 
-class AllReduce:
-    """Sums rows over ranks. All of them must call the same methods, with as many rows, in the same order."""
+class SumAndNorm:
+    """Sums rows over ranks. All of them must call it in the same order, with as many rows."""
 
     def __init__(self, mailboxes: list[int], rank: int, max_rows: int, size: int, device: torch.device) -> None:
         """``mailboxes[r]`` is the address, in this process, of ``mailbox_bytes`` of memory on rank r."""
@@ -130,26 +126,20 @@ class AllReduce:
         """Whether x [rows, size] can be summed here."""
         return x.shape[0] <= self._max_rows and x.shape[1] == self._size and x.dtype in _DTYPES
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x [rows, size]."""
-        return self._launch(x, None, x, 0.0)
-
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum of every rank's x [rows, size] to ``residual`` in place; the RMS norm of that, scaled by weight
-        [size]."""
-        return self._launch(x, residual, weight, eps)
-
-    def _launch(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        [size].
+        """
         assert self.takes(x)
         assert x.is_contiguous()
-        assert residual is None or residual.is_contiguous()
+        assert residual.is_contiguous()
         out = torch.empty_like(x)
         words = self._size // 2
         block = triton.next_power_of_2(words)
-        _all_reduce_kernel[(x.shape[0],)](
+        _sum_and_norm_kernel[(x.shape[0],)](
             x.view(torch.int32),
-            x if residual is None else residual.view(torch.int32),
-            weight if residual is None else weight.view(torch.int32),
+            residual.view(torch.int32),
+            weight.view(torch.int32),
             out.view(torch.int32),
             self._turns,
             self._mailboxes,
@@ -159,7 +149,6 @@ class AllReduce:
             WORLD=self._world,
             WORDS=words,
             BLOCK=block,
-            NORM=residual is not None,
             DTYPE=_DTYPES[x.dtype],
             num_warps=min(max(block // 64, 1), 16),
             **chained(out),

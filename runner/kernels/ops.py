@@ -21,7 +21,7 @@ class TritonOps:
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         kernel = self._world.kernel
         if kernel is not None and kernel.takes(x):
-            return kernel.add_norm(x, residual, weight, self._eps)
+            return kernel(x, residual, weight, self._eps)
         return add_rms_norm(self._world.all_reduce(x), residual, weight, self._eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

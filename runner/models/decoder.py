@@ -135,8 +135,9 @@ class Decoder:
         """``config`` is that of the whole model."""
         self._config, stage = config, world.place
         self._first_layer = stage.layers.start
+        self._is_whole = stage.split.tp == 1
         ops = build_ops(config.rms_norm_eps, world, place, use_triton)
-        self._embedding = Embedding(config, world, place) if stage.is_first else None
+        self._embedding = Embedding(config, stage, place) if stage.is_first else None
         self.layers = [DecoderLayer(config, layer, world, place, ops) for layer in range(len(stage.layers))]
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(config.hidden_size, place, ops) if stage.is_last else None
@@ -218,8 +219,11 @@ class Decoder:
         if isinstance(start, Hidden):
             return norm.add(*start), start.residual
         assert self._embedding is not None
-        residual = self._embedding(start)
-        return norm(residual), residual
+        embedded = self._embedding(start)
+        if self._is_whole:
+            return norm(embedded), embedded
+        residual = torch.zeros_like(embedded)
+        return norm.add(embedded, residual), residual
 
 
 def _runs_of_heads(config: ModelConfig, world: World) -> tuple[Run, Run]:

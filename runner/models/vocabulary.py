@@ -17,25 +17,29 @@ from runner.world import World
 
 
 class Embedding:
-    def __init__(self, config: ModelConfig, world: World, place: Placement) -> None:
-        self._world, self._dtype = world, place.dtype
-        self._config = config
+    def __init__(self, config: ModelConfig, stage: Place, place: Placement) -> None:
+        self._stage, self._dtype = stage, place.dtype
+        self._config, self._use_triton = config, place.use_triton
         # Only ever read by row, so it stays as narrow as it came.
-        rows = _num_rows(config, world.place)
+        rows = _num_rows(config, stage)
         self.weight = torch.zeros(rows, config.hidden_size, device=place.device, dtype=place.stored)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """[tokens, hidden_size], the same on all shards, of input_ids [tokens]."""
-        if self._world.place.split.tp == 1:
+        """This shard's part of [tokens, hidden_size] for input_ids [tokens]: zeros where another shard has the row."""
+        if self._stage.split.tp == 1:
             return F.embedding(input_ids, self.weight).to(self._dtype)
-        here = vocabulary_of(self._config, self._world.place)
+        here = vocabulary_of(self._config, self._stage)
+        if self._use_triton:
+            from runner.kernels.embedding import embed
+
+            return embed(input_ids, self.weight, here.start, len(here), self._dtype)
         rows = input_ids - here.start
         elsewhere = (rows < 0) | (rows >= len(here))
         found = F.embedding(rows.masked_fill_(elsewhere, 0), self.weight).to(self._dtype)
-        return self._world.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
+        return found.masked_fill_(elsewhere[:, None], 0.0)
 
     def part(self) -> Part:
-        return _part(self.weight, self._config, self._world.place)
+        return _part(self.weight, self._config, self._stage)
 
 
 class Head:

@@ -10,6 +10,8 @@ from torch import Tensor
 from pdserve.config import DeviceInfo
 from pdserve.split import Split
 from runner.attention import HeadNorms, HeadTurn
+from runner.kernels.embedding import embed
+from runner.kernels.gemv import gemv
 from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
 from runner.kernels.rope_store import rope_store
@@ -68,6 +70,25 @@ def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
 def test_silu_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     assert_close(TritonOps(EPS, ALONE).silu_mul(gate_up), reference_ops(dtype).silu_mul(gate_up))
+
+
+@dtypes
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 8), (7, 1000), (130, 1024), (64, 3584)])
+def test_product_of_one_token(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    x, weight = random(1, in_features, dtype=dtype), random(out_features, in_features, dtype=dtype, seed=1)
+    exact = x.double() @ weight.double().t()
+    error = (gemv(x, weight).double() - exact).abs().max()
+    assert error <= TOLERANCE[dtype] * exact.abs().max().clamp(min=1.0)
+
+
+@dtypes
+def test_embedding_of_a_run_of_the_vocabulary(dtype: torch.dtype) -> None:
+    table, ids = random(12, 1500, dtype=dtype), torch.tensor([0, 5, 6, 15, 16, 99, 6], device=DEVICE)
+    expected = torch.zeros(len(ids), 1500, dtype=torch.float32, device=DEVICE)
+    for row, token in enumerate(ids.tolist()):
+        if 6 <= token < 16:
+            expected[row] = table[token - 6].float()
+    assert torch.equal(embed(ids, table, 6, 10, torch.float32), expected)
 
 
 @dtypes
