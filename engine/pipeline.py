@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from engine.rank import PendingOutput, Rank
-from pdserve.records import NO_ORDERS, ModelRunnerOutput, StepPlan
+from engine.rank import Pending, Ranks
+from pdserve.records import ModelRunnerOutput, StepPlan
 
 
 class Pipeline:
-    """The steps in flight on a rank, oldest first."""
+    """The steps in flight, oldest first."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._in_flight: deque[tuple[StepPlan, PendingOutput]] = deque()
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.waited = 0.0  # seconds, for results
 
     @property
@@ -29,8 +29,8 @@ class Pipeline:
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step. An empty one only asks the connector for news, and only where nothing else is in flight."""
-        if not self._in_flight or _has_orders(plan):
-            self._in_flight.append((plan, self._rank.launch(plan)))
+        if not self._in_flight or plan.has_orders:
+            self._in_flight.append((plan, self._ranks.launch(plan)))
 
     def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
         """The oldest step with its output, waiting for it, if that is due now that ``plan`` has been launched.
@@ -38,14 +38,10 @@ class Pipeline:
         It is due when no more steps may be in flight, and also when ``plan`` computes nothing: then what could be
         planned next depends on results.
         """
-        if plan.scheduled and len(self._in_flight) < self._rank.max_in_flight:
+        if plan.scheduled and len(self._in_flight) < self._ranks.max_in_flight:
             return None
         oldest, pending = self._in_flight.popleft()
         start = time.perf_counter()
         output = pending.result()
         self.waited += time.perf_counter() - start
         return oldest, output
-
-
-def _has_orders(plan: StepPlan) -> bool:
-    return bool(plan.scheduled or plan.finished or plan.digests) or plan.connector != NO_ORDERS

@@ -206,6 +206,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     digests: tuple[DigestOrder, ...] = ()  # of the blocks as they are after this step
 
     @property
+    def has_orders(self) -> bool:
+        """Whether there is anything to do for a runner or a connector."""
+        return bool(self.scheduled or self.finished or self.digests) or self.connector != NO_ORDERS
+
+    @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
 
@@ -246,3 +251,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
 
     step: StepOutput
     connector: KVConnectorOutput = EMPTY_CONNECTOR_OUTPUT
+
+
+NO_STEP = 0  # the steps of an engine are numbered from 1 on
+EMPTY_OUTPUT = ModelRunnerOutput(StepOutput(NO_STEP))  # of a rank that has nothing to tell

@@ -1,0 +1,238 @@
+"""What ranks report, in every order they may, becomes one output per step, one result per read, one connection."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.aggregator import Aggregator
+from pdserve.records import (
+    EMPTY_CONNECTOR_OUTPUT,
+    EMPTY_OUTPUT,
+    DigestOrder,
+    KVConnectorOutput,
+    KVConnectorPlan,
+    KVRead,
+    ModelRunnerOutput,
+    Peer,
+    ReadResult,
+    Sample,
+    StepOutput,
+    StepPlan,
+)
+from pdserve.split import Split
+from pdserve.transports import Connected
+
+SPLITS = [Split((4,)), Split((4,), 2), Split((2, 2)), Split((3, 1), 2), Split((4,), 4)]
+NUM_KV_HEADS = 2
+
+
+def aggregator_of(split: Split) -> Aggregator:
+    return Aggregator(split, split.shares(NUM_KV_HEADS))
+
+
+def news(*results: ReadResult, invalid: tuple[int, ...] = ()) -> ModelRunnerOutput:
+    return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(results, frozenset(invalid)))
+
+
+def connected(transport: str, epoch: str = "e") -> ModelRunnerOutput:
+    return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(connected=(Connected(epoch, transport, transport),)))
+
+
+def lost(reason: str, epoch: str = "e") -> ModelRunnerOutput:
+    return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(failed_peers=((epoch, reason),)))
+
+
+def plan_of(step: int, *reads: int, connect: bool = False, disconnect: bool = False) -> StepPlan:
+    """Read r has the local block 10 r and the one after it."""
+    orders = tuple(KVRead(read, "e", (10 * read, 10 * read + 1), (0, 1)) for read in reads)
+    peers = (Peer("p", "e", ()),) if connect else ()
+    return StepPlan(step, connector=KVConnectorPlan(peers, ("e",) if disconnect else (), orders))
+
+
+@dataclass
+class Script:
+    """What each rank will report, in its order; ranks are told of steps in theirs."""
+
+    split: Split
+    plans: list[StepPlan]
+    reports: list[list[ModelRunnerOutput]]  # by rank
+    failing: set[tuple[int, int]] = field(default_factory=set)  # (read, rank)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Script:
+    """Some steps with reads; every rank ends each read some steps after it was ordered, or between steps."""
+    split = draw(st.sampled_from(SPLITS))
+    num_steps = draw(st.integers(1, 4))
+    reads_of = {step: draw(st.lists(st.integers(0, 9), max_size=2)) for step in range(1, num_steps + 1)}
+    numbers = iter(range(1, 100))
+    plans = [plan_of(step, *[next(numbers) for _ in reads]) for step, reads in reads_of.items()]
+    script = Script(split, plans, [])
+    for rank in range(split.num_ranks):
+        steps = [StepOutput(plan.step, (Sample(rank),)) for plan in plans]
+        ends: dict[int, list[ReadResult]] = {plan.step: [] for plan in plans}
+        late: list[ModelRunnerOutput] = []
+        for plan in plans:
+            for read in plan.connector.reads:
+                failed = draw(st.integers(0, 5)) == 0
+                if failed:
+                    script.failing.add((read.read_id, rank))
+                result = ReadResult(read.read_id, "broken" if failed else "", 8, 2, 0.5 + rank)
+                at = draw(st.integers(plan.step, num_steps + 1))
+                if at in ends:
+                    ends[at].append(result)
+                else:
+                    late.append(news(result, invalid=(10 * read.read_id,) if failed else ()))
+        reports = [
+            ModelRunnerOutput(
+                output,
+                KVConnectorOutput(
+                    tuple(ends[output.step]), frozenset(10 * end.read_id for end in ends[output.step] if end.error)
+                ),
+            )
+            for output in steps
+        ]
+        script.reports.append(reports + late)
+    return script
+
+
+@given(scripts(), st.data())
+def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script: Script, data: st.DataObject) -> None:
+    """Some reports also come twice, or again much later."""
+    aggregator = aggregator_of(script.split)
+    before = msgspec.msgpack.encode(script.reports)
+    waiting = [list(reports) for reports in script.reports]
+    given_out: list[tuple[int, ModelRunnerOutput]] = []
+    ended: Counter[int] = Counter()
+    invalid: set[int] = set()
+    steps_of: dict[int, set[int]] = {plan.step: set() for plan in script.plans}
+    reads_of: dict[int, set[int]] = {read.read_id: set() for plan in script.plans for read in plan.connector.reads}
+
+    def check(output: KVConnectorOutput) -> None:
+        for result in output.finished_recving:
+            ended[result.read_id] += 1
+            assert reads_of[result.read_id] == set(range(script.split.num_ranks)), "a read has ended early"
+            failing = [rank for read, rank in script.failing if read == result.read_id]
+            assert bool(result.error) == bool(failing)
+            assert (result.num_bytes, result.num_descriptors) == tuple(n * script.split.num_ranks for n in (8, 2))
+            assert result.seconds == 0.5 + script.split.num_ranks - 1
+            assert (10 * result.read_id in output.invalid_block_ids) == bool(failing)
+            assert any(result.error == f"{script.split.place(rank)}: broken" for rank in failing) or not failing
+        invalid.update(output.invalid_block_ids)
+
+    for plan in script.plans:
+        aggregator.expect(plan)
+    while any(waiting):
+        rank = data.draw(st.sampled_from([rank for rank, reports in enumerate(waiting) if reports]))
+        report = waiting[rank].pop(0)
+        given_out.append((rank, report))
+        repeated = data.draw(st.lists(st.sampled_from(given_out), max_size=2))
+        for from_rank, each in [(rank, report), *repeated]:
+            aggregator.add(from_rank, each)
+            if each.step.step in steps_of:
+                steps_of[each.step.step].add(from_rank)
+            for result in each.connector.finished_recving:
+                reads_of[result.read_id].add(from_rank)
+            for read_id, ranks in reads_of.items():
+                if not ended[read_id] and len(ranks) < script.split.num_ranks:
+                    assert set(aggregator.missing_read(read_id)) == set(range(script.split.num_ranks)) - ranks
+        if data.draw(st.booleans()):
+            check(aggregator.take_news())
+    for plan in script.plans:
+        assert aggregator.missing(plan.step) == []
+        output = aggregator.take(plan.step)
+        sampling = (script.split.pp - 1) * script.split.tp
+        assert output.step == StepOutput(plan.step, (Sample(sampling),))
+        check(output.connector)
+    assert ended == dict.fromkeys(reads_of, 1)
+    assert invalid == {10 * read for read, _ in script.failing}
+    for rank, report in given_out:  # of steps and reads that are over by now
+        aggregator.add(rank, report)
+    assert aggregator.waits_for == ""
+    assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
+    assert msgspec.msgpack.encode(script.reports) == before, "reports were altered"
+    assert not EMPTY_OUTPUT.connector
+    assert ModelRunnerOutput(StepOutput(0)) == EMPTY_OUTPUT
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing: int) -> None:
+    split = Split((2, 2), 2)
+    aggregator = aggregator_of(split)
+    aggregator.expect(plan_of(5, 3))
+    assert aggregator.waits_for == ""
+    for rank in set(range(4)) - {missing}:
+        aggregator.add(rank, ModelRunnerOutput(StepOutput(5), KVConnectorOutput((ReadResult(3),))))
+    assert aggregator.missing(5) == aggregator.missing_read(3) == [missing]
+    assert not aggregator.has_news
+    place = f"rank {missing} (stage {missing // 2}, shard {missing % 2})"
+    assert aggregator.waits_for == f"{place} has not ended step 5; {place} has not ended read 3"
+
+
+def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
+    """4 shards of 2 heads: ranks 0 and 1 hold the same, 2 and 3 too."""
+    aggregator = aggregator_of(Split((4,), 4))
+    aggregator.expect(StepPlan(1, digests=(DigestOrder((7, 8), 32), DigestOrder((9,), 16))))
+    for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
+        aggregator.add(rank, ModelRunnerOutput(StepOutput(1, (), (values[:2], values[2:]))))
+    assert aggregator.take(1).step.digests == ((-(2**63), -3), (11,))
+
+
+def test_a_connection_is_told_of_once_when_every_rank_has_it() -> None:
+    aggregator = aggregator_of(Split((4,), 2))
+    aggregator.expect(plan_of(1, connect=True))
+    aggregator.add(0, connected("nvlink"))
+    aggregator.add(0, connected("nvlink"))
+    assert not aggregator.has_news
+    aggregator.add(1, connected("tcp"))
+    assert aggregator.take_news().connected == (Connected("e", "tcp", "nvlink | tcp"),)
+    aggregator.add(1, connected("tcp"))
+    assert not aggregator.has_news
+    aggregator.expect(plan_of(2, connect=True))  # asked again, it is told again
+    aggregator.add(1, connected("tcp"))
+    aggregator.add(0, connected("tcp"))
+    assert aggregator.take_news().connected == (Connected("e", "tcp", "tcp"),)
+
+
+def test_a_peer_fails_with_the_first_rank_that_fails() -> None:
+    aggregator = aggregator_of(Split((4,), 2))
+    aggregator.expect(plan_of(1, connect=True))
+    aggregator.add(1, lost("no way"))
+    assert aggregator.take_news().failed_peers == (("e", "rank 1 (stage 0, shard 1): no way"),)
+    aggregator.add(0, connected("tcp"))
+    aggregator.add(0, lost("broke"))
+    assert not aggregator.has_news
+    aggregator.expect(plan_of(2, connect=True))
+    aggregator.add(0, connected("tcp"))
+    aggregator.add(1, connected("tcp"))
+    aggregator.add(0, lost("broke"))  # later
+    told = aggregator.take_news()
+    assert told.connected
+    assert told.failed_peers == (("e", "rank 0 (stage 0, shard 0): broke"),)
+
+
+def test_what_a_rank_says_of_a_peer_that_was_given_up_is_nothing() -> None:
+    aggregator = aggregator_of(Split((4,), 2))
+    aggregator.expect(plan_of(1, connect=True))
+    aggregator.add(0, connected("tcp"))
+    aggregator.expect(plan_of(2, disconnect=True))
+    aggregator.add(1, connected("tcp"))
+    aggregator.add(1, lost("given up"))
+    assert not aggregator.has_news
+
+
+@pytest.mark.parametrize("output", [EMPTY_OUTPUT, ModelRunnerOutput(StepOutput(99))])
+def test_nothing_comes_of_nothing(output: ModelRunnerOutput) -> None:
+    aggregator = aggregator_of(Split((4,), 2))
+    for rank in (0, 1, 1):
+        aggregator.add(rank, output)
+    assert aggregator.waits_for == ""
+    assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
+    with pytest.raises(AttributeError):
+        EMPTY_OUTPUT.step = StepOutput(1)  # type: ignore[misc]
