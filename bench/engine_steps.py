@@ -20,7 +20,7 @@ from array import array
 from typing import NamedTuple
 
 from engine.link import EngineLink, Event
-from engine.messages import Mode, Output, Refused, Submit
+from engine.messages import Mode, Output, Posts, Refused, Submit
 from pdserve.config import resolve
 from pdserve.device import detect_device
 from pdserve.errors import PdserveError
@@ -81,7 +81,7 @@ class Bench:
 
 async def run(args: argparse.Namespace) -> None:
     config = resolve(options_from(args), detect_device(args.device))
-    link = EngineLink(config, agent="")
+    link = EngineLink(config, agent="", posts=Posts((config.device,)))
     start = time.perf_counter()
     await link.start()
     try:

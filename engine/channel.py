@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import threading
 
 import msgspec
 
-from engine.messages import FRAME_HEADER, FromEngine, ToEngine
+from engine.frames import Frames, framed
+from engine.messages import FromEngine, ToEngine
 
 _READ_BYTES = 1 << 18
 
@@ -18,7 +20,10 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """Frames over a Unix stream socket (see engine/messages.py). Used by one thread; ``wake`` may come from any."""
+    """Frames over a Unix stream socket (see engine/messages.py). Used by one thread; ``wake`` may come from any.
+
+    So may last words: ``send`` and ``drain`` lock each other out.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -28,10 +33,9 @@ class Channel:
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._full = False  # some of ``_outgoing`` is left, and that the socket takes more ends a wait, too
-        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._incoming = bytearray()
+        self._frames: Frames[ToEngine] = Frames(msgspec.msgpack.Decoder(ToEngine))
         self._outgoing = bytearray()
+        self._sending = threading.Lock()
 
     def wake(self) -> None:
         """End a waiting ``receive`` early."""
@@ -42,25 +46,29 @@ class Channel:
 
         Raises ChannelClosed once the front has gone.
         """
+        messages: list[ToEngine] = []
         for key, events in self._selector.select(None if wait else 0):
             if key.fd == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
             elif events & selectors.EVENT_READ:
-                self._read()
-        self._flush()
-        return self._frames()
+                messages += self._read()
+        with self._sending:
+            self._flush()
+        return messages
 
     def send(self, message: FromEngine) -> None:
         """Send without blocking; what the socket does not take now follows with later calls."""
-        body = self._encoder.encode(message)
-        self._outgoing += FRAME_HEADER.pack(len(body)) + body
-        self._flush()
+        frame = framed(message)
+        with self._sending:
+            self._outgoing += frame
+            self._flush()
 
     def drain(self) -> None:
         """Send all that is left, blocking: the last words before the process ends."""
-        self._socket.setblocking(True)
-        self._socket.sendall(self._outgoing)
-        self._outgoing.clear()
+        with self._sending:
+            self._socket.setblocking(True)
+            self._socket.sendall(self._outgoing)
+            self._outgoing.clear()
 
     def close(self) -> None:
         """Close the socket; the front takes it as this engine's end."""
@@ -82,28 +90,13 @@ class Channel:
             self._full = full
             self._selector.modify(self._socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if full else 0))
 
-    def _read(self) -> None:
+    def _read(self) -> list[ToEngine]:
         try:
             data = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
-            return
+            return []
         except ConnectionResetError as exc:
             raise ChannelClosed from exc
         if not data:
             raise ChannelClosed
-        self._incoming += data
-
-    def _frames(self) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        start = 0
-        view = memoryview(self._incoming)
-        while len(view) - start >= FRAME_HEADER.size:
-            (length,) = FRAME_HEADER.unpack_from(view, start)
-            end = start + FRAME_HEADER.size + length
-            if len(view) < end:
-                break
-            messages.append(self._decoder.decode(view[start + FRAME_HEADER.size : end]))
-            start = end
-        view.release()
-        del self._incoming[:start]
-        return messages
+        return self._frames.cut(data)

@@ -20,18 +20,18 @@ from engine.messages import (
     ToEngine,
 )
 from engine.pipeline import Pipeline
-from engine.rank import Rank
+from engine.rank import Ranks
 from engine.scheduler import Scheduler
 
 
 class Engine:
     """Takes the front's commands between steps and tells it what each step brought. Single-threaded."""
 
-    def __init__(self, scheduler: Scheduler, rank: Rank, channel: Channel) -> None:
+    def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
         self.turns = Turns()
         self._scheduler = scheduler
-        self._rank = rank
-        self._pipeline = Pipeline(rank)
+        self._ranks = ranks
+        self._pipeline = Pipeline(ranks)
         self._channel = channel
         self._stopped = False
 
@@ -40,10 +40,10 @@ class Engine:
         while not self._stopped:
             messages = self._channel.receive(wait=self.idle)
             self.turns.begin()
-            waited, in_runner = self._pipeline.waited, self._rank.runner_seconds
+            waited, in_runner = self._pipeline.waited, self._ranks.runner_seconds
             self.obey(messages)
             self.step()
-            lasted = self.turns.end(self._rank.runner_seconds - in_runner)
+            lasted = self.turns.end(self._ranks.runner_seconds - in_runner)
             self._scheduler.totals.host_seconds += lasted - (self._pipeline.waited - waited)
 
     @property

@@ -6,17 +6,18 @@
 
 A process that is stopped, and a call that never lets go of the interpreter, are silent; what the front makes of that is
 in engine/pulse.py. A step loop that never comes back from a turn is told with the beat.
+
+Other ranks of the node have hearts of their own, which beat for the engine process: it passes on whom it does not hear.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 
-import msgspec
-
-from engine.messages import FRAME_HEADER, Beat
+from engine.messages import Beat
+from engine.pulse import Pulse
 
 _NAP = 0.02  # seconds; a stall is measured to within this
 _NAPS_PER_BEAT = 5
@@ -46,26 +47,44 @@ class Turns:
 
 
 class Heart:
-    def __init__(self, sock: socket.socket, turns: Turns) -> None:
-        sock.setblocking(False)
-        self._socket = sock
+    """``send`` takes a beat, and raises OSError once nobody is there to hear it.
+
+    ``others`` are the pulses of the node's other ranks; ``waits_for`` says which of them a step waits for.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        send: Callable[[Beat], None],
+        others: Sequence[Pulse] = (),
+        waits_for: Callable[[], str] = lambda: "",
+    ) -> None:
         self._turns = turns
-        self._encoder = msgspec.msgpack.Encoder()
+        self._send = send
+        self._others = others
+        self._waits_for = waits_for
         self._thread_gap = 0.0
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heart", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            for _ in range(_NAPS_PER_BEAT):
-                due = time.perf_counter() + _NAP
-                time.sleep(_NAP)
-                self._thread_gap = max(self._thread_gap, time.perf_counter() - due)
-            body = self._encoder.encode(Beat(self._turns.longest_gap, self._thread_gap, self._turns.lasting))
-            try:
-                self._socket.send(FRAME_HEADER.pack(len(body)) + body)
-            except BlockingIOError:  # the front is stopped, and has beats enough
-                continue
-            except OSError:  # it has gone, and this process goes with it
-                return
+        try:
+            while True:
+                for _ in range(_NAPS_PER_BEAT):
+                    self._nap()
+                self._send(self._beat())
+        except OSError:  # the other end has gone, and this process goes with it
+            return
+
+    def _nap(self) -> None:
+        start = time.perf_counter()
+        time.sleep(_NAP)
+        slept = time.perf_counter() - start
+        self._thread_gap = max(self._thread_gap, slept - _NAP)
+        for other in self._others:
+            other.pass_time(slept)
+
+    def _beat(self) -> Beat:
+        silent = "; ".join(other.trouble for other in self._others if other.trouble)
+        return Beat(self._turns.longest_gap, self._thread_gap, self._turns.lasting, silent, self._waits_for())

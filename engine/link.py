@@ -1,7 +1,7 @@
 """The front's end of the engine: it starts the process, passes commands on and hands events to whom they concern.
 
     front (asyncio, gRPC)                          engine process (step loop)
-      EngineLink ──── Unix socket pair, frames of engine/messages.py ──── Channel
+      EngineLink ──── Unix socket pair, messages of engine/messages.py ──── Channel
                  ◄─── stdout and stderr, passed through line by line ────
 
 The link owns the process: ``shutdown`` ends it within a bound, and a front that is killed closes the socket, which ends
@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from engine.frames import Frames, framed
 from engine.messages import (
-    FRAME_HEADER,
     Batch,
     Beat,
     Configure,
     FromEngine,
     Leased,
     Output,
+    Posts,
     Progress,
     ReadEnded,
     Ready,
@@ -58,12 +59,10 @@ _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
 class EngineLink:
     """One engine process. Everything but ``start`` and ``shutdown`` returns at once."""
 
-    def __init__(self, config: NodeConfig, agent: str) -> None:
-        self._config = config
-        self._agent = agent
+    def __init__(self, config: NodeConfig, agent: str, posts: Posts) -> None:
+        self._configure = Configure(config, agent, posts)
         self._handlers: dict[int, Handler] = {}
         self._rids = itertools.count(1)
-        self._encoder = msgspec.msgpack.Encoder()
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -97,9 +96,11 @@ class EngineLink:
             )
         self._watch = asyncio.create_task(self._watch_process(self._process), name="engine watch")
         loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_connection(lambda: _Frames(self._receive, self._socket_ended), sock=ours)
-        await loop.create_connection(lambda: _Frames(self._receive, lambda: None), sock=ear)
-        self.send(Configure(self._config, self._agent))
+        self._transport, _ = await loop.create_connection(
+            lambda: _FromEngine(self._receive, self._socket_ended), sock=ours
+        )
+        await loop.create_connection(lambda: _FromEngine(self._receive, lambda: None), sock=ear)
+        self.send(self._configure)
         ready = await self._started
         self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
         total = ready.kv_layout.num_blocks
@@ -135,8 +136,7 @@ class EngineLink:
         """Queue a command; it is lost when the engine has died, which ends the node anyway."""
         if self._transport is None or self._transport.is_closing():
             return
-        body = self._encoder.encode(message)
-        self._transport.write(FRAME_HEADER.pack(len(body)) + body)
+        self._transport.write(framed(message))
 
     def refuse_all(self, error: PdserveError) -> None:
         """Tell whoever waits for the engine that it will not answer."""
@@ -196,26 +196,17 @@ class EngineLink:
         self.closed.set_result(error)
 
 
-class _Frames(asyncio.Protocol):
-    """Cuts the byte stream into messages."""
+class _FromEngine(asyncio.Protocol):
+    """Receives messages of the engine."""
 
     def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
         self._on_message = on_message
         self._on_end = on_end
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._buffer = bytearray()
+        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        start, header = 0, FRAME_HEADER.size
-        with memoryview(self._buffer) as view:
-            while len(view) - start >= header:
-                end = start + header + FRAME_HEADER.unpack_from(view, start)[0]
-                if end > len(view):
-                    break
-                self._on_message(self._decoder.decode(view[start + header : end]))
-                start = end
-        del self._buffer[:start]
+        for message in self._frames.cut(data):
+            self._on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end()

@@ -1,8 +1,7 @@
 """What a node's front process (gRPC) and its engine process (step loop) say to each other.
 
-Frames on a Unix socket pair: 4 bytes little-endian length, then one msgpack message. Either side takes the end of the
-stream as the other's death. ``rid`` is a number the front draws per request, never reused. The engine's heartbeat comes
-in the same frames over a pair of its own.
+In frames (engine/frames.py) on a Unix socket pair. Either side takes the end of the stream as the other's death.
+``rid`` is a number the front draws per request, never reused. The engine's heartbeat comes over a pair of its own.
 
 How a request goes on D, with handoff:
 
@@ -26,17 +25,14 @@ In integrity mode each leased follows a step later, with its digests.
 
 from __future__ import annotations
 
-import struct
 from enum import StrEnum
 
 import msgspec
 
-from pdserve.config import NodeConfig
+from pdserve.config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
 from pdserve.transports import Connected
-
-FRAME_HEADER = struct.Struct("<I")
 
 
 class Mode(StrEnum):
@@ -50,11 +46,19 @@ class Mode(StrEnum):
 # ---------------------------------------------------------------- front → engine
 
 
+class Posts(msgspec.Struct, frozen=True):
+    """Where the ranks of a node run."""
+
+    devices: tuple[DeviceInfo, ...]  # of the first ranks, which run on this host
+    listen: str = ""  # host:port where ranks on other hosts dial in; empty where there are none
+
+
 class Configure(msgspec.Struct, frozen=True, tag=True):
     """First message of all. ``agent`` is the connector's name, unique per epoch; empty for a node without connector."""
 
     config: NodeConfig
     agent: str
+    posts: Posts
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -236,6 +240,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     loop_gap: float  # of a turn of the step loop, outside of the runner
     thread_gap: float  # that another thread of Python could not run
     turn: float  # that the present turn of the step loop has lasted; 0.0 while it waits for work
+    silent: str = ""  # which other ranks give no sign of life, in words
+    waits_for: str = ""  # which other ranks the step loop or a read waits for, in words
 
 
 FromEngine = Progress | Ready | StartFailed | Batch | Beat

@@ -26,14 +26,16 @@ import grpc
 import uvloop
 
 from engine.link import EngineLink
-from engine.messages import Progress
+from engine.messages import Posts, Progress
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
 from engine.node_service import Health, add_node_service
 from engine.pulse import Watch
+from engine.rank_flags import Hosted, add_host_flags, hosted_from
+from engine.rank_host import run_ranks
 from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions, resolve
-from pdserve.device import detect_device
+from pdserve.device import detect_devices
 from pdserve.errors import NodeError
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from
@@ -81,7 +83,7 @@ class Role(Protocol):
 class Node:
     """One life of a node: who it is, its engine, its server. Roles and servicers hold on to it."""
 
-    def __init__(self, role: Role, config: NodeConfig, server: grpc.aio.Server, node_id: str) -> None:
+    def __init__(self, role: Role, config: NodeConfig, posts: Posts, server: grpc.aio.Server, node_id: str) -> None:
         self.role = role
         self.config = config
         self.server = server
@@ -89,7 +91,7 @@ class Node:
         self.epoch = secrets.token_hex(8)
         self.compat_hash = compat_hash(config.compat_fields)
         self.state = State.LOADING
-        self.link = EngineLink(config, self.agent if role.uses_connector else "")
+        self.link = EngineLink(config, self.agent if role.uses_connector else "", posts)
         self.watch = Watch(self.link.pulse)
 
     @property
@@ -108,21 +110,28 @@ def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = CommandParser(prog=prog, description=description)
     add_node_flags(parser)
     add_front_flags(parser)
+    add_host_flags(parser)
     return parser
 
 
 def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: Callable[..., Role]) -> int:
-    """Run a node until it is stopped; ``make(args)`` builds its role. Returns the exit status."""
+    """Run a node until it is stopped, or the ranks of it that this host has; ``make(args)`` builds its role.
+
+    Returns the exit status.
+    """
 
     def command() -> int:
         args = parser.parse_args(argv)
-        role, front = make(args), front_options_from(args)
+        role, front, options = make(args), front_options_from(args), options_from(args)
+        host = hosted_from(args, options.pp * options.tp)
         setup_logging(role.name)
         watch_lifeline(front.lifeline_fd)
         status = StatusWriter(front.status_fd)
         try:
+            if not host.leads:
+                return run_ranks(options, host, status)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(role, options_from(args), front, status))
+                runner.run(_serve(role, options, host, front, status))
         except Exception as exc:
             status.failed(one_line(exc))
             raise
@@ -131,16 +140,17 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
     return run_command(command)
 
 
-async def _serve(role: Role, options: NodeOptions, front: FrontOptions, status: StatusWriter) -> None:
+async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOptions, status: StatusWriter) -> None:
     stop = _stop_event()
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     port = rpc.bind(server, front.host, front.port)
     address = front.address(port)
-    config = resolve(options, detect_device(options.device))
+    devices = detect_devices(options.device, len(host.ranks))
+    config = resolve(options, devices[0])
     for choice in config.choices:
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
-    node = Node(role, config, server, front.node_id or address)
+    node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address)
     health = Health(server, role.services)
     add_node_service(node)
     role.attach(node)

@@ -7,8 +7,8 @@ import socket
 
 import msgspec
 
+from pdserve.address import join_address
 from pdserve.errors import ConfigError
-from pdserve.rpc import join_address
 
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 

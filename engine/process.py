@@ -6,35 +6,33 @@ to stop or ends. It ignores SIGINT: Ctrl-C is the front's to handle.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
 import logging
 import signal
 import socket
 import sys
+from functools import partial
 
+from engine.assembly import assemble
 from engine.channel import Channel, ChannelClosed
 from engine.draft import FULL_STEP
 from engine.engine import Engine
+from engine.frames import framed
 from engine.heart import Heart
-from engine.messages import Configure, Progress, Ready, Shutdown, StartFailed
-from engine.rank import Rank
+from engine.messages import Beat, Configure, Ready, Shutdown, StartFailed
 from engine.scheduler import Scheduler
 from pdserve.config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
-from pdserve.records import RankKV
+from pdserve.process import end_with_parent
 
 _log = logging.getLogger(__name__)
 
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A front that is killed takes its engine along at once, also one that is stopped or in the middle of a long step.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
@@ -44,6 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(channel: Channel, heart: socket.socket) -> int:
+    heart.setblocking(False)
     messages = channel.receive(wait=True)
     while not messages:
         messages = channel.receive(wait=True)
@@ -52,7 +51,7 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
         return 0
     assert isinstance(configure, Configure), configure
     try:
-        rank, ranks = _build(configure, channel)
+        ranks, kv = assemble(configure, channel)
     except Exception as exc:
         expected = isinstance(exc, PdserveError)
         if not expected:
@@ -61,34 +60,22 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
         channel.send(StartFailed(type(exc).__name__ if expected else "EngineDied", text))
         channel.drain()
         return 1
-    engine = Engine(_scheduler(configure.config, rank.kv_layout), rank, channel)
+    engine = Engine(_scheduler(configure.config, ranks.kv_layout), ranks, channel)
     gc.collect()
     gc.freeze()
-    channel.send(Ready(rank.kv_layout, ranks))
-    Heart(heart, engine.turns).start()
+    channel.send(Ready(ranks.kv_layout, kv))
+    Heart(engine.turns, partial(_beat, heart), ranks.pulses, ranks.waits_for).start()
     try:
         engine.obey(rest)
         engine.run()
     finally:
-        rank.close()
+        ranks.close()
     return 0
 
 
-def _build(configure: Configure, channel: Channel) -> tuple[Rank, tuple[RankKV, ...]]:
-    """Load the model, allocate the KV cache and register it."""
-    import connector
-    import runner
-
-    def progress(stage: str, fraction: float) -> None:
-        channel.send(Progress(stage, fraction))
-
-    model_runner = runner.build(configure.config, progress)
-    kind = "nixl" if configure.agent else "none"
-    progress("registering KV cache", -1.0)
-    shares = configure.config.split.shares(configure.config.model.num_kv_heads)
-    kv_connector = connector.build(kind, configure.agent, configure.config.peer_timing, shares, configure.config.rank)
-    registered = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, channel.wake)
-    return Rank(model_runner, kv_connector), (registered,) if configure.agent else ()
+def _beat(heart: socket.socket, beat: Beat) -> None:
+    with contextlib.suppress(BlockingIOError):  # the front is stopped, and has beats enough
+        heart.send(framed(beat))
 
 
 def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:

@@ -19,10 +19,11 @@ _LONGEST_TURN = 120.0  # seconds: no step takes so long, but a device or a lock 
 
 
 class Pulse:
-    """What is known of the engine's life. Time in which this process itself stood still is no silence of the engine."""
+    """What is known of a process's life. Time in which this process itself stood still is no silence of the other."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, who: str = "the engine process") -> None:
         self.last = Beat(0.0, 0.0, 0.0)
+        self._who = who
         self._patience = patience  # seconds of silence
         self._silence = 0.0
 
@@ -36,12 +37,13 @@ class Pulse:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the engine; empty while nothing is."""
+        """What is wrong with it, or with other ranks that only it hears; empty while nothing is."""
         if self._silence > self._patience:
-            return f"the engine process has given no sign of life for {self._patience:.3g} s"
+            return f"{self._who} has given no sign of life for {self._patience:.3g} s"
         if self.last.turn > _LONGEST_TURN:
-            return f"the engine has been in one step for {self.last.turn:.0f} s"
-        return ""
+            waits_for = f": {self.last.waits_for}" if self.last.waits_for else ""
+            return f"the engine has been in one step for {self.last.turn:.0f} s{waits_for}"
+        return self.last.silent
 
 
 class Watch:

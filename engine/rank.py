@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from engine.pulse import Pulse
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep
-from pdserve.records import ModelRunnerOutput, StepPlan
+from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's tokens, and ask connectors what they have to tell by then. Called once."""
+
+
+class Ranks(Protocol):
+    """What carries out the steps of a node: its only rank, or all of them together (engine/executor.py)."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many steps may be launched without their results having been taken."""
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """That of rank 0; every rank has as many blocks."""
+
+    @property
+    def runner_seconds(self) -> float:
+        """Spent in the runner: launching, and waiting for devices."""
+
+    @property
+    def pulses(self) -> Sequence[Pulse]:
+        """Of the other ranks."""
+
+    def waits_for(self) -> str:
+        """Which of the other ranks something waits for, in words; any thread may ask."""
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Start a step."""
+
+    def close(self) -> None:
+        """End. Nothing is launched afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +78,13 @@ class Rank:
     def kv_layout(self) -> KVLayout:
         return self._runner.kv_layout
 
+    @property
+    def pulses(self) -> Sequence[Pulse]:
+        return ()
+
+    def waits_for(self) -> str:
+        return ""
+
     def launch(self, plan: StepPlan) -> PendingOutput:
         """Order transfers and start the model."""
         self._load_kv(plan)
@@ -53,6 +99,11 @@ class Rank:
         output = step.result()
         self.runner_seconds += time.perf_counter() - start
         return ModelRunnerOutput(output, self._connector.poll())
+
+    def news(self) -> ModelRunnerOutput:
+        """What the connector has to tell, of no step."""
+        news = self._connector.poll()
+        return ModelRunnerOutput(EMPTY_OUTPUT.step, news) if news else EMPTY_OUTPUT
 
     def close(self) -> None:
         self._connector.close()

@@ -101,7 +101,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def share(self) -> KVShare:
         """What this rank holds of the model's KV."""
-        return self.split.shares(self.model.num_kv_heads)[self.rank]
+        return self.shares[self.rank]
+
+    @property
+    def shares(self) -> tuple[KVShare, ...]:
+        """What each rank holds of the model's KV, by rank."""
+        return self.split.shares(self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """The same node, seen by a rank on ``device``."""

@@ -14,18 +14,27 @@ def detect_device(spec: str = "auto") -> DeviceInfo:
 
     Raises ConfigError for another word and CapacityError for a GPU that is not there.
     """
+    return detect_devices(spec, 1)[0]
+
+
+def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
+    """As ``detect_device``, for as many ranks on this host: GPUs from the named one on, or ``count`` times the CPU.
+
+    Auto takes GPUs where there is one, then all must be there.
+    """
     kind, _, index_text = spec.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index_text and (kind != "cuda" or not index_text.isdecimal())):
         raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")
     if kind == "cpu":
-        return _cpu()
+        return (_cpu(),) * count
     gpus = _cuda_devices()
-    index = int(index_text or 0)
-    if index < len(gpus):
-        return gpus[index]
-    if kind == "cuda":
-        raise CapacityError(f"device {spec}: {len(gpus)} CUDA devices found; use --device cpu or check the driver")
-    return _cpu()
+    first = int(index_text or 0)
+    if first + count <= len(gpus):
+        return tuple(gpus[first : first + count])
+    if kind == "auto" and not gpus:
+        return (_cpu(),) * count
+    wanted = f"{count} ranks, each with a GPU of its own, from cuda:{first} on: " if count > 1 else ""
+    raise CapacityError(f"device {spec}: {wanted}{len(gpus)} CUDA devices found; use --device cpu or check the driver")
 
 
 def _cpu() -> DeviceInfo:

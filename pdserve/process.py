@@ -6,8 +6,10 @@ pdserve up ──spawns──► node          status fd    {"state": "ready"} �
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
@@ -17,6 +19,8 @@ from pdserve.errors import CapacityError, ConfigError, PdserveError
 EXIT_FAILED = 1  # it ran, and then it broke
 EXIT_REFUSED = 2  # it cannot run like this: configuration, checkpoint, memory, port
 EXIT_ORPHANED = 3  # the parent is gone
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class StatusWriter:
@@ -64,6 +68,11 @@ def watch_lifeline(fd: int | None) -> None:
         os._exit(EXIT_ORPHANED)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the one that started it ends, also where this one is stopped then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def one_line(error: BaseException) -> str:

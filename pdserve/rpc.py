@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import grpc
 
+from pdserve.address import join_address
 from pdserve.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -68,11 +69,6 @@ def _keepalive(timing: PeerTiming) -> Options:
         ("grpc.keepalive_timeout_ms", timeout),
         ("grpc.http2.ping_timeout_ms", timeout),  # what really ends it; its default is 60 s
     )
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:

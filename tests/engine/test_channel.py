@@ -10,15 +10,11 @@ import msgspec
 import pytest
 
 from engine.channel import Channel, ChannelClosed
-from engine.messages import FRAME_HEADER, Batch, Cancel, FromEngine, Mode, Output, Status, Submit, ToEngine, Totals
+from engine.frames import FRAME_HEADER, framed
+from engine.messages import Batch, Cancel, FromEngine, Mode, Output, Status, Submit, Totals
 from pdserve.records import Sample, SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
-
-
-def frame(message: ToEngine) -> bytes:
-    body = msgspec.msgpack.encode(message)
-    return FRAME_HEADER.pack(len(body)) + body
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.socket]) -> None:
     channel, front = ends
     submit = Submit(7, b"\1\0\0\0" * 5, SamplingParams(max_tokens=3, logit_bias={4: 1.5}), Mode.LEASE)
-    data = frame(submit) + frame(Cancel(7))
+    data = framed(submit) + framed(Cancel(7))
     received = []
     for start in range(0, len(data), 11):
         front.sendall(data[start : start + 11])

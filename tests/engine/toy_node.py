@@ -14,7 +14,8 @@ from toy import ToyRunner
 from connector.local import LocalConnector
 from engine.channel import Channel
 from engine.engine import Engine
-from engine.messages import FRAME_HEADER, Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.frames import Frames, framed
+from engine.messages import Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
 from engine.rank import Rank
 from engine.scheduler import Scheduler
 from pdserve.protocols import KVConnector
@@ -60,8 +61,7 @@ class Node:
         self.connector = connector or LocalConnector(self.epoch)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        self._incoming = bytearray()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
         self._channel = Channel(theirs)
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = Rank(self.runner, self.connector)
@@ -132,21 +132,14 @@ class Node:
 
     def send(self, message: ToEngine) -> None:
         """A command for an engine that runs by itself, in a thread."""
-        body = msgspec.msgpack.encode(message)
-        self._socket.sendall(FRAME_HEADER.pack(len(body)) + body)
+        self._socket.sendall(framed(message))
 
     def received(self) -> list[Batch]:
         """What the engine has sent since the last call."""
+        batches: list[Batch] = []
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
-                self._incoming += chunk
-        batches, size = [], FRAME_HEADER.size
-        while len(self._incoming) >= size:
-            end = size + FRAME_HEADER.unpack_from(self._incoming)[0]
-            if end > len(self._incoming):
-                break
-            message = self._decoder.decode(self._incoming[size:end])
-            assert isinstance(message, Batch)
-            batches.append(message)
-            del self._incoming[:end]
+                for message in self._frames.cut(chunk):
+                    assert isinstance(message, Batch)
+                    batches.append(message)
         return batches

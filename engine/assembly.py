@@ -1,0 +1,118 @@
+"""From a configuration to what carries out its steps: one rank, or all of a node's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from engine.aggregator import Aggregator
+from engine.channel import Channel, ChannelClosed
+from engine.crew import Crew, RankLink, start_rank
+from engine.executor import Executor
+from engine.messages import Configure, Progress, StartFailed
+from engine.muster import GATHER_SECONDS, Muster, listen
+from engine.rank import Rank, Ranks
+from engine.rank_messages import Assign
+from pdserve.address import join_address, split_address
+from pdserve.config import NodeConfig
+from pdserve.process import EXIT_FAILED
+from pdserve.records import RankKV
+
+
+def build_rank(
+    config: NodeConfig,
+    agent: str,
+    meeting: str,
+    progress: Callable[[str, float], None],
+    on_news: Callable[[], None],
+) -> tuple[Rank, RankKV]:
+    """Load the rank's part of the model, allocate its KV cache and register it.
+
+    ``agent`` is its connector's name, empty for none; when that has news, ``on_news`` is called, on any thread.
+    """
+    import connector
+    import runner
+
+    model_runner = runner.build(config, progress, meeting)
+    progress("registering KV cache", -1.0)
+    kv_connector = connector.build("nixl" if agent else "none", agent, config.peer_timing, config.shares, config.rank)
+    kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_news)
+    return Rank(model_runner, kv_connector), kv
+
+
+def assemble(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[RankKV, ...]]:
+    """All ranks of a node, loaded, and what its peers must know of them; nothing where it has no connector.
+
+    Raises what rank 0 fails with. When another rank fails, now or later, this process ends: the front is told why.
+    """
+
+    def progress(stage: str, fraction: float) -> None:
+        channel.send(Progress(stage, fraction))
+
+    config = configure.config
+    if config.split.num_ranks == 1:
+        rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
+        return rank, (kv,) if configure.agent else ()
+    links, assignments = _call_up(configure, progress)
+    crew = Crew(links, lambda kind, text: _end(channel, kind, text))
+    for link, assignment in zip(links, assignments[1:], strict=True):
+        link.send(assignment)
+    own = assignments[0]
+    with crew.blamed_first():
+        rank, kv = build_rank(own.config, own.agent, own.meeting, progress, channel.wake)
+    others = crew.wait_ready()
+    executor = Executor(rank, crew, Aggregator(config.split, config.shares), channel.wake)
+    return executor, (kv, *(other.kv for other in others)) if configure.agent else ()
+
+
+def _call_up(configure: Configure, progress: Callable[[str, float], None]) -> tuple[list[RankLink], list[Assign]]:
+    """Connections to all ranks but the first, which is this process, and what each rank is to be, the first, too."""
+    config, posts = configure.config, configure.posts
+    here, split = len(posts.devices), config.split
+    patience = config.peer_timing.answer_within
+    configs = [
+        msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // here))
+        for rank, device in enumerate(posts.devices)
+    ]
+    links: list[RankLink] = []
+    host = "127.0.0.1"
+    if posts.listen:
+        host = split_address(posts.listen)[0]
+        missing = range(here, split.num_ranks)
+        with listen(posts.listen) as listener:
+            progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
+            joined = Muster(listener, config, missing).gather(GATHER_SECONDS)
+        for rank in missing:
+            hello, sock = joined[rank]
+            configs.append(
+                msgspec.structs.replace(
+                    config.for_rank(rank, hello.device), model_dir=hello.model_dir, threads=hello.threads
+                )
+            )
+            links.append(RankLink(split.place(rank), sock, patience))
+    links[:0] = [start_rank(split.place(rank), patience) for rank in range(1, here)]
+    meeting = join_address(host, _free_port(host))
+    agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(split.num_ranks)]
+    return links, [Assign(each, agent, meeting) for each, agent in zip(configs, agents, strict=True)]
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _end(channel: Channel, kind: str, text: str) -> NoReturn:
+    """The node cannot go on without one of its ranks: these are its engine's last words."""
+    with contextlib.suppress(OSError, ChannelClosed):  # the front has gone, too
+        channel.send(StartFailed(kind, text))
+        channel.drain()
+    print(text, file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)

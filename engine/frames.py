@@ -1,0 +1,46 @@
+"""Messages on a stream socket: for each a frame, 4 bytes of length (little-endian) and that many bytes of msgpack."""
+
+from __future__ import annotations
+
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+FRAME_HEADER = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message as it travels."""
+    body = _encoder.encode(message)
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+class Frames(Generic[T]):
+    """Cuts what a socket has received into messages. Not to be used by two threads at once."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], longest: int = 2**32 - 1) -> None:
+        self._decoder = decoder
+        self._longest = longest  # bytes of a message
+        self._buffer = bytearray()
+
+    def cut(self, data: bytes) -> list[T]:
+        """The messages that end with ``data``. Raises msgspec.DecodeError for what is no message, or too long."""
+        self._buffer += data
+        messages: list[T] = []
+        start, header = 0, FRAME_HEADER.size
+        with memoryview(self._buffer) as view:
+            while len(view) - start >= header:
+                (length,) = FRAME_HEADER.unpack_from(view, start)
+                if length > self._longest:
+                    raise msgspec.DecodeError(f"a message of {length} bytes; at most {self._longest} are accepted")
+                end = start + header + length
+                if end > len(view):
+                    break
+                messages.append(self._decoder.decode(view[start + header : end]))
+                start = end
+        del self._buffer[:start]
+        return messages

@@ -1,0 +1,17 @@
+"""Where something listens, as text: ``host:port``, with brackets around an IPv6 host."""
+
+from __future__ import annotations
+
+from pdserve.errors import ConfigError
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of ``host:port``. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)

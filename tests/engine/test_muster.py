@@ -1,0 +1,168 @@
+"""Ranks of other hosts come to their leader, over real sockets; whoever else comes holds nothing up."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+import pytest
+
+from engine.frames import framed
+from engine.muster import Joined, Muster, dial, hello_of, join, listen
+from engine.rank_messages import Hello
+from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
+from pdserve.device import detect_device
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+
+TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
+
+
+def config_of(tp: int = 4, block_size: int = 16) -> NodeConfig:
+    options = NodeOptions(model=str(EMBEDDED_MODEL), device="cpu", tp=tp, block_size=block_size)
+    return resolve(options, detect_device("cpu"), {})
+
+
+def hello(rank: int, **changes: object) -> Hello:
+    config = config_of()
+    return msgspec.structs.replace(hello_of(config, rank, config.device, 1), **changes)
+
+
+class Gathering:
+    """A leader that has rank 0 and misses ranks 1 … 3, in a thread."""
+
+    def __init__(self, seconds: float = 30.0) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.listener = listen(self.address)
+        self.joined: dict[int, Joined] = {}
+        self.error: PdserveError | None = None
+        self._muster = Muster(self.listener, config_of(), range(1, 4))
+        self._thread = threading.Thread(target=self._run, args=(seconds,))
+        self._thread.start()
+
+    def _run(self, seconds: float) -> None:
+        try:
+            self.joined = self._muster.gather(seconds)
+        except PdserveError as error:
+            self.error = error
+
+    def send(self, data: bytes) -> socket.socket:
+        sock = dial(self.address)
+        sock.sendall(data)
+        return sock
+
+    def enter(self, hello: Hello) -> socket.socket:
+        sock = dial(self.address)
+        try:
+            join(sock, hello, TIMING)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def finish(self) -> list[int]:
+        self._thread.join()
+        self.listener.close()
+        for _, sock in self.joined.values():
+            sock.close()
+        return sorted(self.joined)
+
+
+@pytest.fixture
+def gathering() -> Iterator[Gathering]:
+    gathering = Gathering()
+    ranks = [gathering.enter(hello(rank)) for rank in (3, 1)]
+    yield gathering
+    ranks.append(gathering.enter(hello(2)))
+    assert gathering.finish() == [1, 2, 3]
+    for sock in ranks:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (hello(1), ["rank 1 is there already"]),
+        (hello(0), ["rank 0", "1, 2, 3"]),
+        (hello(7), ["rank 7", "1, 2, 3"]),
+        (hello(2, version="0.0.1"), ["pdserve: 0.0.1 there"]),
+        (hello(2, split=config_of(tp=2).split), ["tp 2 there", "tp 4 at the leader"]),
+        (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
+        (hello_of(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_told_why(gathering: Gathering, wrong: Hello, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        gathering.enter(wrong)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x05\0\0\0hello", framed(hello(2))[:50] + b"\0" * 4000],
+    ids=["http", "too long", "no msgpack", "broken"],
+)
+def test_garbage_is_shown_out(gathering: Gathering, data: bytes) -> None:
+    with gathering.send(data) as sock:
+        sock.settimeout(5.0)
+        assert sock.recv(1) == b""
+
+
+def test_callers_who_say_nothing_keep_nobody_out(gathering: Gathering) -> None:
+    silent = [gathering.send(b"") for _ in range(100)]
+    silent.append(gathering.send(framed(hello(2))[:20]))
+    with closing(gathering.send(b"")):
+        pass
+    for sock in silent:
+        sock.close()
+
+
+def test_the_place_of_a_rank_that_has_gone_is_free_again() -> None:
+    gathering = Gathering()
+    gathering.enter(hello(1)).close()
+    ranks = [gathering.enter(hello(rank)) for rank in (2, 3)]
+    while True:
+        try:
+            ranks.append(gathering.enter(hello(1)))
+            break
+        except ConfigError:  # the leader has not noticed yet
+            continue
+    assert gathering.finish() == [1, 2, 3]
+    for sock in ranks:
+        sock.close()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    gathering = Gathering(seconds=0.3)
+    with gathering.enter(hello(2)):
+        gathering.finish()
+    assert isinstance(gathering.error, NodeError)
+    assert "ranks 1, 3 of this node have not come within 0.3 s" in str(gathering.error)
+
+
+def test_a_leader_that_does_not_come_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(NodeError, match=f"no leader at 127.0.0.1:{port} for 0 s"):
+        dial(f"127.0.0.1:{port}", seconds=0.0)
+
+
+def test_a_leader_that_is_none_is_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, dial(f"127.0.0.1:{other.getsockname()[1]}") as sock:
+        caller, _ = other.accept()
+        with caller:
+            caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        with pytest.raises(NodeError, match="does not answer as one"):
+            join(sock, hello(1), TIMING)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(CapacityError, match=address):
+            listen(address)

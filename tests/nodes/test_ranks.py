@@ -1,0 +1,100 @@
+"""Nodes of two ranks as processes: they answer as one, and live, stand still and end as one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoints import reference_greedy, reference_model
+from fleet import Fleet, HttpError, NodeProcess, add_tokenizer
+
+FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
+RANK_1 = "rank 1 (stage 0, shard 1)"
+PROMPT = list(range(3, 40))
+END_SECONDS = 5.0
+
+
+@pytest.fixture
+def fleet(checkpoint: Path) -> Iterator[Fleet]:
+    add_tokenizer(checkpoint)
+    with closing(Fleet()) as fleet:
+        yield fleet
+
+
+def processes_of(node: NodeProcess) -> list[psutil.Process]:
+    """Front, engine and ranks."""
+    front = psutil.Process(node.pid)
+    return [front, *front.children(recursive=True)]
+
+
+def rank_of(node: NodeProcess) -> psutil.Process:
+    (rank,) = [process for process in processes_of(node) if "engine.rank_process" in process.cmdline()]
+    return rank
+
+
+def assert_gone(fleet: Fleet, processes: list[psutil.Process]) -> None:
+    def over(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return True
+
+    fleet.wait_until(lambda: all(map(over, processes)), END_SECONDS)
+
+
+def last_line(fleet: Fleet, node: NodeProcess) -> str:
+    fleet.wait_until(lambda: node.child.state == "ended", END_SECONDS)
+    return node.child.last_lines[-1]
+
+
+def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet, checkpoint: Path) -> None:
+    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
+    fleet.start_router(checkpoint)
+    fleet.wait_ready()
+    reference = reference_model(checkpoint)
+    for length in (1, 8, 37):
+        assert fleet.complete(PROMPT[:length], 12) == reference_greedy(reference, PROMPT[:length], 12)
+    rank = rank_of(node)
+    rank.suspend()
+    fleet.wait_until(lambda: node.describe().state == "stuck", END_SECONDS)
+    fleet.wait_until(lambda: f"{RANK_1} has given no sign of life" in node.output, END_SECONDS)
+    rank.resume()
+    fleet.wait_until(lambda: node.describe().state == "ready", END_SECONDS)
+    assert fleet.complete(PROMPT, 12) == reference_greedy(reference, PROMPT, 12)
+    node.wait_idle()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(fleet.complete, PROMPT, 200)
+        fleet.wait_until(lambda: node.status().running == 1, END_SECONDS)
+        processes = processes_of(node)
+        rank.kill()
+        assert_gone(fleet, processes)
+        with pytest.raises(HttpError) as failed:
+            answer.result(END_SECONDS)
+    assert failed.value.status == 502
+    assert f"{RANK_1} was killed by SIGKILL" in last_line(fleet, node)
+
+
+@pytest.mark.parametrize(("part", "stopped"), [("front", True), ("engine", False)])
+def test_no_rank_outlives_its_node(fleet: Fleet, checkpoint: Path, part: str, stopped: bool) -> None:
+    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
+    fleet.wait_ready()
+    processes = processes_of(node)
+    if stopped:
+        rank_of(node).suspend()
+    processes[("front", "engine").index(part)].kill()
+    assert_gone(fleet, processes)
+
+
+def test_a_signal_ends_all_ranks_cleanly(fleet: Fleet, checkpoint: Path) -> None:
+    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
+    fleet.wait_ready()
+    processes = processes_of(node)
+    node.signal(signal.SIGTERM)
+    assert_gone(fleet, processes)
+    fleet.wait_until(lambda: node.child.state == "ended", END_SECONDS)
+    assert node.child.process.returncode == 0
+    assert not any(word in node.output for word in ("Traceback", "ERROR", "SIGKILL"))
