@@ -106,8 +106,8 @@ class DecoderLayer:
         """From the residual and x, its norm; all are [tokens, hidden_size].
 
         What attention adds is added here, in place; the caller adds the result (each shard has a part of it), together
-        with the norm that follows.
-        ``keep`` [kept] names the tokens to go on with after attention: the results are [kept, hidden_size].
+        with the norm that follows. ``keep`` [kept] names the tokens to go on with after attention: the results are
+        [kept, hidden_size].
         """
         heads = self.attention.attend(x, turn, backend)
         if keep is not None:
