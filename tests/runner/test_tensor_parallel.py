@@ -19,7 +19,7 @@ SAMPLED = SamplingParams(
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),  # shards have the same KV head
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3": (
         "qwen3",
@@ -27,15 +27,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-FEW = [("llama", "V1", 2), ("qwen3", "V2", 2), ("mistral", "V1", 4)]  # tp 4 with two KV heads
+FEW = [("llama", "V1", 2), ("llama-tied", "V1", 2), ("mistral", "V1", 2), ("qwen3", "V2", 2)]
 
 
-def case_of(directory: Path, version: str, tp: int, **options: Any) -> Case:
-    lengths, num_tokens = ((5, 37, 20), 6) if version == "V1" else ((5, 20), 3)
+def case_of(directory: Path, version: str, tp: int) -> Case:
+    lengths, num_tokens = ((5, 37, 20), 6) if version == "V1" else ((3, 18), 2)
     numbers = random.Random(3)
     prompts = tuple(tuple(numbers.randrange(128) for _ in range(length)) for length in lengths)
     backend = {"V1": "torch", "V2": "triton"}[version]
-    config = node_config(directory, tp=tp, runner=version, attention_backend=backend, max_num_seqs=8, **options)
+    config = node_config(directory, tp=tp, runner=version, attention_backend=backend, max_num_seqs=8)
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens, chunk=18)
 
 
