@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,33 @@ _dist: Any = torch.distributed  # torch itself imports it; its types leave out s
 #: How long ranks wait for each other. A rank that has died is noticed elsewhere, and one that is stopped may go on;
 #: this is the end of those that wait for it in vain, and must be longer than any rank takes to read its weights.
 _PATIENCE = timedelta(minutes=30)
+
+
+class Transfer(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> Any:
+        """Let the current stream wait until it is there, on a CPU the host."""
+
+
+class Lane:
+    """One end of a connection between two ranks, for messages in one direction, which keep their order."""
+
+    def __init__(self, group: Any, other: int, outward: bool) -> None:
+        self._group, self._other = group, other
+        self.outward = outward  # whether messages leave here
+
+    def send(self, message: Tensor) -> Transfer:
+        """``message`` is contiguous, complete on the current stream, and stays as it is until it has been sent."""
+        assert self.outward
+        transfer: Transfer = _dist.isend(message, self._other, group=self._group)
+        return transfer
+
+    def receive(self, message: Tensor) -> Transfer:
+        """Into ``message``, which nothing needs any more that is not done on the current stream."""
+        assert not self.outward
+        transfer: Transfer = _dist.irecv(message, self._other, group=self._group)
+        return transfer
 
 
 class World:
@@ -104,6 +131,14 @@ class World:
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
         _dist.all_reduce(numbers, op=_dist.ReduceOp.MIN)
         return int(numbers.item())
+
+    def lane(self, source: int, target: int) -> Lane | None:
+        """A new lane between two ranks, or None on the others. All ranks make all lanes, in the same order."""
+        group = _dist.new_group((source, target), timeout=_PATIENCE)
+        rank = self.place.rank
+        if rank not in (source, target):
+            return None
+        return Lane(group, target if rank == source else source, outward=rank == source)
 
     def close(self) -> None:
         """Part from the others. Captured graphs with calls in them must be gone. Idempotent."""

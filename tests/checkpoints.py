@@ -110,6 +110,7 @@ def node_config(
     runner: str = "V1",
     pp: int = 1,
     tp: int = 1,
+    stage_layers: tuple[int, ...] | None = None,
 ) -> NodeConfig:
     """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.config.resolve``."""
     model = load_model_config(model_dir)
@@ -130,7 +131,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
-        split=choose_split(model, pp, tp),
+        split=choose_split(model, pp, tp, stage_layers),
         kv_layout=layout,
         kv_checksum=False,
         measure_kv_memory=False,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 WRITE_CHUNK = 1024  # words
+TOKEN_CHUNK = 256
 
 
 @triton.jit
@@ -22,6 +23,14 @@ def apply_writes_kernel(state, words, CHUNK: tl.constexpr):
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = at < length
     tl.store(state + destination + at, tl.load(words + source + at, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["places_at", "count"])
+def put_tokens_kernel(state, words, places_at, tokens, count, CHUNK: tl.constexpr):
+    """tokens[i] to state[words[places_at + i]] for i < count, where that is not negative. Grid (chunks of tokens,)."""
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    place = tl.load(words + places_at + at, mask=at < count, other=-1)
+    tl.store(state + place, tl.load(tokens + at, mask=at < count), mask=place >= 0)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "slots_at", "query_starts_at", "token_stride", "block_stride", "tokens"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,6 @@ from runner.weights import Part
 from runner.world import World
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-class Hidden(NamedTuple):
-    """What a stage hands to the next one, shard to shard, each [tokens, hidden_size].
-
-    Of x each shard has a part; their sum is still to be added to the residual.
-    """
-
-    x: Tensor
-    residual: Tensor
 
 
 class RMSNorm:
@@ -102,7 +91,7 @@ class DecoderLayer:
 
     def __call__(
         self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend, keep: Tensor | None = None
-    ) -> Hidden:
+    ) -> tuple[Tensor, Tensor]:
         """From the residual and x, its norm; all are [tokens, hidden_size].
 
         What attention adds is added here, in place; the caller adds the result (each shard has a part of it), together
@@ -112,7 +101,7 @@ class DecoderLayer:
         heads = self.attention.attend(x, turn, backend)
         if keep is not None:
             heads, residual = heads.index_select(0, keep), residual.index_select(0, keep)
-        return Hidden(self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual)
+        return self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual
 
     def parts(self) -> Parts:
         yield "input_layernorm.weight", Part.whole(self.attention_norm.weight)
@@ -133,7 +122,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, world: World, place: Placement, use_triton: bool) -> None:
         """``config`` is that of the whole model."""
-        self._config, stage = config, world.place
+        self._config, self._world, stage = config, world, world.place
         self._first_layer = stage.layers.start
         self._is_whole = stage.split.tp == 1
         ops = build_ops(config.rms_norm_eps, world, place, use_triton)
@@ -146,17 +135,17 @@ class Decoder:
 
     def __call__(
         self,
-        start: Tensor | Hidden,
+        start: Tensor,
         positions: Tensor,
         lengths: Tensor | None,
         backend: AttentionBackend,
         keep: Tensor | None = None,
-    ) -> Tensor | Hidden:
+    ) -> Tensor:
         """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
 
-        ``start`` is the tokens' ids [tokens] on the first stage, else what the stage before returned; its residual is
-        changed. The result is hidden states [tokens, hidden_size], normed for ``logits``, on the last stage, else what
-        the next one starts with.
+        ``start`` is the tokens' ids [tokens] on the first stage, else what the stage before returned, which is changed.
+        The result is hidden states [tokens, hidden_size]: on the last stage normed for ``logits``, else the residual
+        after these layers, with which the next stage starts.
 
         ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names, on the
         last stage, the tokens whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the
@@ -172,8 +161,8 @@ class Decoder:
         if keep is not None and not len(keep):
             last.attention.attend(x, turn, backend)
             return x[:0]
-        hidden = last(x, residual, turn, backend, keep)
-        return hidden if self._norm is None else self._norm.add(*hidden)
+        x, residual = last(x, residual, turn, backend, keep)
+        return residual.add_(self._world.all_reduce(x)) if self._norm is None else self._norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] from rows of hidden states [rows, hidden_size], on the last stage."""
@@ -213,12 +202,11 @@ class Decoder:
         for layer in self.layers:
             layer.seal()
 
-    def _begin(self, start: Tensor | Hidden) -> tuple[Tensor, Tensor]:
+    def _begin(self, start: Tensor) -> tuple[Tensor, Tensor]:
         """x, normed for the first layer, and the residual."""
         norm = self.layers[0].attention_norm
-        if isinstance(start, Hidden):
-            return norm.add(*start), start.residual
-        assert self._embedding is not None
+        if self._embedding is None:
+            return norm(start), start
         embedded = self._embedding(start)
         if self._is_whole:
             return norm(embedded), embedded

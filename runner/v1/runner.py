@@ -20,7 +20,9 @@ from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
 from runner.pending import FinishedStep, step_without_samples
+from runner.returning import ReturningTokens
 from runner.sampler import Sampler, SampleRow
+from runner.stages import Stages
 from runner.v1.sequences import SequenceTable
 from runner.warmup import run_largest_steps, run_small_steps
 from runner.world import World
@@ -35,6 +37,8 @@ class RunnerV1:
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp
+        self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._returning = ReturningTokens(self._stages.tokens_in)
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout
         if config.measure_kv_memory:
@@ -89,20 +93,22 @@ class RunnerV1:
         self._update(plan)
         if not plan.scheduled:
             return FinishedStep(StepOutput(plan.step))
+        self._take_returned(plan.scheduled)
         rows = self._sequences.rows(plan.scheduled)
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
         sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
         hidden = self._forward(rows, lengths, sampling)
         self._sequences.num_computed[rows] += lengths
-        if not sampling:
-            return step_without_samples(plan.step, self._device)
-        return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, sampling, hidden)))
+        if sampling and self._world.place.is_last:
+            return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, sampling, hidden)))
+        self._expect_tokens([plan.scheduled[i].seq for i in sampling], rows[sampling])
+        return step_without_samples(plan.step, self._device)
 
     def reload_weights(self, model_dir: str) -> None:
         self._loaded.reload(model_dir)
 
     def close(self) -> None:
-        for name in ("_loaded", "_cache", "_attention", "_sampler"):
+        for name in ("_loaded", "_cache", "_attention", "_sampler", "_stages", "_returning"):
             self.__dict__.pop(name, None)
         self._world.close()
         if self._device.type == "cuda":
@@ -111,13 +117,17 @@ class RunnerV1:
     def _update(self, plan: StepPlan) -> None:
         for seq in plan.finished:
             self._sequences.remove(seq)
+            self._returning.forget(seq)
         for new in plan.new:
             self._sequences.add(new)
         for more in plan.new_blocks:
             self._sequences.add_blocks(more.seq, more.block_ids)
 
     def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], sampling: list[int]) -> Tensor:
-        """Compute the next ``lengths`` tokens of each sequence; of those that sample, the last hidden state."""
+        """Compute the next ``lengths`` tokens of each sequence.
+
+        On the last stage: of those that sample, the last hidden state.
+        """
         table = self._sequences
         starts = table.num_computed[rows]
         seq_lens = starts + lengths
@@ -138,15 +148,14 @@ class RunnerV1:
                 slots=self._to_device(pages * self._page_size + positions % self._page_size),
             )
         )
-        hidden = self._loaded.decoder(
+        device_positions = self._to_device(positions)
+        rope_lengths = self._rope_lengths(rows, lengths, positions)
+        keeps_all = len(sampling) == len(positions) or not self._world.place.is_last
+        keep = None if keeps_all else self._to_device(query_starts[1:][sampling] - 1)
+        return self._stages.compute(
+            lambda start: self._loaded.decoder(start, device_positions, rope_lengths, self._attention, keep),
             self._to_device(table.token_ids[token_rows, positions]),
-            self._to_device(positions),
-            self._rope_lengths(rows, lengths, positions),
-            self._attention,
-            None if len(sampling) == len(positions) else self._to_device(query_starts[1:][sampling] - 1),
         )
-        assert isinstance(hidden, Tensor), "pipeline stages are not connected"
-        return hidden
 
     def _rope_lengths(
         self, rows: NDArray[np.int64], lengths: NDArray[np.int64], positions: NDArray[np.int64]
@@ -174,11 +183,27 @@ class RunnerV1:
                 choice = n if several else record.choice
                 draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
         samples = self._sampler.sample(self._loaded.decoder.logits(hidden), draws)
-        first = 0  # of each sequence's samples, with which it goes on
+        goes_on, first = [], 0  # each sequence with the first of its samples
         for i in sampling:
-            table.append(rows[i], samples[first].token_id)
+            goes_on.append(samples[first].token_id)
+            table.append(rows[i], goes_on[-1])
             first += scheduled[i].num_samples
+        if self._stages.tokens_out is not None:
+            self._stages.tokens_out.send(torch.tensor(goes_on, dtype=torch.int32, device=self._device))
         return tuple(samples)
+
+    def _expect_tokens(self, seqs: list[int], rows: NDArray[np.int64]) -> None:
+        """The last stage draws a token for each of ``seqs``; it comes here if this is the first one."""
+        num_tokens = self._sequences.num_tokens
+        self._returning.expect(seqs, rows, num_tokens[rows])
+        num_tokens[rows] += 1
+
+    def _take_returned(self, scheduled: tuple[ScheduledSequence, ...]) -> None:
+        for returned in self._returning.due(scheduled):
+            with self._returning.take() as tokens:
+                drawn = tokens.cpu().numpy()[returned.wanted]
+            rows, positions = returned.rows[returned.wanted], returned.positions[returned.wanted]
+            self._sequences.token_ids[rows, positions] = drawn
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values).to(self._device, torch.int64, non_blocking=True)

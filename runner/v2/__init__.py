@@ -4,6 +4,7 @@
     state.py      the state on the device, and how the host's differences get there in one copy
     inputs.py     the buffers a step's inputs are built in
     sampler.py    sampling without the host
+    forward.py    the layers of a rank, between the stages beside it
     graphs.py     small steps as CUDA graphs
     pending.py    tokens on their way to the host
     runner.py     puts them together

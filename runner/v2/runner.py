@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
@@ -13,21 +15,26 @@ from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, ScheduledSequence, StepOutput, StepPlan
 from pdserve.split import shard_of
 from runner.attention.build import build_backend
-from runner.kernels.step import take_samples_kernel
+from runner.kernels.step import TOKEN_CHUNK, put_tokens_kernel, take_samples_kernel
 from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
 from runner.pending import FinishedStep, step_without_samples
-from runner.v2.graphs import StepGraphs, StepShape, decode_shapes, mixed_shapes
+from runner.returning import ReturningTokens
+from runner.stages import Stages
+from runner.v2.forward import Forward
+from runner.v2.graphs import StepShape
 from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
 from runner.v2.sampler import DeviceSampler, Draw, Sampled, SamplingBatch
-from runner.v2.slots import BatchForm, ScheduledBatch, Slots
+from runner.v2.sampler import upload as upload_arrays
+from runner.v2.slots import BatchForm, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
 from runner.warmup import run_largest_steps, run_small_steps
 from runner.world import World
 
 _SLOTS, _QUERY_STARTS, _DRAW_OF_ROW, _LAST_TOKENS = range(4)  # the arrays of a step's upload
+_NUM_ARRAYS = 4
 
 
 class RunnerV2:
@@ -39,6 +46,8 @@ class RunnerV2:
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp + 1
+        self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._returning = ReturningTokens(self._stages.tokens_in)
         layout = config.kv_layout
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
@@ -49,7 +58,8 @@ class RunnerV2:
             run_largest_steps(self, config)
             run_small_steps(self, config)
         if config.cuda_graphs:
-            self._capture(_shapes(config), lambda fraction: progress("capturing CUDA graphs", fraction))
+            with torch.inference_mode():
+                self._forward.capture(lambda fraction: progress("capturing CUDA graphs", fraction))
         self._cache.clear()
         assert not len(self._slots), "warming up left a sequence behind"
 
@@ -68,19 +78,14 @@ class RunnerV2:
         )
         self._state = DeviceState(config.max_num_seqs, config.max_model_len + 1, max_blocks, device)
         self._uploader = Uploader(config.max_batch_tokens + 8 * config.max_num_seqs, self._max_in_flight, device)
-        self._slots = Slots(self._state, self._uploader)
+        self._slots = Slots(self._state, self._uploader, config.split.pp)
         self._inputs = StepInputs(
             config.max_num_seqs, config.max_batch_tokens, max_blocks * layout.pages_per_block, layout, device
         )
         self._sampler = DeviceSampler(model.vocab_size, model.eos_token_ids, self._state)
         self._to_host = ToHost(device, config.max_num_seqs, self._max_in_flight)
-        self._graphs = StepGraphs(())
-        # What graphs leave behind: logits of steps of single tokens, hidden states of others.
-        dtype, most = self._loaded.place.dtype, max(shape.tokens for shape in _shapes(config))
-        self._hidden = torch.empty(most, model.hidden_size, dtype=dtype, device=device)
-        rows = config.max_num_seqs if config.cuda_graphs else 0
-        self._logits = torch.empty(rows, model.vocab_size, dtype=dtype, device=device)
-        self._last_asked: tuple[BatchForm, SamplingBatch] | None = None
+        self._forward = Forward(config, self._loaded, self._backend, self._inputs, self._stages)
+        self._asked: deque[tuple[BatchForm, SamplingBatch]] = deque(maxlen=config.split.pp)  # by the last steps
 
     def _try_out(self, config: NodeConfig, layout: KVLayout) -> int:
         """Run the largest steps on a small cache and free it again. Returns the bytes that CUDA graphs will keep."""
@@ -90,8 +95,8 @@ class RunnerV2:
         if config.cuda_graphs:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(self._device)[0]
-            largest = sorted(_shapes(config), key=lambda shape: -shape.tokens)[:2]
-            self._capture(tuple(largest), lambda fraction: None)
+            with torch.inference_mode():
+                self._forward.capture(lambda fraction: None, most=2)
             # Further graphs fit into the pool of these and cost their nodes alone, for which as much again is plenty.
             kept = (before - torch.cuda.mem_get_info(self._device)[0]) * 2
         self._free()
@@ -99,7 +104,7 @@ class RunnerV2:
 
     def _free(self) -> None:
         for name in (
-            "_graphs",
+            "_forward",
             "_backend",
             "_cache",
             "_state",
@@ -107,20 +112,10 @@ class RunnerV2:
             "_slots",
             "_inputs",
             "_sampler",
-            "_hidden",
-            "_logits",
         ):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    @torch.inference_mode()
-    def _capture(self, shapes: tuple[StepShape, ...], on_progress: Callable[[float], None]) -> None:
-        graphs = StepGraphs(shapes)
-        graphs.capture(
-            lambda shape: self._backend.plan(self._inputs.padding(shape), graph=True), self._forward_padded, on_progress
-        )
-        self._graphs = graphs
 
     @property
     def max_in_flight(self) -> int:
@@ -145,19 +140,23 @@ class RunnerV2:
         if not plan.scheduled:
             return FinishedStep(StepOutput(plan.step))
         batch = self._slots.schedule(plan.scheduled)
-        form = batch.form
-        shape = self._graphs.shape_for(form.num_seqs, form.num_tokens)
-        upload = self._uploader.send(form.slots, form.query_starts, form.draw_of_row, form.last_tokens)
+        form, is_last = batch.form, self._world.place.is_last
+        shape = self._forward.shape_for(form)
+        draw_of_row = form.draw_of_row if is_last else np.full_like(form.draw_of_row, -1)  # others draw nothing
+        returned = [self._state.places(r.rows, r.positions, r.wanted) for r in self._returning.due(plan.scheduled)]
+        upload = self._uploader.send(form.slots, form.query_starts, draw_of_row, form.last_tokens, *returned)
         self._uploader.apply(upload, self._state)
-        unpadded = StepShape(form.num_seqs, form.num_tokens)
-        self._inputs.build(batch, shape or unpadded, self._state, upload)
-        logits = self._forward(batch, upload, shape)
-        if not len(form.sampling):
+        self._take_returned(upload, returned)
+        self._inputs.build(batch, shape or StepShape(form.num_seqs, form.num_tokens), self._state, upload)
+        logits = self._forward.run(batch, upload.array(_LAST_TOKENS, len(form.sampling)), shape)
+        if not (is_last and len(form.sampling)):
             self._take_in(form, upload, None)
+            self._expect_tokens(plan.scheduled, form)
             return step_without_samples(plan.step, self._device)
-        asked = self._asked(plan.scheduled, form)
+        asked = self._ask(plan.scheduled, form)
         sampled = self._sampler.sample(logits, asked, batch.longest)
         self._take_in(form, upload, sampled)
+        self._send_back(form, sampled)
         return self._to_host.send(plan.step, asked, sampled)
 
     def reload_weights(self, model_dir: str) -> None:
@@ -169,6 +168,7 @@ class RunnerV2:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._free()
+        del self._stages, self._returning
         self._world.close()
 
     # ------------------------------------------------------------ a step
@@ -176,52 +176,25 @@ class RunnerV2:
     def _update(self, plan: StepPlan) -> None:
         for seq in plan.finished:
             self._slots.remove(seq)
+            self._returning.forget(seq)
         for new in plan.new:
             self._slots.add(new)
         for more in plan.new_blocks:
             self._slots.add_blocks(more.seq, more.block_ids)
 
-    def _forward(self, batch: ScheduledBatch, upload: Upload, shape: StepShape | None) -> Tensor:
-        """Logits [sampling rows, vocab_size], nothing of use where none samples; by the graph of ``shape`` if given."""
-        form = batch.form
-        if shape is not None:
-            self._graphs.replay(shape)
-            if shape.singles:
-                return self._logits[: form.num_tokens]
-        keep = None if form.every_token_samples else upload.array(_LAST_TOKENS, len(form.sampling))
-        if shape is None:
-            self._backend.plan(self._inputs.attention_batch(batch))
-            hidden = self._decode(form.num_tokens, keep)
-        else:
-            hidden = self._hidden[: form.num_tokens]
-            hidden = hidden if keep is None else hidden.index_select(0, keep)
-        return self._loaded.decoder.logits(hidden) if len(form.sampling) else hidden
-
-    def _forward_padded(self, shape: StepShape) -> None:
-        """What the graph of a shape captures."""
-        hidden = self._decode(shape.tokens, None)
-        if shape.singles:
-            self._loaded.decoder.write_logits(hidden, self._logits[: shape.rows])
-        else:
-            self._hidden[: shape.tokens].copy_(hidden)
-
-    def _decode(self, tokens: int, keep: Tensor | None) -> Tensor:
-        inputs = self._inputs
-        hidden = self._loaded.decoder(inputs.input_ids[:tokens], inputs.positions[:tokens], None, self._backend, keep)
-        assert isinstance(hidden, Tensor), "pipeline stages are not connected"
-        return hidden
-
-    def _asked(self, scheduled: tuple[ScheduledSequence, ...], form: BatchForm) -> SamplingBatch:
-        """What the step's draws ask for; that of the last step where it has the same form."""
-        if self._last_asked is None or self._last_asked[0] is not form:
-            draws = []
-            for row, sequence in enumerate(form.sampling_of(scheduled)):
-                slot = int(form.slots[form.sampling[row]])
-                record = self._slots.record(slot)
-                choices = range(sequence.num_samples) if sequence.num_samples > 1 else (record.choice,)
-                draws += [Draw(row, slot, record.sampling, choice, record.prompt_len) for choice in choices]
-            self._last_asked = (form, self._sampler.prepare(draws))
-        return self._last_asked[1]
+    def _ask(self, scheduled: tuple[ScheduledSequence, ...], form: BatchForm) -> SamplingBatch:
+        """What the step's draws ask for; that of one of the last steps where it has the same form."""
+        for known, asked in self._asked:
+            if known is form:
+                return asked
+        draws = []
+        for row, sequence in enumerate(form.sampling_of(scheduled)):
+            slot = int(form.slots[form.sampling[row]])
+            record = self._slots.record(slot)
+            choices = range(sequence.num_samples) if sequence.num_samples > 1 else (record.choice,)
+            draws += [Draw(row, slot, record.sampling, choice, record.prompt_len) for choice in choices]
+        self._asked.append((form, self._sampler.prepare(draws)))
+        return self._asked[-1][1]
 
     def _take_in(self, form: BatchForm, upload: Upload, sampled: Sampled | None) -> None:
         """Let the state on the device be that after the step."""
@@ -238,6 +211,28 @@ class RunnerV2:
             state.token_ids.stride(0),
         )
 
+    # ------------------------------------------------------------ between stages
 
-def _shapes(config: NodeConfig) -> tuple[StepShape, ...]:
-    return (*decode_shapes(config.max_num_seqs), *mixed_shapes(config.max_num_seqs, config.max_batch_tokens))
+    def _send_back(self, form: BatchForm, sampled: Sampled) -> None:
+        """To the first stage, of each sequence that samples the token with which it goes on."""
+        if self._stages.tokens_out is None:
+            return
+        tokens = sampled.tokens
+        if len(tokens) > len(form.sampling):
+            (first,) = upload_arrays([form.draw_of_row[form.sampling]], self._device)
+            tokens = tokens.index_select(0, first)
+        self._stages.tokens_out.send(tokens)
+
+    def _expect_tokens(self, scheduled: tuple[ScheduledSequence, ...], form: BatchForm) -> None:
+        """The last stage draws a token for each sequence that samples; they come here if this is the first one."""
+        slots = form.slots[form.sampling]
+        seqs = (sequence.seq for sequence in form.sampling_of(scheduled))
+        self._returning.expect(seqs, slots, self._slots.num_tokens[slots] - 1)
+
+    def _take_returned(self, upload: Upload, returned: list[NDArray[np.int32]]) -> None:
+        """``returned`` is where the tokens of messages belong, which the upload has behind the step's own arrays."""
+        for index, places in enumerate(returned, _NUM_ARRAYS):
+            with self._returning.take() as tokens:
+                put_tokens_kernel[(-(-len(places) // TOKEN_CHUNK),)](
+                    self._state.flat, upload.words, upload.arrays_at[index], tokens, len(places), CHUNK=TOKEN_CHUNK
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,8 @@ class Slots:
     numbers that are never used again.
     """
 
-    def __init__(self, state: DeviceState, uploader: Uploader) -> None:
+    def __init__(self, state: DeviceState, uploader: Uploader, microbatches: int) -> None:
+        """The forms of the last steps are kept, as many as there are ``microbatches`` that take turns."""
         count = state.num_tokens.shape[0]
         self._state = state
         self._uploader = uploader
@@ -67,7 +69,7 @@ class Slots:
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self._last_form: tuple[tuple[ScheduledSequence, ...], BatchForm] | None = None
+        self._forms: deque[tuple[tuple[ScheduledSequence, ...], BatchForm]] = deque(maxlen=microbatches)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -77,7 +79,7 @@ class Slots:
         assert self._free, "more sequences than slots"
         slot = self._free.pop()
         self._slot_of[new.seq] = slot
-        self._last_form = None
+        self._forms.clear()
         self._records[slot] = new
         state, write = self._state, self._uploader.write
         self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, len(new.token_ids), 0
@@ -97,7 +99,7 @@ class Slots:
         slot = self._slot_of.pop(seq, None)
         if slot is not None:
             self._records[slot] = None
-            self._last_form = None
+            self._forms.clear()
             self._free.append(slot)
 
     def record(self, slot: int) -> NewSequence:
@@ -116,20 +118,22 @@ class Slots:
         return ScheduledBatch(form, seq_lens, int(known.max()) + 1)
 
     def _form_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchForm:
-        """The last step's where it fits, which spares most of the work."""
-        if self._last_form is None or self._last_form[0] != scheduled:
-            columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
-            seqs, lengths, samples = columns.T
-            query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
-            np.cumsum(lengths, out=query_starts[1:])
-            sampling = np.flatnonzero(samples)
-            form = BatchForm(
-                slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
-                lengths=lengths.astype(np.int32),
-                query_starts=query_starts,
-                sampling=sampling,
-                last_tokens=query_starts[1:][sampling] - 1,
-                draw_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
-            )
-            self._last_form = (scheduled, form)
-        return self._last_form[1]
+        """That of one of the last steps where it fits, which spares most of the work."""
+        for known, form in self._forms:
+            if known == scheduled:
+                return form
+        columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
+        seqs, lengths, samples = columns.T
+        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        sampling = np.flatnonzero(samples)
+        form = BatchForm(
+            slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
+            lengths=lengths.astype(np.int32),
+            query_starts=query_starts,
+            sampling=sampling,
+            last_tokens=query_starts[1:][sampling] - 1,
+            draw_of_row=np.where(samples > 0, samples.cumsum() - samples, -1).astype(np.int32),
+        )
+        self._forms.append((scheduled, form))
+        return form

@@ -23,6 +23,12 @@ class DeviceState:
         self.token_ids = token_ids.view(slots, max_tokens)  # [slots, max_tokens]: prompt, then what was sampled
         self.blocks = blocks.view(slots, max_blocks)  # [slots, max_blocks]: block ids from position 0 on
 
+    def places(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64], wanted: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
+        """Where in ``flat`` tokens at these positions of slots lie, -1 for those that are not wanted."""
+        return np.where(wanted, slots * self.token_ids.stride(0) + positions, -1).astype(np.int32)
+
     def offset(self, table: Tensor, *index: int) -> int:
         """Where an element of one of the tables lies in ``flat``."""
         within = sum(i * stride for i, stride in zip(index, table.stride(), strict=True))

@@ -1,0 +1,143 @@
+"""Pipeline stages among themselves: hidden states go from each to the next, tokens from the last back to the first.
+
+    stage 0             stage 1            stage 2
+    embedding, layers ─► layers ──────────► layers, head, sampler
+        ▲                   hidden states            │
+        └─────────────────── tokens ─────────────────┘
+
+A shard talks to the same shard of the other stages. What is handed on is the residual of each token after the layers of
+a stage, [tokens, hidden_size], and of each sequence that samples the token with which it goes on, [rows] int32.
+
+Each lane has a process group of its own, so that messages never overtake each other. On GPUs they travel beside the
+computing, on streams of their own; events order them behind what they need, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from pdserve.config import NodeConfig
+from runner.world import Lane, Transfer, World
+
+
+class Outlet:
+    """Where messages leave: each is copied to one of a few buffers, and sent from there."""
+
+    def __init__(self, lane: Lane, buffers: Tensor) -> None:
+        """``buffers`` are [number, elements of the longest message]."""
+        self._lane = lane
+        self._buffers = deque(buffers)
+        self._sends: deque[Transfer] = deque()
+
+    def send(self, message: Tensor) -> None:
+        """Without waiting, on a CPU unless all buffers are on their way."""
+        if len(self._sends) == len(self._buffers):
+            self._sends.popleft().wait()
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        self._sends.append(self._lane.send(_shaped(buffer, message.shape).copy_(message)))
+
+
+class Inlet:
+    """Where messages arrive, in the order in which they were sent; the receiver knows how large each is."""
+
+    def __init__(self, lane: Lane, buffers: Tensor) -> None:
+        """``buffers`` are [number, elements of the longest message]: so many messages may be awaited."""
+        self._lane = lane
+        self._expected: deque[tuple[int, Tensor, Transfer]] = deque()
+        self._buffers = buffers
+        self._next = 0
+        self._stream: torch.cuda.Stream | None = None
+        if buffers.is_cuda:
+            self._stream = torch.cuda.Stream(buffers.device)
+            self._used = [torch.cuda.Event() for _ in buffers]  # a buffer's last message has been
+
+    @property
+    def capacity(self) -> int:
+        """Messages that may be expected at once."""
+        return len(self._buffers)
+
+    def expect(self, *shape: int) -> None:
+        """Begin to receive the next message."""
+        assert len(self._expected) < len(self._buffers), "a message is expected and no buffer is free"
+        at, self._next = self._next, (self._next + 1) % len(self._buffers)
+        message = _shaped(self._buffers[at], shape)
+        if self._stream is None:
+            transfer = self._lane.receive(message)
+        else:
+            self._stream.wait_event(self._used[at])
+            with torch.cuda.stream(self._stream):
+                transfer = self._lane.receive(message)
+        self._expected.append((at, message, transfer))
+
+    @contextmanager
+    def take(self) -> Iterator[Tensor]:
+        """The oldest message that is expected. On a GPU it is there for later work on the current stream, on a CPU now.
+
+        It may be changed. When the context ends all work that reads it must have been ordered.
+        """
+        at, message, transfer = self._expected.popleft()
+        transfer.wait()
+        yield message
+        if self._stream is not None:
+            self._used[at].record()
+
+
+class Stages:
+    """A rank's lanes to and from the stages beside it; None where there is nobody, as with a single stage."""
+
+    def __init__(self, world: World, config: NodeConfig, dtype: torch.dtype, max_in_flight: int) -> None:
+        """All ranks do this at the same time."""
+        self.hidden_in: Inlet | None = None
+        self.hidden_out: Outlet | None = None
+        self.tokens_in: Inlet | None = None
+        self.tokens_out: Outlet | None = None
+        self._hidden_size = config.model.hidden_size
+        pp, tp = config.split.pp, config.split.tp
+        if pp == 1:
+            return
+        hidden = config.max_batch_tokens * self._hidden_size
+
+        def buffers(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(max_in_flight + 1, size, dtype=dtype, device=world.device)
+
+        for source in range(pp):
+            target = (source + 1) % pp
+            for shard in range(tp):
+                lane = world.lane(source * tp + shard, target * tp + shard)
+                if lane is None:
+                    continue
+                if target and lane.outward:
+                    self.hidden_out = Outlet(lane, buffers(hidden, dtype))
+                elif target:
+                    self.hidden_in = Inlet(lane, buffers(hidden, dtype))
+                elif lane.outward:
+                    self.tokens_out = Outlet(lane, buffers(config.max_num_seqs, torch.int32))
+                else:
+                    self.tokens_in = Inlet(lane, buffers(config.max_num_seqs, torch.int32))
+
+    def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
+        """What ``layers`` makes of input_ids [tokens], but for the first stage of what the stage before made of them.
+
+        It is handed on and returned: [tokens, hidden_size], on the last stage only of tokens that are wanted.
+        """
+        with ExitStack() as received:
+            start = input_ids
+            if self.hidden_in is not None:
+                self.hidden_in.expect(len(input_ids), self._hidden_size)
+                start = received.enter_context(self.hidden_in.take())
+            result = layers(start)
+            if self.hidden_out is not None:
+                self.hidden_out.send(result)
+        return result
+
+
+def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The beginning of a buffer."""
+    return buffer[: math.prod(shape)].view(shape)

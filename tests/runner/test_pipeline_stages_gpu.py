@@ -1,0 +1,31 @@
+"""Two pipeline stages on two GPUs say what one GPU says. Where pytest and transformers are all there is of the tools:
+
+PYTHONPATH=.:tests:tests/runner python -m pytest -c /dev/null --noconftest tests/runner/test_pipeline_stages_gpu.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from staged_node import StagedNode, generate, generate_alone
+from test_pipeline_stages import check, config_of, requests_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_two_gpus_say_what_one_says(tmp_path: Path, version: str) -> None:
+    """By NCCL; V2 with CUDA graphs, three steps in flight, and tokens that return without the host."""
+    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=4)
+    config = config_of(directory, version, pp=2, device="cuda")
+    requests = requests_of(version) + requests_of("V1")
+    with StagedNode(2) as node:
+        found = generate(node.started(config), config, requests, at_once=4)
+    check(requests, found, generate_alone(config_of(directory, version, device="cuda"), requests))

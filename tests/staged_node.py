@@ -1,0 +1,209 @@
+"""A node of several ranks without a front: the real scheduler here, each rank's runner in a process of its own.
+
+    with StagedNode(num_ranks) as node:
+        tokens = generate(node.started(config), config, requests)
+
+Run as a script it is one rank: configurations and plans come on stdin, outputs go to stdout, as framed msgpack.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+
+import runner
+from engine.draft import FULL_STEP
+from engine.messages import Mode, Submit
+from engine.pipeline import Pipeline
+from engine.rank import Rank
+from engine.scheduler import Scheduler
+from pdserve.config import NodeConfig
+from pdserve.protocols import PendingStep
+from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
+
+_ROOT = Path(__file__).parent.parent
+_HEADER = struct.Struct("<I")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """``cancelled_after`` so many tokens of its first choice."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    cancelled_after: int = 1 << 30
+
+
+Outputs = dict[tuple[int, int], list[Sample]]  # by request and choice
+
+
+class _Order(msgspec.Struct, frozen=True, tag=True):
+    """Be this rank from now on."""
+
+    config: NodeConfig
+    meeting: str
+
+
+def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once: int = 1 << 30) -> Outputs:
+    """What all choices of all requests say; ``rank`` is an engine.rank.Rank, or acts like one.
+
+    The first ``at_once`` requests are there from the beginning, the others come step by step.
+    """
+    scheduler = Scheduler(
+        num_blocks=config.kv_layout.num_blocks,
+        block_size=config.kv_layout.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        full_step=FULL_STEP["cpu"],
+        max_waiting=100,
+        stages=config.split.pp,
+        eos_token_ids=config.model.eos_token_ids,
+    )
+    pipeline = Pipeline(rank)
+    waiting = list(enumerate(requests))
+    outputs: Outputs = defaultdict(list)
+    turns = 0
+    while waiting or not (scheduler.idle and pipeline.empty):
+        while waiting and waiting[0][0] < at_once + turns:
+            rid, request = waiting.pop(0)
+            prompt = array("I", request.prompt)
+            scheduler.submit(Submit(rid, prompt.tobytes(), request.sampling, Mode.LOCAL), prompt.tolist())
+        plan = scheduler.plan()
+        pipeline.launch(plan)
+        taken = pipeline.take(plan)
+        if taken is not None:
+            scheduler.apply(*taken)
+        report = scheduler.take_report()
+        for output in report.outputs if report is not None else ():
+            assert output.sample is not None
+            outputs[output.rid, output.choice].append(output.sample)
+            if output.choice == 0 and len(outputs[output.rid, 0]) == requests[output.rid].cancelled_after:
+                scheduler.cancel(output.rid)
+        turns += 1
+    assert scheduler.status().free == scheduler.status().total
+    return dict(outputs)
+
+
+def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
+    """By one rank, in this process; nothing is cancelled."""
+    from connector.null import NullConnector
+
+    rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector())
+    outputs = generate(rank, config, [Request(request.prompt, request.sampling) for request in requests])
+    rank.close()
+    return outputs
+
+
+class StagedNode:
+    """Acts like an engine.rank.Rank, of ``num_ranks`` processes, each with a GPU of its own if there are any."""
+
+    def __init__(self, num_ranks: int) -> None:
+        environ = os.environ | {"PYTHONPATH": str(_ROOT)}
+        if not torch.cuda.is_available():
+            environ["TRITON_INTERPRET"] = "1"
+        self._config: NodeConfig | None = None
+        self._ends = ExitStack()
+        self._ranks = []
+        for _ in range(num_ranks):
+            process = subprocess.Popen(
+                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
+            )
+            self._ranks.append(self._ends.enter_context(process))
+            self._ends.callback(process.kill)
+
+    def __enter__(self) -> StagedNode:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
+
+    def started(self, config: NodeConfig) -> StagedNode:
+        """Have all ranks build their runners for a configuration; what they had before is gone."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            meeting = f"127.0.0.1:{server.getsockname()[1]}"
+        self._config = config
+        for rank, process in enumerate(self._ranks):
+            assert process.stdin is not None
+            device = msgspec.structs.replace(config.device, index=rank)
+            _write(process.stdin, msgspec.msgpack.encode(_Order(config.for_rank(rank, device), meeting)))
+        return self
+
+    @property
+    def max_in_flight(self) -> int:
+        assert self._config is not None
+        return self._config.split.pp + (self._config.decision.runner == "V2")
+
+    def launch(self, plan: StepPlan) -> StagedNode:
+        """Returns what has the result: results are taken in the order of launching."""
+        for process in self._ranks:
+            assert process.stdin is not None
+            _write(process.stdin, msgspec.msgpack.encode(plan))
+        return self
+
+    def result(self) -> ModelRunnerOutput:
+        """Of the oldest step. Only the last stage says what was drawn, all of its shards the same."""
+        assert self._config is not None
+        found = []
+        for process in self._ranks:
+            assert process.stdout is not None
+            frame = _read(process.stdout)
+            assert frame is not None, "a rank has ended"
+            found.append(msgspec.msgpack.decode(frame, type=StepOutput))
+        others, last = found[: -self._config.split.tp], found[-self._config.split.tp :]
+        assert not any(output.samples for output in others)
+        assert all(output == last[0] for output in last)
+        return ModelRunnerOutput(last[0])
+
+
+# ---------------------------------------------------------------- a rank
+
+
+def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    launched: queue.Queue[PendingStep | None] = queue.Queue()
+
+    def answer() -> None:
+        while (step := launched.get()) is not None:
+            _write(stdout, msgspec.msgpack.encode(step.result()))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    current = None
+    while (frame := _read(stdin)) is not None:
+        message = msgspec.msgpack.decode(frame)
+        if isinstance(message, dict) and message.get("type") == "_Order":
+            if current is not None:
+                current.close()
+            order = msgspec.msgpack.decode(frame, type=_Order)
+            current = runner.build(order.config, lambda stage, fraction: None, order.meeting)
+        else:
+            assert current is not None
+            launched.put(current.launch(msgspec.msgpack.decode(frame, type=StepPlan)))
+    launched.put(None)
+    thread.join()
+
+
+def _write(stream: IO[bytes], frame: bytes) -> None:
+    stream.write(_HEADER.pack(len(frame)) + frame)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> bytes | None:
+    header = stream.read(_HEADER.size)
+    return stream.read(_HEADER.unpack(header)[0]) if header else None
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
