@@ -22,7 +22,7 @@ from typing import NamedTuple
 from engine.link import EngineLink, Event
 from engine.messages import Mode, Output, Posts, Refused, Submit
 from pdserve.config import resolve
-from pdserve.device import detect_device
+from pdserve.device import detect_devices
 from pdserve.errors import PdserveError
 from pdserve.flags import add_node_flags, options_from
 from pdserve.records import SamplingParams
@@ -80,8 +80,9 @@ class Bench:
 
 
 async def run(args: argparse.Namespace) -> None:
-    config = resolve(options_from(args), detect_device(args.device))
-    link = EngineLink(config, agent="", posts=Posts((config.device,)))
+    devices = detect_devices(args.device, args.pp * args.tp)
+    config = resolve(options_from(args), devices[0])
+    link = EngineLink(config, agent="", posts=Posts(devices))
     start = time.perf_counter()
     await link.start()
     try:
