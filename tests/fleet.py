@@ -76,7 +76,7 @@ class Process:
             child.send_signal(number)
 
 
-PARTS = ("node", "front", "engine")  # of a node, as ``stop`` knows them
+PARTS = ("node", "front", "engine")  # of a node, as ``stop`` knows them; the engine is rank 0, others are "rank 1" …
 
 
 class NodeProcess(Process):
@@ -92,8 +92,8 @@ class NodeProcess(Process):
         self._fleet.respawn(self)
 
     def stop(self, part: str) -> None:
-        """SIGSTOP to one of PARTS. Returns once it stands still, which takes a moment. Stops add up."""
-        stopped = self._processes(part)
+        """SIGSTOP to a part of it. Returns once that stands still, which takes a moment. Stops add up."""
+        stopped = self.processes(part)
         for process in stopped:
             self._stops[process.pid] += 1
             process.suspend()
@@ -101,15 +101,27 @@ class NodeProcess(Process):
 
     def go_on(self, part: str) -> None:
         """Take a stop back; a process goes on once all of its stops were. Nothing where it has ended since."""
-        for process in self._processes(part) if psutil.pid_exists(self.pid) else ():
+        for process in self.processes(part) if psutil.pid_exists(self.pid) else ():
             if self._stops[process.pid]:
                 self._stops[process.pid] -= 1
                 if not self._stops[process.pid]:
                     process.resume()
 
-    def _processes(self, part: str) -> list[psutil.Process]:
+    def processes(self, part: str = "node") -> list[psutil.Process]:
+        """The processes of a part."""
         front = psutil.Process(self.pid)
-        return [*([front] if part != "engine" else []), *(front.children() if part != "front" else [])]
+        engine = front.children()
+        others = [child for each in engine for child in each.children()]
+        others.sort(key=lambda process: (process.create_time(), process.pid))  # as they were started, by rank
+        match part:
+            case "node":
+                return [front, *engine, *others]
+            case "front":
+                return [front]
+            case "engine":
+                return engine
+            case _:
+                return [others[int(part.removeprefix("rank ")) - 1]]
 
     def status(self) -> pb.NodeStatus:
         with grpc.insecure_channel(self.address) as channel:
@@ -250,7 +262,7 @@ class Fleet:
 
     def _is_alive(self, child: Child) -> bool:
         printed = "\n".join(child.last_lines)
-        assert child.state not in ("failed", "ended"), f"{child.name}: {child.last_error}\n{printed}"
+        assert child.state not in ("failed", "ended"), f"{child.name} ({child.process.poll()}): {child.last_error}\n{printed}"
         return True
 
     def _listen(self) -> None:

@@ -1,0 +1,165 @@
+"""Prefill and decode nodes of any split feed each other: the tokens are those of a node of one rank.
+
+    python -m pytest -m slow tests/e2e/test_pairs.py      all pairs of splits with both runners; scripts/test runs two
+
+Every prompt is handed off, rank to rank. That its KV was read, and not computed again, is seen in what was counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from fleet import Fleet, NodeProcess
+from node_client import Generated, RouterClient, greedy
+
+from pdserve.model_config import ModelConfig, load_model_config
+from pdserve.oracle import VARIABLE
+from pdserve.records import SamplingParams
+
+BLOCK, STEP = 8, 32  # tokens; a prompt that is longer than a step is announced and read in parts
+VOCABULARY = 128
+OUTPUT = 6  # tokens
+FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "256")
+SMALL = ("--kv-cache-memory", "2MiB")
+
+ONE = "1x1"
+SPLITS = {ONE: (1, 1), "pp2": (2, 1), "tp2": (1, 2), "pp2xtp2": (2, 2)}  # pipeline stages, tensor shards
+FEW = [("tp2", "pp2xtp2")]  # of P and D
+ALL = list(itertools.product(SPLITS, SPLITS))
+
+ENVIRONMENTS: dict[str, dict[str, str]] = {"V1": {}, "V2": {"TRITON_INTERPRET": "1", VARIABLE: "1"}}
+# One KV head is on both shards, two are on one each.
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "few": ("llama", {}),
+    "V1": ("qwen3", {"tie_word_embeddings": True}),
+    "V2": ("mistral", {"sliding_window": 40, "num_attention_heads": 2, "num_key_value_heads": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+def _prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(3, VOCABULARY), k=length)
+
+
+QUESTIONS = [
+    *(Question(_prompt(length), greedy(OUTPUT)) for length in (1, BLOCK, BLOCK + 1)),
+    Question(_prompt(3 * STEP + 5), greedy(OUTPUT, logprobs=2)),
+    Question(_prompt(2 * STEP), SamplingParams(OUTPUT, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)),
+    Question(_prompt(STEP + 3), SamplingParams(OUTPUT, n=3, temperature=1.0, seed=11, logprobs=0, ignore_eos=True)),
+]
+
+
+@dataclass
+class Nodes:
+    """By split. Every P is a peer of every D."""
+
+    model: ModelConfig
+    prefill: dict[str, NodeProcess]
+    decode: dict[str, NodeProcess]
+    expected: list[Generated] = field(default_factory=list)  # the answers of a node of one rank, by itself
+
+    def bytes_read(self, target: str) -> int:
+        """How much KV of all questions the ranks of a D hold, shards that share a head each for itself."""
+        tp = SPLITS[target][1]
+        of_block = self.model.num_layers * 2 * BLOCK * self.model.head_dim * 4 * max(self.model.num_kv_heads, tp)
+        return of_block * sum(-(-len(question.prompt) // BLOCK) for question in QUESTIONS)
+
+
+@contextmanager
+def start_nodes(checkpoint: Path, runner: str, sources: Sequence[str], targets: Sequence[str]) -> Iterator[Nodes]:
+    environ = ENVIRONMENTS[runner]
+    with Fleet() as fleet:
+        prefill = {name: fleet.start_prefill(checkpoint, flags_of(name), environ) for name in sources}
+        flags = ("--handoff-min-tokens", "0")
+        decode = {name: fleet.start_decode(checkpoint, [*flags_of(name), *flags], environ) for name in targets}
+        fleet.wait_ready()
+        nodes = Nodes(load_model_config(checkpoint), prefill, decode)
+        nodes.expected = ask(decode[ONE].address, "", "by itself")
+        yield nodes
+
+
+def flags_of(split: str) -> list[str]:
+    pp, tp = SPLITS[split]
+    return [*FLAGS, *SMALL, "--pp", str(pp), "--tp", str(tp)]
+
+
+def ask(address: str, peer: str, salt: str) -> list[Generated]:
+    """All questions at once."""
+    with RouterClient(address) as client:
+        results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in QUESTIONS]
+        return [result.wait() for result in results]
+
+
+def check_pair(nodes: Nodes, source: str, target: str) -> None:
+    prefill, decode = nodes.prefill[source], nodes.decode[target]
+    names = ("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills", "kv_reads", "kv_read_bytes")
+    before = {name: decode.counter(name) for name in names}
+    answers = ask(decode.address, prefill.address, f"{source} to {target}")
+    for answer, expected, question in zip(answers, nodes.expected, QUESTIONS, strict=True):
+        assert answer.failure is None
+        assert answer.choices == expected.choices, f"a prompt of {len(question.prompt)} tokens"
+        assert answer.finish == expected.finish
+        assert_same_logprobs(answer, expected)
+    counted = {name: decode.counter(name) - before[name] for name in names}
+    num_reads = counted.pop("kv_reads")
+    assert num_reads > len(QUESTIONS), "long prompts are read in parts"
+    assert counted == {
+        "handoffs": len(QUESTIONS),
+        "handoff_failures": 0,
+        "handoff_recomputes": 0,
+        "local_prefills": 0,
+        "kv_read_bytes": nodes.bytes_read(target),
+    }
+    for node in (prefill, decode):
+        node.wait_idle()
+
+
+def assert_same_logprobs(answer: Generated, expected: Generated) -> None:
+    assert answer.logprobs.keys() == expected.logprobs.keys()
+    for choice, tokens in expected.logprobs.items():
+        for got, wanted in zip(answer.logprobs[choice], tokens, strict=True):
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+            assert list(got.top_ids) == list(wanted.top_ids)
+            assert list(got.top_logprobs) == pytest.approx(list(wanted.top_logprobs), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    family, overrides = CHECKPOINTS["few"]
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("few") / "model", family, **overrides)
+    sources, targets = zip(*FEW, strict=True)
+    with start_nodes(checkpoint, "V1", sources, [ONE, *targets]) as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize(("source", "target"), FEW)
+def test_two_nodes(source: str, target: str, few: Nodes) -> None:
+    check_pair(few, source, target)
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS)
+def all_nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    family, overrides = CHECKPOINTS[request.param]
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("all") / "model", family, **overrides)
+    with start_nodes(checkpoint, request.param, list(SPLITS), list(SPLITS)) as nodes:
+        yield nodes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("source", "target"), ALL)
+def test_all_pairs(source: str, target: str, all_nodes: Nodes) -> None:
+    check_pair(all_nodes, source, target)
