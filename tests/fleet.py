@@ -110,8 +110,8 @@ class NodeProcess(Process):
     def processes(self, part: str = "node") -> list[psutil.Process]:
         """The processes of a part."""
         front = psutil.Process(self.pid)
-        engine = front.children()
-        others = [child for each in engine for child in each.children()]
+        engine: list[psutil.Process] = front.children()
+        others: list[psutil.Process] = [child for each in engine for child in each.children()]
         others.sort(key=lambda process: (process.create_time(), process.pid))  # as they were started, by rank
         match part:
             case "node":
@@ -261,8 +261,8 @@ class Fleet:
         return self._is_alive(child) and child.state == "ready"
 
     def _is_alive(self, child: Child) -> bool:
-        printed = "\n".join(child.last_lines)
-        assert child.state not in ("failed", "ended"), f"{child.name} ({child.process.poll()}): {child.last_error}\n{printed}"
+        last_words = "\n".join([child.last_error, *child.last_lines])
+        assert child.state not in ("failed", "ended"), f"{child.name}, status {child.process.poll()}: {last_words}"
         return True
 
     def _listen(self) -> None:
