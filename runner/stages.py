@@ -25,6 +25,8 @@ from torch import Tensor
 from pdserve.config import NodeConfig
 from runner.world import Lane, Transfer, World
 
+_ALIGNMENT = 128  # elements: kernels are compiled for addresses that are aligned, and would be anew for others
+
 
 class Outlet:
     """Where messages leave: each is copied to one of a few buffers, and sent from there."""
@@ -105,7 +107,8 @@ class Stages:
         hidden = config.max_batch_tokens * self._hidden_size
 
         def buffers(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(max_in_flight + 1, size, dtype=dtype, device=world.device)
+            aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
+            return torch.empty(max_in_flight + 1, aligned, dtype=dtype, device=world.device)
 
         for source in range(pp):
             target = (source + 1) % pp

@@ -30,6 +30,10 @@ _dist: Any = torch.distributed  # torch itself imports it; its types leave out s
 #: this is the end of those that wait for it in vain, and must be longer than any rank takes to read its weights.
 _PATIENCE = timedelta(minutes=30)
 
+#: Multiprocessors that a message between stages takes up: who waits for one must leave them all but a few to the step
+#: before, and the message is sent while the next step is computed.
+_LANE_PROCESSORS = 4
+
 
 class Transfer(Protocol):
     """A message on its way."""
@@ -134,7 +138,12 @@ class World:
 
     def lane(self, source: int, target: int) -> Lane | None:
         """A new lane between two ranks, or None on the others. All ranks make all lanes, in the same order."""
-        group = _dist.new_group((source, target), timeout=_PATIENCE)
+        options = None
+        if self.device.type == "cuda":
+            options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.max_ctas = _LANE_PROCESSORS
+            options._timeout = _PATIENCE
+        group = _dist.new_group((source, target), timeout=_PATIENCE, pg_options=options)
         rank = self.place.rank
         if rank not in (source, target):
             return None

@@ -33,7 +33,7 @@ class Forward:
         most = max(shape.tokens for shape in self._shapes) if config.cuda_graphs else 0
         # What graphs start with where there is a stage before, and what they leave behind: on the last stage logits of
         # steps of single tokens, else hidden states.
-        self._start = torch.empty(0 if self._place.is_first else most, model.hidden_size, dtype=dtype, device=device)
+        self._start = torch.zeros(0 if self._place.is_first else most, model.hidden_size, dtype=dtype, device=device)
         self._hidden = torch.empty(most, model.hidden_size, dtype=dtype, device=device)
         rows = config.max_num_seqs if config.cuda_graphs and self._place.is_last else 0
         self._logits = torch.empty(rows, model.vocab_size, dtype=dtype, device=device)
@@ -77,16 +77,18 @@ class Forward:
 
     def _replay(self, start: Tensor, shape: StepShape) -> Tensor:
         """The hidden states of a step without padding, where the graph leaves any."""
+        tokens = len(start)
         if not self._place.is_first:
-            self._start[: len(start)].copy_(start)
+            self._start[:tokens].copy_(start)
+            if tokens < shape.tokens:  # layers add to what they start with: padding would grow with every step
+                self._start[tokens : shape.tokens].zero_()
         self._graphs.replay(shape)
-        return self._hidden[: len(start)]
+        return self._hidden[:tokens]
 
     def _padded(self, shape: StepShape) -> None:
         """What the graph of a shape captures."""
-        # Layers add to what they start with: that of padding would grow with every step.
-        first, tokens = self._place.is_first, shape.tokens
-        hidden = self._layers(self._inputs.input_ids[:tokens] if first else self._start[:tokens].clone(), None)
+        tokens = shape.tokens
+        hidden = self._layers((self._inputs.input_ids if self._place.is_first else self._start)[:tokens], None)
         if shape.singles and self._place.is_last:
             self._loaded.decoder.write_logits(hidden, self._logits[: shape.rows])
         else:

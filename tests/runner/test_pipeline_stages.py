@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from checkpoints import make_checkpoint, node_config
 from staged_node import Outputs, Request, StagedNode, generate, generate_alone
@@ -17,6 +18,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "mistral": ("mistral", {"sliding_window": 20}),
+    "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers of stages
@@ -28,10 +30,10 @@ def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
         directory,
         runner=version,
         attention_backend=backend,
-        max_num_seqs={"V1": 8, "V2": 3}[version],
+        max_num_seqs={"V1": 5, "V2": 3}[version],
         max_batch_tokens=16,
         max_model_len=96,
-        num_blocks=16,
+        num_blocks=18,
         block_size=8,
         kernel_block_size=8,
         **options,
@@ -41,7 +43,7 @@ def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
 def requests_of(version: str) -> list[Request]:
     """Prompts that take several steps, several choices, everything that sampling can, and one that is cancelled.
 
-    There are not blocks for all of V1's, nor seats for V2's: some make way, and places are soon somebody else's.
+    There are neither seats nor blocks for all of them at once.
     """
     numbers = random.Random(5)
     seeded = SamplingParams(
@@ -50,9 +52,12 @@ def requests_of(version: str) -> list[Request]:
     penalized = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.6)
     greedy = SamplingParams(max_tokens=7, temperature=0.0, logprobs=3, ignore_eos=True)
     never = 1 << 30
-    kinds = [(21, seeded, never), (5, greedy, 3), (9, penalized, never), (37, greedy, never), (30, seeded, never)]
+    # Who is cancelled has a token under way, for a place in its row that is soon of another one's prompt.
+    kinds = [(30, greedy, 3), (5, penalized, never), (9, penalized, never), (7, penalized, never)]
+    kinds += [(4, penalized, never), (50, greedy, never), (21, seeded, never)]
     if version == "V2":
-        kinds = [(18, seeded, never), (3, greedy, 2), (5, penalized, never), (4, greedy, never)]
+        short = [msgspec.structs.replace(sampling, max_tokens=4) for sampling in (seeded, greedy, penalized)]
+        kinds = [(18, short[0], never), (3, short[1], 2), (5, short[2], never)]
     return [
         Request(tuple(numbers.randrange(128) for _ in range(length)), sampling, cancelled_after)
         for length, sampling, cancelled_after in kinds
@@ -87,21 +92,23 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                 directory = folder / model
                 if not directory.exists():
                     family, options = MODELS[model]
-                    make_checkpoint(directory, family, num_hidden_layers=4, **options)
+                    make_checkpoint(directory, family, **{"num_hidden_layers": 4, **options})
                 config = config_of(directory, version, pp=pp, tp=tp, stage_layers=stage_layers)
                 requests = requests_of(version)
-                found = generate(node.started(config), config, requests, at_once=4)
+                found = generate(node.started(config), config, requests, at_once=5)
                 check(requests, found, generate_alone(config_of(directory, version), requests))
 
 
+@pytest.mark.timeout(300)
 def test_stages_say_what_one_rank_says(tmp_path: Path) -> None:
-    check_cases([("llama", "V1", 3, 1, (1, 2, 1)), ("qwen3-windows", "V2", 3, 1, None)], tmp_path)
+    check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_model_and_runner(tmp_path: Path) -> None:
-    splits = [(2, 1, None), (2, 1, (1, 3)), (3, 1, None), (2, 2, None)]
+    splits = [(2, 1, None), (3, 1, (1, 2, 1)), (2, 2, None)]
+    models = [model for model in MODELS if model != "qwen3-small"]
     check_cases(
-        [(model, version, *split) for model in MODELS for version in ("V1", "V2") for split in splits], tmp_path
+        [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits], tmp_path
     )
