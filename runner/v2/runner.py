@@ -155,8 +155,8 @@ class RunnerV2:
             return step_without_samples(plan.step, self._device)
         asked = self._ask(plan.scheduled, form)
         sampled = self._sampler.sample(logits, asked, batch.longest)
-        self._take_in(form, upload, sampled)
         self._send_back(form, sampled)
+        self._take_in(form, upload, sampled)
         return self._to_host.send(plan.step, asked, sampled)
 
     def reload_weights(self, model_dir: str) -> None:
