@@ -8,8 +8,9 @@
 A shard talks to the same shard of the other stages. What is handed on is the residual of each token after the layers of
 a stage, [tokens, hidden_size], and of each sequence that samples the token with which it goes on, [rows] int32.
 
-Each lane has a process group of its own, so that messages never overtake each other. On GPUs they travel beside the
-computing, on streams of their own; events order them behind what they need, and the host waits for nothing.
+Between GPUs of one host messages are copied into each other's memory (``runner/copies.py``). Elsewhere each lane has a
+process group of its own, so that messages never overtake each other. On GPUs they travel beside the computing, on
+streams of their own; events order them behind what they need, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +18,51 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pdserve.config import NodeConfig
+from runner.copies import CopyInlet, CopyLane, CopyOutlet
 from runner.world import Lane, Transfer, World
 
 _ALIGNMENT = 128  # elements: kernels are compiled for addresses that are aligned, and would be anew for others
 
 
-class Outlet:
-    """Where messages leave: each is copied to one of a few buffers, and sent from there."""
+class Outlet(Protocol):
+    """Where messages leave."""
+
+    def send(self, message: Tensor) -> None:
+        """Behind what is on the current stream; ``message`` may be changed by what comes after that."""
+
+    def close(self) -> None:
+        """Nothing may be on its way."""
+
+
+class Inlet(Protocol):
+    """Where messages arrive, in the order in which they were sent; the receiver knows how large each is."""
+
+    @property
+    def capacity(self) -> int:
+        """Messages that may be expected at once."""
+
+    def expect(self, *shape: int) -> None:
+        """Begin to receive the next message."""
+
+    def take(self) -> AbstractContextManager[Tensor]:
+        """The oldest message that is expected. On a GPU it is there for later work on the current stream, on a CPU now.
+
+        It may be changed. When the context ends all work that reads it must have been ordered.
+        """
+
+    def close(self) -> None:
+        """Nothing may be on its way."""
+
+
+class GroupOutlet:
+    """By a process group: each message is copied to one of a few buffers, and sent from there."""
 
     def __init__(self, lane: Lane, buffers: Tensor) -> None:
         """``buffers`` are [number, elements of the longest message]."""
@@ -45,9 +78,12 @@ class Outlet:
         self._buffers.rotate(-1)
         self._sends.append(self._lane.send(_shaped(buffer, message.shape).copy_(message)))
 
+    def close(self) -> None:
+        pass
 
-class Inlet:
-    """Where messages arrive, in the order in which they were sent; the receiver knows how large each is."""
+
+class GroupInlet:
+    """By a process group."""
 
     def __init__(self, lane: Lane, buffers: Tensor) -> None:
         """``buffers`` are [number, elements of the longest message]: so many messages may be awaited."""
@@ -62,11 +98,9 @@ class Inlet:
 
     @property
     def capacity(self) -> int:
-        """Messages that may be expected at once."""
         return len(self._buffers)
 
     def expect(self, *shape: int) -> None:
-        """Begin to receive the next message."""
         assert len(self._expected) < len(self._buffers), "a message is expected and no buffer is free"
         at, self._next = self._next, (self._next + 1) % len(self._buffers)
         message = _shaped(self._buffers[at], shape)
@@ -80,15 +114,14 @@ class Inlet:
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:
-        """The oldest message that is expected. On a GPU it is there for later work on the current stream, on a CPU now.
-
-        It may be changed. When the context ends all work that reads it must have been ordered.
-        """
         at, message, transfer = self._expected.popleft()
         transfer.wait()
         yield message
         if self._stream is not None:
             self._used[at].record()
+
+    def close(self) -> None:
+        pass
 
 
 class Stages:
@@ -105,10 +138,7 @@ class Stages:
         if pp == 1:
             return
         hidden = config.max_batch_tokens * self._hidden_size
-
-        def buffers(size: int, dtype: torch.dtype) -> Tensor:
-            aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
-            return torch.empty(max_in_flight + 1, aligned, dtype=dtype, device=world.device)
+        hidden, tokens = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in (hidden, config.max_num_seqs))
 
         for source in range(pp):
             target = (source + 1) % pp
@@ -116,14 +146,21 @@ class Stages:
                 lane = world.lane(source * tp + shard, target * tp + shard)
                 if lane is None:
                     continue
-                if target and lane.outward:
-                    self.hidden_out = Outlet(lane, buffers(hidden, dtype))
-                elif target:
-                    self.hidden_in = Inlet(lane, buffers(hidden, dtype))
+                what = (hidden, dtype) if target else (tokens, torch.int32)
+                if lane.outward and target:
+                    self.hidden_out = _outlet(lane, max_in_flight + 1, *what)
                 elif lane.outward:
-                    self.tokens_out = Outlet(lane, buffers(config.max_num_seqs, torch.int32))
+                    self.tokens_out = _outlet(lane, max_in_flight + 1, *what)
+                elif target:
+                    self.hidden_in = _inlet(lane, max_in_flight + 1, *what)
                 else:
-                    self.tokens_in = Inlet(lane, buffers(config.max_num_seqs, torch.int32))
+                    self.tokens_in = _inlet(lane, max_in_flight + 1, *what)
+
+    def close(self) -> None:
+        """Give memory back that other stages can write to. On GPUs nothing may be running. Idempotent."""
+        for end in (self.hidden_in, self.hidden_out, self.tokens_in, self.tokens_out):
+            if end is not None:
+                end.close()
 
     def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
         """What ``layers`` makes of input_ids [tokens], but for the first stage of what the stage before made of them.
@@ -139,6 +176,19 @@ class Stages:
             if self.hidden_out is not None:
                 self.hidden_out.send(result)
         return result
+
+
+def _outlet(lane: Lane, capacity: int, size: int, dtype: torch.dtype) -> Outlet:
+    buffers = torch.empty(capacity, size, dtype=dtype, device=lane.device)
+    copies = CopyLane.open(lane, capacity, size, dtype)
+    return GroupOutlet(lane, buffers) if copies is None else CopyOutlet(copies, buffers)
+
+
+def _inlet(lane: Lane, capacity: int, size: int, dtype: torch.dtype) -> Inlet:
+    copies = CopyLane.open(lane, capacity, size, dtype)
+    if copies is not None:
+        return CopyInlet(copies)
+    return GroupInlet(lane, torch.empty(capacity, size, dtype=dtype, device=lane.device))
 
 
 def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:

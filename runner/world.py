@@ -45,8 +45,9 @@ class Transfer(Protocol):
 class Lane:
     """One end of a connection between two ranks, for messages in one direction, which keep their order."""
 
-    def __init__(self, group: Any, other: int, outward: bool) -> None:
+    def __init__(self, group: Any, other: int, outward: bool, device: torch.device) -> None:
         self._group, self._other = group, other
+        self.device = device
         self.outward = outward  # whether messages leave here
 
     def send(self, message: Tensor) -> Transfer:
@@ -60,6 +61,11 @@ class Lane:
         assert not self.outward
         transfer: Transfer = _dist.irecv(message, self._other, group=self._group)
         return transfer
+
+    def swap(self, mine: bytes) -> bytes:
+        """What the other end gives, for as many bytes from here."""
+        here: int = _dist.get_rank(self._group)
+        return _gather_bytes(mine, 2, self._group, self.device)[1 - here]
 
 
 class World:
@@ -104,7 +110,9 @@ class World:
 
         tp, shard = self.place.split.tp, self.place.shard
         rows = most_rows(tp, size)
-        self._mailboxes = map_memory(mailbox_bytes(tp, rows, size), shard, self._gather_bytes)
+        self._mailboxes = map_memory(
+            mailbox_bytes(tp, rows, size), shard, lambda mine: _gather_bytes(mine, tp, self._shards, self.device)
+        )
         if self._mailboxes is None:
             _log.warning("%s sums by NCCL alone: the GPUs of its stage do not reach each other's memory", self.place)
         else:
@@ -147,7 +155,7 @@ class World:
         rank = self.place.rank
         if rank not in (source, target):
             return None
-        return Lane(group, target if rank == source else source, outward=rank == source)
+        return Lane(group, target if rank == source else source, outward=rank == source, device=self.device)
 
     def close(self) -> None:
         """Part from the others. Captured graphs with calls in them must be gone. Idempotent."""
@@ -199,12 +207,13 @@ class World:
             groups.append(_dist.new_group(range(first, first + split.tp), timeout=_PATIENCE))
         return groups[self.place.stage]
 
-    def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        """What each shard of this stage gave, all of one length."""
-        one = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)[None]
-        all_ = one.new_empty(self.place.split.tp, len(mine))
-        _all_gather(all_, one, self._shards)
-        return [bytes(row) for row in all_.tolist()]
+
+def _gather_bytes(mine: bytes, size: int, group: Any, device: torch.device) -> list[bytes]:
+    """What each of the ``size`` members of a group gave, all of one length."""
+    one = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)[None]
+    all_ = one.new_empty(size, len(mine))
+    _all_gather(all_, one, group)
+    return [bytes(row) for row in all_.tolist()]
 
 
 def _open(host: str, port: int) -> int:

@@ -108,7 +108,12 @@ class RunnerV1:
         self._loaded.reload(model_dir)
 
     def close(self) -> None:
-        for name in ("_loaded", "_cache", "_attention", "_sampler", "_stages", "_returning"):
+        if self.__dict__.pop("_loaded", None) is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._stages.close()
+        for name in ("_cache", "_attention", "_sampler", "_stages", "_returning"):
             self.__dict__.pop(name, None)
         self._world.close()
         if self._device.type == "cuda":

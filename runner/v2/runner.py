@@ -168,6 +168,7 @@ class RunnerV2:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._free()
+        self._stages.close()
         del self._stages, self._returning
         self._world.close()
 
