@@ -133,7 +133,9 @@ class Generation:
                 self._end()
 
     def _on_deadline(self) -> None:
-        self.fail(DeadlineExceeded(f"the request was not finished within its {self.timeout:.3g} s; allow more time"))
+        what = f"the request was not finished within its {self.timeout:.3g} s"
+        waits_for = self._link.pulse.last.waits_for
+        self.fail(DeadlineExceeded(f"{what}{f' ({waits_for})' if waits_for else ''}; allow more time"))
 
     def _end(self) -> None:
         if self._timer is not None:

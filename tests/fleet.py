@@ -16,7 +16,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -65,7 +64,11 @@ class Process:
         self.signal(signal.SIGKILL)
         with suppress(ProcessLookupError):  # both processes have ended already
             os.killpg(self.pid, signal.SIGCONT)
-        self._fleet.wait_until(lambda: self.child.state == "ended", 5.0)
+        self.wait_ended(5.0)
+
+    def wait_ended(self, seconds: float) -> None:
+        """Until its front has ended, whatever of."""
+        self._fleet.wait_until(lambda: self.child.state == "ended", seconds)
 
     def signal(self, number: int) -> None:
         self.child.process.send_signal(number)
@@ -85,26 +88,31 @@ class NodeProcess(Process):
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
         super().__init__(fleet, child)
         self.environ = environ  # beyond this process's
-        self._stops: Counter[int] = Counter()  # by process id
+        self._stops: list[tuple[str, list[psutil.Process]]] = []  # parts
 
     def restart(self) -> None:
         """Start it again at the same address, with the same flags and variables, after it was killed."""
+        self._stops.clear()
         self._fleet.respawn(self)
 
     def stop(self, part: str) -> None:
         """SIGSTOP to a part of it. Returns once that stands still, which takes a moment. Stops add up."""
         stopped = self.processes(part)
+        self._stops.append((part, stopped))
         for process in stopped:
-            self._stops[process.pid] += 1
             process.suspend()
         self._fleet.wait_until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in stopped), 5.0)
 
     def go_on(self, part: str) -> None:
-        """Take a stop back; a process goes on once all of its stops were. Nothing where it has ended since."""
-        for process in self.processes(part) if psutil.pid_exists(self.pid) else ():
-            if self._stops[process.pid]:
-                self._stops[process.pid] -= 1
-                if not self._stops[process.pid]:
+        """Take a stop of this part back, if there is one; a process goes on once all of its stops were."""
+        index = next((index for index, stop in enumerate(self._stops) if stop[0] == part), None)
+        if index is None:
+            return
+        _, processes = self._stops.pop(index)
+        held = {process for _, others in self._stops for process in others}
+        for process in processes:
+            if process not in held:
+                with suppress(psutil.NoSuchProcess):  # it has ended since
                     process.resume()
 
     def processes(self, part: str = "node") -> list[psutil.Process]:

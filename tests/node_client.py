@@ -63,8 +63,8 @@ class Generated:
         if len(self.finish) == n:
             self.ended.set()
 
-    def wait(self) -> Generated:
-        assert self.ended.wait(WAIT_SECONDS), "the request did not end"
+    def wait(self, seconds: float = WAIT_SECONDS) -> Generated:
+        assert self.ended.wait(seconds), f"the request did not end within {seconds:g} s"
         return self
 
 

@@ -76,11 +76,16 @@ class Pair:
 
 
 @contextmanager
-def start_pair(checkpoint: Path, flags: Sequence[str] = ()) -> Iterator[Pair]:
+def start_pair(
+    checkpoint: Path,
+    flags: Sequence[str] = (),
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
+) -> Iterator[Pair]:
     """``flags`` are those of both nodes, where the usual ones will not do."""
     with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
-        proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS, *flags]).address
-        decodes.start_decode(checkpoint, [*FLAGS, *flags, "--prefill", proxy.address])
+        proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS, *flags, *prefill_flags]).address
+        decodes.start_decode(checkpoint, [*FLAGS, *flags, *decode_flags, "--prefill", proxy.address])
         prefills.wait_ready()
         decodes.wait_ready()
         pair = Pair(prefills, decodes, proxy)

@@ -24,9 +24,10 @@ from pdserve.model_config import ModelConfig, load_model_config
 from pdserve.oracle import VARIABLE
 from pdserve.records import SamplingParams
 
-BLOCK, STEP = 8, 32  # tokens; a prompt that is longer than a step is announced and read in parts
+BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
 VOCABULARY = 128
 OUTPUT = 6  # tokens
+ANSWER_SECONDS = 120.0  # V2's kernels are interpreted
 FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "256")
 SMALL = ("--kv-cache-memory", "2MiB")
 
@@ -100,7 +101,7 @@ def ask(address: str, peer: str, salt: str) -> list[Generated]:
     """All questions at once."""
     with RouterClient(address) as client:
         results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in QUESTIONS]
-        return [result.wait() for result in results]
+        return [result.wait(ANSWER_SECONDS) for result in results]
 
 
 def check_pair(nodes: Nodes, source: str, target: str) -> None:
