@@ -6,8 +6,8 @@
     a rank of D stopped for long     the client hears of it
     stopped for a moment, or slow    the same tokens, and nobody is lost
 
-After each: 5 s later no node holds a block, nodes that were lost are connected again by themselves, and the next request
-is handed off and answered as ever. Never a wrong token. Rank 0 is in the engine process.
+After each: 5 s later no node holds a block, nodes that were lost are connected again by themselves, and the next
+request is handed off and answered as ever. Never a wrong token. Rank 0 is in the engine process.
 
     python -m pytest tests/e2e/test_rank_fault_table.py      all of the table, in minutes; scripts/test runs a few rows
 """
