@@ -111,7 +111,7 @@ class StagedNode:
     """Acts like an engine.rank.Rank, of ``num_ranks`` processes, each with a GPU of its own if there are any."""
 
     def __init__(self, num_ranks: int) -> None:
-        environ = os.environ | {"PYTHONPATH": str(_ROOT)}
+        environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
         if not torch.cuda.is_available():
             environ["TRITON_INTERPRET"] = "1"
         self._config: NodeConfig | None = None
