@@ -133,9 +133,10 @@ class Generation:
                 self._end()
 
     def _on_deadline(self) -> None:
-        what = f"the request was not finished within its {self.timeout:.3g} s"
-        waits_for = self._link.pulse.last.waits_for
-        self.fail(DeadlineExceeded(f"{what}{f' ({waits_for})' if waits_for else ''}; allow more time"))
+        waits_for = self._link.pulse.waits_for
+        reason = f" ({waits_for})" if waits_for else ""
+        text = f"the request was not finished within its {self.timeout:.3g} s{reason}; allow more time"
+        self.fail(DeadlineExceeded(text))
 
     def _end(self) -> None:
         if self._timer is not None:

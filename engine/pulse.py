@@ -25,9 +25,11 @@ class Pulse:
         self.last = Beat(0.0, 0.0, 0.0)
         self._who = who
         self._patience = patience  # seconds of silence
+        self.waits_for = ""  # which other ranks it has waited for since the beat before, in words
         self._silence = 0.0
 
     def beat(self, beat: Beat) -> None:
+        self.waits_for = beat.waits_for if beat.waits_for == self.last.waits_for else ""
         self.last = beat
         self._silence = 0.0
 
@@ -41,7 +43,7 @@ class Pulse:
         if self._silence > self._patience:
             return f"{self._who} has given no sign of life for {self._patience:.3g} s"
         if self.last.turn > _LONGEST_TURN:
-            waits_for = f": {self.last.waits_for}" if self.last.waits_for else ""
+            waits_for = f": {self.waits_for}" if self.waits_for else ""
             return f"the engine has been in one step for {self.last.turn:.0f} s{waits_for}"
         return self.last.silent
 

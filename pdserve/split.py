@@ -90,8 +90,8 @@ def choose_split(model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[in
         stage_layers = [each + (stage < over) for stage in range(pp)]
     if len(stage_layers) != pp or min(stage_layers) < 1 or sum(stage_layers) != model.num_layers:
         raise ConfigError(
-            f"stage layers {','.join(map(str, stage_layers))} are not {pp} numbers of at least 1 that add up to the "
-            f"{model.num_layers} layers of the model"
+            f"stage layers {','.join(map(str, stage_layers))} add up to {sum(stage_layers)}; give {pp} numbers of at "
+            f"least 1, one for each of pp stages, that add up to the {model.num_layers} layers of the model"
         )
     for what, count in (("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
         if tp < 1 or count % tp:

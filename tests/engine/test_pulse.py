@@ -39,3 +39,17 @@ def test_a_step_without_end_is_trouble_though_the_process_lives() -> None:
     assert "in one step for 121 s" in pulse.trouble
     pulse.beat(Beat(0.0, 0.0, 0.0))
     assert not pulse.trouble
+
+
+def test_other_ranks_are_named_once_they_are_silent_or_waited_for_long() -> None:
+    pulse = Pulse(PATIENCE)
+    pulse.beat(Beat(0.0, 0.0, 0.0, silent="rank 1 is silent"))
+    assert pulse.trouble == "rank 1 is silent"
+    pulse.beat(Beat(0.0, 0.0, 0.1, waits_for="rank 1 has not ended step 7"))
+    assert (pulse.trouble, pulse.waits_for) == ("", "")
+    pulse.beat(Beat(0.0, 0.0, 0.1, waits_for="rank 1 has not ended step 8"))
+    assert pulse.waits_for == "", "steps go on"
+    pulse.beat(Beat(0.0, 0.0, 121.0, waits_for="rank 1 has not ended step 8"))
+    assert pulse.trouble == "the engine has been in one step for 121 s: rank 1 has not ended step 8"
+    pulse.beat(Beat(0.0, 0.0, 0.0))
+    assert (pulse.trouble, pulse.waits_for) == ("", "")
