@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -34,10 +35,18 @@ _GRACE = 0.3  # seconds: one failure brings others about; who began is told from
 _CLOSE_SECONDS = 0.8  # that ranks have to end by themselves
 
 
-class Failure(NamedTuple):
-    """Of a rank. The lower ``weight``, the more likely it is the cause of others."""
+class Doubt(IntEnum):
+    """How likely a failure is but the consequence of another rank's; the least is told, and of these the first."""
 
-    weight: int
+    KILLED = 0  # by a signal
+    FORESEEN = 1  # an error of pdserve.errors
+    UNFORESEEN = 2  # without a word, or for example of a collective that has lost somebody
+
+
+class Failure(NamedTuple):
+    """Of a rank."""
+
+    doubt: Doubt
     kind: str  # of an error in pdserve.errors
     text: str
 
@@ -94,21 +103,22 @@ class RankLink:
     def obituary(self) -> Failure:
         """How a rank ended whose socket has."""
         if self.process is None:
-            return Failure(2, "EngineDied", f"{self.place}, on another host, has gone")
+            return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place}, on another host, has gone")
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return Failure(2, "EngineDied", f"{self.place} has closed its connection")
+            return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place} has closed its connection")
         if status < 0:
-            return Failure(0, "EngineDied", f"{self.place} was killed by {signal.Signals(-status).name}")
-        return Failure(2, "EngineDied", f"{self.place} ended with status {status}")
+            return Failure(Doubt.KILLED, "EngineDied", f"{self.place} was killed by {signal.Signals(-status).name}")
+        return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place} ended with status {status}")
 
     def kill(self) -> None:
-        """End the process, where it is of this host, and close the connection. Idempotent."""
-        if self.process is not None and self.process.poll() is None:
+        """End the process, where it is of this host, and the connection. Idempotent."""
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
-        self.socket.close()
+        with contextlib.suppress(OSError):  # it has ended already
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def _flush(self) -> None:
         try:
@@ -188,10 +198,13 @@ class Crew:
         self.send(Shutdown())
 
     def close(self) -> None:
-        """End all ranks that have not, and the thread. Idempotent."""
-        self._thread.join(_CLOSE_SECONDS)
+        """End all ranks, at once unless they were dismissed, and with them the thread. Idempotent."""
+        if self._dismissed:
+            self._thread.join(_CLOSE_SECONDS)
+        self._dismissed = True
         for link in self._links:
             link.kill()
+        self._thread.join()
 
     # ------------------------------------------------------------ on the crew's thread
 
@@ -229,7 +242,7 @@ class Crew:
             self._end(link, link.obituary)
         except msgspec.DecodeError as exc:
             text = f"{link.place} sent what is no message of a rank: {exc}"
-            self._end(link, lambda: Failure(2, "EngineDied", text))
+            self._end(link, lambda: Failure(Doubt.UNFORESEEN, "EngineDied", text))
 
     def _take(self, link: RankLink, message: FromRank) -> None:
         match message:
@@ -242,8 +255,8 @@ class Crew:
                 if all(each.ready is not None for each in self._links):
                     self._ready.set()
             case Failed(kind, text):
-                foreseen = kind != "EngineDied"
-                self._end(link, lambda: Failure(1 if foreseen else 3, kind, f"{link.place}: {text}"))
+                doubt = Doubt.UNFORESEEN if kind == "EngineDied" else Doubt.FORESEEN
+                self._end(link, lambda: Failure(doubt, kind, f"{link.place}: {text}"))
 
     def _end(self, link: RankLink, how: Callable[[], Failure]) -> None:
         if link.ended:
@@ -261,5 +274,5 @@ class Crew:
             self._turn(left)
         for link in self._links:
             link.kill()
-        cause = min(self._failures, key=lambda failure: failure.weight)
+        cause = min(self._failures, key=lambda failure: failure.doubt)
         self._on_failure(cause.kind, cause.text)

@@ -95,8 +95,11 @@ class Executor:
         with self._heard:
             return self._aggregator.waits_for
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """Let the other ranks end in peace: the node was told to stop. Without, they take the end for a failure."""
         self._crew.dismiss()
+
+    def close(self) -> None:
         self._rank.close()
         self._crew.close()
 

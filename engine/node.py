@@ -123,7 +123,7 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
     def command() -> int:
         args = parser.parse_args(argv)
         role, front, options = make(args), front_options_from(args), options_from(args)
-        host = hosted_from(args, options.pp * options.tp)
+        host = hosted_from(args, options.num_ranks)
         setup_logging(role.name)
         watch_lifeline(front.lifeline_fd)
         status = StatusWriter(front.status_fd)

@@ -57,7 +57,7 @@ class NodeService(pb_grpc.NodeServicer):
             compat_hash=node.compat_hash,
             runner=config.decision.runner,
             runner_reasons=config.decision.reasons,
-            kv_layout=layout_to_pb(node.link.kv_layout),
+            kv_layout=layout_to_pb(config.whole_layout(node.link.kv_layout)),
             max_model_len=config.max_model_len,
             vocab_size=config.model.vocab_size,
             connected_peers=node.role.connected_peers(),

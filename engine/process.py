@@ -68,6 +68,7 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
     try:
         engine.obey(rest)
         engine.run()
+        ranks.dismiss()
     finally:
         ranks.close()
     return 0

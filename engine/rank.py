@@ -45,6 +45,9 @@ class Ranks(Protocol):
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step."""
 
+    def dismiss(self) -> None:
+        """Let the other ranks end in peace: the node was told to stop. Without, they take the end for a failure."""
+
     def close(self) -> None:
         """End. Nothing is launched afterwards."""
 
@@ -104,6 +107,9 @@ class Rank:
         """What the connector has to tell, of no step."""
         news = self._connector.poll()
         return ModelRunnerOutput(EMPTY_OUTPUT.step, news) if news else EMPTY_OUTPUT
+
+    def dismiss(self) -> None:
+        """There are no others."""
 
     def close(self) -> None:
         self._connector.close()

@@ -72,3 +72,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
     )
     add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
+    for kind in ("prefill", "decode"):
+        ranks = parser.add_argument_group(f"ranks of {kind} nodes")
+        for flag, what in (("pp", "pipeline stages"), ("tp", "tensor shards of each stage")):
+            ranks.add_argument(f"--{kind}-{flag}", type=positive_int, metavar="N", help=f"{what} (default: --{flag})")

@@ -54,6 +54,10 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None  # of torch, on CPU
     peer_timeout: float = DEFAULT_TIMING.timeout  # seconds
 
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp
+
 
 class DeviceInfo(msgspec.Struct, frozen=True):
     """A device as found: ``kind`` is "cpu" or "cuda", ``memory`` its total bytes."""
@@ -107,6 +111,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def shares(self) -> tuple[KVShare, ...]:
         """What each rank holds of the model's KV, by rank."""
         return self.split.shares(self.model.num_kv_heads)
+
+    def whole_layout(self, layout: KVLayout) -> KVLayout:
+        """The layout of a rank as if it had all of the model: what the node as a whole is described by."""
+        return msgspec.structs.replace(layout, num_layers=self.model.num_layers, num_kv_heads=self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """The same node, seen by a rank on ``device``."""

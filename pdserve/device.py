@@ -27,7 +27,7 @@ def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
         raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")
     if kind == "cpu":
         return (_cpu(),) * count
-    gpus = _cuda_devices()
+    gpus = find_gpus()
     first = int(index_text or 0)
     if first + count <= len(gpus):
         return tuple(gpus[first : first + count])
@@ -42,7 +42,7 @@ def _cpu() -> DeviceInfo:
     return DeviceInfo(kind="cpu", index=0, name="CPU", memory=memory)
 
 
-def _cuda_devices() -> list[DeviceInfo]:
+def find_gpus() -> list[DeviceInfo]:
     """All GPUs of the CUDA driver API; none where there is no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

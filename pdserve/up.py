@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
 from pdserve.board import Board, PlainBoard, make_board
 from pdserve.config import NodeConfig, NodeOptions, resolve
-from pdserve.device import detect_device
+from pdserve.deal import deal, with_split
+from pdserve.device import detect_devices, find_gpus
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.exits import EXIT_INTERRUPTED
 from pdserve.flags import node_flags_of, options_from
@@ -31,16 +33,9 @@ LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
 def up(args: argparse.Namespace) -> int:
     """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
     check_port(args.host, args.port)
-    options = options_from(args)
-    config = resolve(options, detect_device(options.device))  # a wrong flag is an error before anything starts
-    options = msgspec.structs.replace(
-        options,
-        model=config.model_dir,
-        served_model_name=config.served_model_name,
-        threads=options.threads or max(1, config.threads // (args.prefill + args.decode)),
-    )
+    plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
-        fleet = Fleet(children, options, args)
+        fleet = Fleet(children, plan, args)
         board = make_board(children.children)
         try:
             watch(children, board, until=lambda: stop.received or fleet.advance())
@@ -48,20 +43,41 @@ def up(args: argparse.Namespace) -> int:
             board.close()
         if stop.received:
             return EXIT_INTERRUPTED
-        print(welcome(fleet.url, config), flush=True)
+        print(welcome(fleet.url, plan.config), flush=True)
         watch(children, PlainBoard(), until=lambda: stop.received)
         print("stopping", file=sys.stderr, flush=True)
     return 0
 
 
+class FleetPlan(NamedTuple):
+    """All nodes that are to be started, and the configuration of a decode node, checked for all."""
+
+    prefill: list[NodeOptions]
+    decode: list[NodeOptions]
+    config: NodeConfig
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> FleetPlan:
+        """Raises ConfigError or CapacityError, before anything starts, for what some node could not run with."""
+        options = options_from(args)
+        prefill = with_split(options, args.prefill_pp, args.prefill_tp)
+        decode = with_split(options, args.decode_pp, args.decode_tp)
+        for each in (prefill, decode):
+            config = resolve(each, detect_devices(each.device, each.num_ranks)[0])
+        named = {"model": config.model_dir, "served_model_name": config.served_model_name}
+        nodes = [msgspec.structs.replace(each, **named) for each in [prefill] * args.prefill + [decode] * args.decode]
+        dealt = deal(nodes, len(find_gpus()), config.threads)
+        return cls(dealt[: args.prefill], dealt[args.prefill :], config)
+
+
 class Fleet:
     """Starts each process as soon as the addresses it needs are known."""
 
-    def __init__(self, children: Supervisor, options: NodeOptions, args: argparse.Namespace) -> None:
+    def __init__(self, children: Supervisor, plan: FleetPlan, args: argparse.Namespace) -> None:
         self._children = children
-        self._options = options
+        self._plan = plan
         self._args = args
-        self._prefill = [self._spawn_node("prefill", index, []) for index in range(args.prefill)]
+        self._prefill = self._spawn_nodes("prefill", plan.prefill, [])
         self._decode: list[Child] = []
         self._router: Child | None = None
 
@@ -76,20 +92,21 @@ class Fleet:
         """Start what can start now; True once everything is ready."""
         if not self._decode and _listening(self._prefill):
             peers = _flags("--prefill", self._prefill)
-            self._decode = [self._spawn_node("decode", index, peers) for index in range(self._args.decode)]
+            self._decode = self._spawn_nodes("decode", self._plan.decode, peers)
         if self._router is None and _listening(self._decode):
             self._router = self._spawn_router()
         return self._router is not None and all(child.state == "ready" for child in self._children.children)
 
-    def _spawn_node(self, role: str, index: int, flags: list[str]) -> Child:
-        count = self._args.prefill if role == "prefill" else self._args.decode
-        name = role if count == 1 else f"{role}-{index}"
-        argv = [*node_flags_of(self._options), "--host", LOCAL, *flags]
-        return self._children.spawn(name, f"{role}_node", argv)
+    def _spawn_nodes(self, role: str, nodes: list[NodeOptions], flags: list[str]) -> list[Child]:
+        names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
+        return [
+            self._children.spawn(name, f"{role}_node", [*node_flags_of(options), "--host", LOCAL, *flags])
+            for name, options in zip(names, nodes, strict=True)
+        ]
 
     def _spawn_router(self) -> Child:
         peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
-        model = [self._options.model, "--served-model-name", str(self._options.served_model_name)]
+        model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
         where = ["--host", self._args.host, "--port", str(self._args.port)]
         return self._children.spawn("router", "router", [*model, *where, *peers])
 

@@ -65,6 +65,23 @@ def test_explain_json_of_the_embedded_model(capsys: pytest.CaptureFixture[str]) 
     }
 
 
+def test_explain_shows_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model: 6 layers, 2 KV heads of 64."""
+    flags = ["explain", "--device", "cpu", "--pp", "2", "--tp", "2", "--stage-layers", "4,2"]
+    assert main([*flags, "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [(rank["stage"], rank["shard"], rank["layers"], rank["kv_heads"]) for rank in ranks] == [
+        (0, 0, [0, 3], [0, 0]),
+        (0, 1, [0, 3], [1, 1]),
+        (1, 0, [4, 5], [0, 0]),
+        (1, 1, [4, 5], [1, 1]),
+    ]
+    assert [rank["kv_shape"][1:3] for rank in ranks] == [[1, 4], [1, 4], [1, 2], [1, 2]]
+    assert len({rank["kv_shape"][0] for rank in ranks}) == 1
+    assert main(flags) == 0
+    assert "rank 3" in capsys.readouterr().out
+
+
 def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(EMBEDDED_MODEL), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -90,6 +107,8 @@ def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]
         (["explain", "--max-model-len", "9999999"], ["9999999", "8192"]),
         (["explain", "/no/such/model"], ["/no/such/model", "directory"]),
         (["up", "--port", "99999"], ["99999", "65535"]),
+        (["up", "--device", "cpu", "--decode-tp", "3"], ["tp 3", "heads"]),
+        (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),
         (["up", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "--host"]),
         (["bogus"], ["bogus", "explain"]),
     ],

@@ -1,0 +1,183 @@
+"""Nodes over several hosts: here, all of them are this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoints import reference_greedy, reference_model
+from fleet import NODE_FLAGS, Fleet, add_tokenizer
+
+from engine.node import role_parser
+from engine.rank_flags import Hosted, hosted_from
+from pdserve.errors import ConfigError
+
+FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
+PROMPT = list(range(3, 40))
+END_SECONDS = 5.0
+
+
+class Host:
+    """Another host of a node: it has ranks, and no front."""
+
+    def __init__(self, checkpoint: Path, *flags: str) -> None:
+        status, status_write = os.pipe()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "decode_node", str(checkpoint), *NODE_FLAGS, *FLAGS, *flags),
+                *("--status-fd", str(status_write)),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=(status_write,),
+        )
+        os.close(status_write)
+        self.status = os.fdopen(status)  # a line for each thing it begins to do
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def end(self) -> tuple[int, list[str]]:
+        """Wait for its end; returns the exit status and the lines it printed."""
+        _, stderr = self.process.communicate(timeout=END_SECONDS)
+        return self.process.returncode, stderr.splitlines()
+
+
+@contextlib.contextmanager
+def host(checkpoint: Path, *flags: str) -> Iterator[Host]:
+    host = Host(checkpoint, *flags)
+    try:
+        yield host
+    finally:
+        host.process.kill()
+        print(host.process.communicate()[1])
+        host.status.close()
+
+
+@pytest.fixture
+def leader() -> str:
+    """An address where nobody listens yet."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def elsewhere(checkpoint: Path, tmp_path: Path) -> Path:
+    """The same checkpoint as another host has it."""
+    return shutil.copytree(add_tokenizer(checkpoint), tmp_path / "copy")
+
+
+def test_a_rank_that_dies_elsewhere_ends_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
+        fleet.start_router(checkpoint)
+        fleet.wait_ready()
+        assert fleet.complete(PROMPT, 12) == reference_greedy(reference_model(checkpoint), PROMPT, 12)
+        (rank,) = other.ranks()
+        rank.kill()
+        fleet.wait_until(lambda: node.child.state == "ended", END_SECONDS)
+        assert "rank 1 (stage 0, shard 1), on another host, has gone" in node.child.last_lines[-1]
+        status, lines = other.end()
+    assert status == 1
+    assert lines[-1] == "pdserve: error: rank 1 (stage 0, shard 1) was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)], ids=["stops", "dies"])
+def test_other_hosts_end_with_the_leader(
+    checkpoint: Path, elsewhere: Path, leader: str, number: int, status: int
+) -> None:
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
+        fleet.wait_ready()
+        ranks = other.ranks()
+        node.signal(number)
+        ended, lines = other.end()
+        _, left = psutil.wait_procs(ranks, END_SECONDS)
+    assert (ended, left) == (status, [])
+    if status:
+        assert lines[-1] == f"pdserve: error: the leader at {leader} has gone"
+
+
+def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
+        assert "looking for the leader" in other.status.readline()  # it has found the checkpoint to be the right one
+        (elsewhere / "model.safetensors").unlink()
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
+        fleet.wait_until(lambda: node.child.state == "ended", 60.0)
+        assert node.child.process.returncode == 2
+        assert node.child.last_lines[-1].startswith("pdserve: error: rank 1 (stage 0, shard 1): ")
+        assert str(elsewhere) in node.child.last_lines[-1]
+        status, lines = other.end()
+    assert status == 2
+    assert any(str(elsewhere) in line for line in lines)
+
+
+@pytest.mark.slow
+def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    """4 shards of 2 KV heads on two hosts."""
+    split = ("--tp", "4", "--leader", leader, "--local-ranks", "2")
+    with Fleet() as fleet, host(elsewhere, *split, "--node-rank", "1") as other:
+        fleet.start_decode(checkpoint, [*FLAGS, *split, "--node-rank", "0"])
+        fleet.start_router(checkpoint)
+        fleet.wait_ready()
+        assert fleet.complete(PROMPT, 12) == reference_greedy(reference_model(checkpoint), PROMPT, 12)
+        assert len(other.ranks()) == 2
+
+
+def test_a_rank_of_another_node_is_told_so_in_one_line(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    with Fleet() as fleet:
+        fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2", "--leader", leader, "--rank", "0"])
+        with host(elsewhere, "--tp", "4", "--leader", leader, "--rank", "1") as stranger:
+            status, lines = stranger.end()
+    assert status == 2
+    assert len(lines) == 1
+    assert "tp 4 there" in lines[0]
+    assert "tp 2 at the leader" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosted"),
+    [
+        ([], Hosted(range(4))),
+        (["--leader", "h:1", "--rank", "0"], Hosted(range(1), "h:1")),
+        (["--leader", "h:1", "--rank", "3"], Hosted(range(3, 4), "h:1")),
+        (["--leader", "[::1]:80", "--node-rank", "1", "--local-ranks", "2"], Hosted(range(2, 4), "[::1]:80")),
+        (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], Hosted(range(4))),
+    ],
+)
+def test_which_ranks_a_host_has(flags: list[str], hosted: Hosted) -> None:
+    assert hosted_from(role_parser("x", "").parse_args(["m", *flags]), 4) == hosted
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--rank", "1"], "--leader HOST:PORT"),
+        (["--node-rank", "1", "--local-ranks", "2"], "--leader HOST:PORT"),
+        (["--leader", "h:1"], "--rank R"),
+        (["--leader", "h:1", "--rank", "0", "--node-rank", "0", "--local-ranks", "1"], "--rank R"),
+        (["--leader", "h:1", "--node-rank", "1"], "--local-ranks G"),
+        (["--leader", "h:1", "--rank", "0", "--local-ranks", "1"], "--local-ranks G"),
+        (["--leader", "h:1", "--rank", "4"], "rank 4"),
+        (["--leader", "h:1", "--node-rank", "1", "--local-ranks", "3"], "rank 5"),
+        (["--leader", "h", "--rank", "0"], "HOST:PORT"),
+        (["--leader", "h:0", "--rank", "0"], "HOST:PORT"),
+        (["--leader", "h:1", "--rank", "-1"], "-1"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str], word: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        hosted_from(role_parser("x", "").parse_args(["m", *flags]), 4)
+    assert word in str(refused.value)
