@@ -1,6 +1,6 @@
 """All ranks of a node as one: a plan goes to each of them, and its output is there when every rank has answered.
 
-step loop ──plan──► Executor ─┬─ Rank 0, here ─────────────────────────► its output ─┐
+step loop ──plan──► Executor ─┬─ Rank 0, here ─────────────────────────► its output ──┐
     ▲                         └─ Crew ──► other ranks ──► their outputs, on a thread ─┤
     └──────────────────────── output of the step and news of connectors ◄── Aggregator
 """

@@ -92,7 +92,10 @@ def test_a_rank_that_dies_elsewhere_ends_the_node(checkpoint: Path, elsewhere: P
     assert lines[-1] == "pdserve: error: rank 1 (stage 0, shard 1) was killed by SIGKILL"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)], ids=["stops", "dies"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow, id="stops"), pytest.param(signal.SIGKILL, 1, id="dies")],
+)
 def test_other_hosts_end_with_the_leader(
     checkpoint: Path, elsewhere: Path, leader: str, number: int, status: int
 ) -> None:
@@ -136,6 +139,7 @@ def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str) -> None
         assert len(other.ranks()) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_is_told_so_in_one_line(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     with Fleet() as fleet:
         fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2", "--leader", leader, "--rank", "0"])

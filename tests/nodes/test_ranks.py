@@ -89,9 +89,19 @@ def test_no_rank_outlives_its_node(fleet: Fleet, checkpoint: Path, part: str, st
     assert_gone(fleet, processes)
 
 
-def test_a_signal_ends_all_ranks_cleanly(fleet: Fleet, checkpoint: Path) -> None:
-    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
+def test_every_rank_reads_its_part_and_a_signal_ends_all_cleanly(fleet: Fleet, checkpoint: Path) -> None:
+    flags = (*FLAGS, "--kv-checksum")
+    prefill = fleet.start_prefill(checkpoint, flags)
+    node = fleet.start_decode(checkpoint, [*flags, "--tp", "2", "--handoff-min-tokens", "0"])
+    fleet.start_router(checkpoint)
     fleet.wait_ready()
+    reference = reference_model(checkpoint)
+    for length in (1, 8, 37):
+        assert fleet.complete(PROMPT[:length], 12) == reference_greedy(reference, PROMPT[:length], 12)
+    assert node.counter("handoffs") == 3
+    assert node.counter("handoff_recomputes") == node.counter("kv_read_failures") == 0
+    node.wait_idle()
+    prefill.wait_idle()
     processes = processes_of(node)
     node.signal(signal.SIGTERM)
     assert_gone(fleet, processes)
