@@ -44,7 +44,8 @@ class Host:
         self.status = os.fdopen(status)  # a line for each thing it begins to do
 
     def ranks(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children()
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children()
+        return children
 
     def end(self) -> tuple[int, list[str]]:
         """Wait for its end; returns the exit status and the lines it printed."""
