@@ -148,7 +148,7 @@ def death_of(child: Child) -> PdserveError:
 
 
 def _hint(child: Child, status: int) -> str:
-    if status == -signal.SIGKILL:
+    if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # it, its engine or a rank
         return "if nobody killed it, the system ran out of memory: give a smaller --kv-cache-memory"
     if child.state != "ended" or status == 0:
         return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"

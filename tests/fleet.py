@@ -206,10 +206,10 @@ class Fleet:
         self.router = Process(self, self._spawn("router", "router", argv))
         return self.router
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until every process is ready. Fails with a child's last words when it ends instead."""
         processes = [*self.prefill, *self.decode, *([self.router] if self.router else [])]
-        self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), START_SECONDS)
+        self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -47,6 +47,7 @@ class Pair:
     prefills: Fleet
     decodes: Fleet
     proxy: FaultProxy
+    num_tokens: int  # that are asked for
     expected: list[int] = field(default_factory=list)  # tokens that follow PROMPT, without a handoff
 
     @property
@@ -81,6 +82,7 @@ def start_pair(
     flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
+    num_tokens: int = OUTPUT,
 ) -> Iterator[Pair]:
     """``flags`` are those of both nodes, where the usual ones will not do."""
     with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
@@ -88,10 +90,10 @@ def start_pair(
         decodes.start_decode(checkpoint, [*FLAGS, *flags, *decode_flags, "--prefill", proxy.address])
         prefills.wait_ready()
         decodes.wait_ready()
-        pair = Pair(prefills, decodes, proxy)
+        pair = Pair(prefills, decodes, proxy, num_tokens)
         pair.wait_connected()
         with RouterClient(pair.decode.address) as client:
-            pair.expected = client.generate(PROMPT, greedy(OUTPUT), cache_salt="local").tokens
+            pair.expected = client.generate(PROMPT, greedy(num_tokens), cache_salt="local").tokens
         yield pair
 
 
@@ -175,7 +177,7 @@ class _Gate:
 def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
     """The prompt, in no cache of either node."""
     salt = f"held {next(_salts)}"
-    return client.send(PROMPT, greedy(OUTPUT), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
+    return client.send(PROMPT, greedy(pair.num_tokens), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
 
 
 def is_prefix(result: Generated, expected: list[int]) -> bool:

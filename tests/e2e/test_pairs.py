@@ -27,6 +27,7 @@ from pdserve.records import SamplingParams
 BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
 VOCABULARY = 128
 OUTPUT = 6  # tokens
+ALL_START_SECONDS = 300.0  # 26 processes
 ANSWER_SECONDS = 120.0  # V2's kernels are interpreted
 FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "256")
 SMALL = ("--kv-cache-memory", "2MiB")
@@ -86,7 +87,7 @@ def start_nodes(checkpoint: Path, runner: str, sources: Sequence[str], targets: 
         prefill = {name: fleet.start_prefill(checkpoint, flags_of(name), environ) for name in sources}
         flags = ("--handoff-min-tokens", "0")
         decode = {name: fleet.start_decode(checkpoint, [*flags_of(name), *flags], environ) for name in targets}
-        fleet.wait_ready()
+        fleet.wait_ready(ALL_START_SECONDS)
         nodes = Nodes(load_model_config(checkpoint), prefill, decode)
         nodes.expected = ask(decode[ONE].address, "", "by itself")
         yield nodes

@@ -46,7 +46,8 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("faults") / "model", "qwen3", num_hidden_layers=2)
-    with start_pair(checkpoint, prefill_flags=["--pp", "2"], decode_flags=["--tp", "2"]) as pair:
+    # A step of two ranks takes several times as long as one of a single rank.
+    with start_pair(checkpoint, [], ["--pp", "2"], ["--tp", "2"], num_tokens=50) as pair:
         yield pair
 
 
