@@ -28,7 +28,7 @@ BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced
 VOCABULARY = 128
 OUTPUT = 6  # tokens
 ALL_START_SECONDS = 300.0  # 26 processes
-ANSWER_SECONDS = 120.0  # V2's kernels are interpreted
+ANSWER_SECONDS = 600.0  # interpreted, a step of V2 takes seconds on a shard
 FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "256")
 SMALL = ("--kv-cache-memory", "2MiB")
 
@@ -42,7 +42,10 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {"V1": {}, "V2": {"TRITON_INTERPRET": 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "few": ("llama", {}),
     "V1": ("qwen3", {"tie_word_embeddings": True}),
-    "V2": ("mistral", {"sliding_window": 40, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "V2": (
+        "mistral",
+        {"sliding_window": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
 }
 
 
@@ -161,7 +164,7 @@ def all_nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("source", "target"), ALL)
 def test_all_pairs(source: str, target: str, all_nodes: Nodes) -> None:
     check_pair(all_nodes, source, target)
