@@ -41,7 +41,8 @@ def build_rank(
 
     model_runner = runner.build(config, progress, meeting)
     progress("registering KV cache", -1.0)
-    kv_connector = connector.build("nixl" if agent else "none", agent, config.peer_timing, config.shares, config.rank)
+    kind = "none" if not agent else "nixl" if config.costs is None else "simulated"
+    kv_connector = connector.build(kind, agent, config.peer_timing, config.shares, config.rank, config.costs)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_news)
     return Rank(model_runner, kv_connector), kv
 

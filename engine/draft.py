@@ -7,7 +7,7 @@ from engine.requests import Sequence
 from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
-FULL_STEP = {"cpu": 512, "cuda": 8192}
+FULL_STEP = {"cpu": 512, "cuda": 8192, "simulated": 8192}
 
 
 class StepDraft:

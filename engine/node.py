@@ -35,7 +35,7 @@ from engine.rank_host import run_ranks
 from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions, resolve
-from pdserve.device import detect_devices
+from pdserve.device import node_devices
 from pdserve.errors import NodeError
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from
@@ -145,7 +145,7 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     port = rpc.bind(server, front.host, front.port)
     address = front.address(port)
-    devices = detect_devices(options.device, len(host.ranks))
+    devices = node_devices(options, len(host.ranks))
     config = resolve(options, devices[0])
     for choice in config.choices:
         _log.info("%s", choice)

@@ -18,7 +18,7 @@ from engine.crew import spawn_rank
 from engine.muster import dial, hello_of, join
 from engine.rank_flags import Hosted
 from pdserve.config import NodeConfig, NodeOptions, resolve
-from pdserve.device import detect_devices
+from pdserve.device import node_devices
 from pdserve.errors import ConfigError, NodeError
 from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter
 from pdserve.split import Place
@@ -51,7 +51,7 @@ def _join(
     options: NodeOptions, host: Hosted, status: StatusWriter, processes: list[subprocess.Popen[bytes]]
 ) -> NodeConfig:
     """Start each rank with a connection to the leader, who has accepted it."""
-    devices = detect_devices(options.device, len(host.ranks))
+    devices = node_devices(options, len(host.ranks))
     config = resolve(options, devices[0])
     threads = max(1, config.threads // len(host.ranks))
     for rank, device in zip(host.ranks, devices, strict=True):

@@ -18,6 +18,8 @@ ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
     "flashinfer": (16, 32, 64),
 }
 
+NO_BACKEND = "none"  # of a simulated node, whose pages may be of any size
+
 #: Pages that every backend can index. Nodes exchange KV only with equal pages, so each backend prefers these.
 COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKENDS.values() if sizes is not None))
 
@@ -116,7 +118,7 @@ def choose_page_size(block_size: int, requested: int | None, backend: str) -> in
 
     Raises ConfigError naming both numbers.
     """
-    sizes = ATTENTION_BACKENDS[backend]
+    sizes = ATTENTION_BACKENDS.get(backend)
     if sizes is None and requested is None:
         sizes = tuple(size for size in sorted(COMMON_PAGES) if block_size % size == 0) or None
     return choose_kernel_block_size(block_size, requested, [(backend, sizes)])

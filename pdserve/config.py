@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.backends import (
     COMMON_PAGES,
+    NO_BACKEND,
     Platform,
     check_backend,
     choose_backend,
@@ -21,7 +22,8 @@ from pdserve.errors import CapacityError, ConfigError
 from pdserve.hub import resolve_model, weights_fingerprint
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.model_config import ModelConfig, load_model_config
-from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide
+from pdserve.oracle import VARIABLE, Decision, Facts, can_capture, decide, decide_simulated
+from pdserve.simulation import ENGINES, KV_TOKENS, Costs, choose_costs
 from pdserve.split import Place, Split, choose_split, num_parameters, shard_of
 from pdserve.timing import DEFAULT_TIMING, PeerTiming
 
@@ -34,6 +36,9 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # directory or hub id
     served_model_name: str | None = None
+    engine: str = "device"  # device; simulated: a cost model instead of one
+    sim_costs: tuple[str, ...] = ()  # "name=seconds", of pdserve.simulation.Costs
+    sim_speed: float = 1.0  # how many times as fast as the costs say
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
@@ -58,9 +63,17 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         return self.pp * self.tp
 
+    @property
+    def simulated(self) -> bool:
+        return self.engine == "simulated"
+
+    @property
+    def reads_weights(self) -> bool:
+        return not self.simulated and self.load_format != "dummy"
+
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """A device as found: ``kind`` is "cpu" or "cuda", ``memory`` its total bytes."""
+    """A device as found: ``kind`` is "cpu", "cuda" or "simulated", ``memory`` its total bytes."""
 
     kind: str
     index: int
@@ -95,6 +108,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int
     threads: int
     peer_timing: PeerTiming
+    costs: Costs | None = None  # of a simulated node
     compat_fields: dict[str, str]  # what two nodes must have in common to exchange KV
     choices: tuple[str, ...] = ()  # every "auto", what it became, and why
 
@@ -126,7 +140,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 _CPU_KV_MEMORY = 1 << 30
 _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
-_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}  # a larger step fills a GPU better, a smaller one holds others up less
+# A larger step fills a GPU better, a smaller one holds others up less.
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}
 _STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothing to do before the first step's end
 
 
@@ -141,13 +156,13 @@ def resolve(
     ``platform`` is found where none is given. Raises ConfigError or CapacityError, naming value, limit and remedy.
     """
     _check_options(options)
-    model_dir = resolve_model(options.model, weights=options.load_format != "dummy")
+    model_dir = resolve_model(options.model, weights=options.reads_weights)
     model = load_model_config(model_dir)
     platform = platform or find_platform(device.kind, environ)
     choices: list[str] = []
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
-    decision = decide(_facts(options, platform, model, backend), environ.get(VARIABLE))
+    decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
     split = choose_split(model, options.pp, options.tp, options.stage_layers)
     layout = _choose_layout(options, device, model, split, dtype, backend, choices)
     return NodeConfig(
@@ -171,6 +186,7 @@ def resolve(
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
+        costs=_choose_costs(options, choices),
         compat_fields=_compat_fields(model, model_dir, options, layout),
         choices=tuple(choices),
     )
@@ -190,7 +206,7 @@ def _check_options(options: NodeOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
-    for name, allowed in (("load_format", LOAD_FORMATS), ("cuda_graphs", CUDA_GRAPHS)):
+    for name, allowed in (("engine", ENGINES), ("load_format", LOAD_FORMATS), ("cuda_graphs", CUDA_GRAPHS)):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)!r} is not one of {', '.join(allowed)}")
     if options.max_waiting < 0:
@@ -202,6 +218,24 @@ def _check_options(options: NodeOptions) -> None:
         )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization {options.gpu_memory_utilization} is not within 0 … 1")
+    if options.simulated:
+        _check_simulated(options)
+    elif options.sim_costs or options.sim_speed != 1.0:
+        raise ConfigError("sim_costs and sim_speed are for a simulated node; add --engine simulated or leave them out")
+
+
+def _check_simulated(options: NodeOptions) -> None:
+    """A node without a device has one rank, and nothing that could be compared, captured or chosen."""
+    for name, allowed in (
+        ("device", ("auto", "cpu")),
+        ("attention_backend", ("auto",)),
+        ("cuda_graphs", ("auto", "off")),
+        ("pp", (1,)),
+        ("tp", (1,)),
+        ("kv_checksum", (False,)),
+    ):
+        if getattr(options, name) not in allowed:
+            raise ConfigError(f"{name} {getattr(options, name)} is not for a simulated node; leave it at {allowed[0]}")
 
 
 def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str:
@@ -216,12 +250,30 @@ def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str
 def _choose_backend(
     options: NodeOptions, platform: Platform, dtype: str, model: ModelConfig, v1_forced: bool, choices: list[str]
 ) -> str:
+    if options.simulated:
+        return NO_BACKEND
     if options.attention_backend != "auto":
         check_backend(options.attention_backend, platform, dtype, model.head_dim)
         return options.attention_backend
     backend, reason = choose_backend(platform, dtype, model.head_dim, v1_forced)
     choices.append(f"attention_backend={backend}: {reason}")
     return backend
+
+
+def _choose_runner(
+    options: NodeOptions, platform: Platform, model: ModelConfig, backend: str, variable: str | None
+) -> Decision:
+    if options.simulated:
+        return decide_simulated(variable)
+    return decide(_facts(options, platform, model, backend), variable)
+
+
+def _choose_costs(options: NodeOptions, choices: list[str]) -> Costs | None:
+    if not options.simulated:
+        return None
+    costs = choose_costs(options.sim_costs, options.sim_speed)
+    choices.append(f"sim_costs={costs}: seconds, at sim_speed {options.sim_speed:g}")
+    return costs
 
 
 def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend: str) -> Facts:
@@ -258,6 +310,9 @@ def _choose_layout(
         head_dim=model.head_dim,
         dtype=dtype,
     )
+    if options.simulated and options.kv_cache_memory is None:
+        choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
+        return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
     largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
     parameters = max(num_parameters(model, split.place(rank)) for rank in range(split.num_ranks))
     memory = _choose_kv_memory(options, device, parameters * DTYPE_BYTES[dtype], choices)
@@ -328,7 +383,7 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, split: Split,
         return options.max_batch_tokens
     usual = (_BATCH_TOKENS if split.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
     tokens = max(usual, options.max_num_seqs)
-    where = f"on a {device.kind.upper()} device"
+    where = "on a simulated device" if options.simulated else f"on a {device.kind.upper()} device"
     if split.pp > 1:
         where += ", so that pipeline stages compute parts of one prompt at the same time"
     choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
@@ -346,7 +401,7 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
-        "weights": "dummy" if options.load_format == "dummy" else weights_fingerprint(model_dir),
+        "weights": weights_fingerprint(model_dir) if options.reads_weights else _absent_weights(options),
         "kv_dtype": layout.dtype,
         "num_layers": str(model.num_layers),
         "num_kv_heads": str(model.num_kv_heads),
@@ -354,3 +409,8 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         "block_size": str(layout.block_size),
         "kv_checksum": "on" if options.kv_checksum else "off",
     }
+
+
+def _absent_weights(options: NodeOptions) -> str:
+    """A simulated node is never paired with a real one: it has no KV to read, and reads none."""
+    return "simulated" if options.simulated else "dummy"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 
-from pdserve.config import DeviceInfo
+from pdserve.config import DeviceInfo, NodeOptions
 from pdserve.errors import CapacityError, ConfigError
+
+_SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
 def detect_device(spec: str = "auto") -> DeviceInfo:
@@ -35,6 +37,11 @@ def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
         return (_cpu(),) * count
     wanted = f"{count} ranks, each with a GPU of its own, from cuda:{first} on: " if count > 1 else ""
     raise CapacityError(f"device {spec}: {wanted}{len(gpus)} CUDA devices found; use --device cpu or check the driver")
+
+
+def node_devices(options: NodeOptions, count: int) -> tuple[DeviceInfo, ...]:
+    """Of as many ranks on this host, as ``options`` ask for them."""
+    return (_SIMULATED,) * count if options.simulated else detect_devices(options.device, count)
 
 
 def _cpu() -> DeviceInfo:

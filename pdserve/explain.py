@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from pdserve.config import NodeConfig, NodeOptions, resolve
-from pdserve.device import detect_devices
+from pdserve.device import node_devices
 from pdserve.split import num_parameters
 
 
 def explain(options: NodeOptions, as_json: bool) -> None:
     """Print it. Raises ConfigError or CapacityError where a node would refuse to start."""
-    config = resolve(options, detect_devices(options.device, options.num_ranks)[0])
+    config = resolve(options, node_devices(options, options.num_ranks)[0])
     print(json.dumps(describe(config), indent=2) if as_json else as_text(config))
 
 

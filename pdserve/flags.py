@@ -16,6 +16,7 @@ import msgspec
 from pdserve.backends import ATTENTION_BACKENDS
 from pdserve.config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.errors import ConfigError
+from pdserve.simulation import ENGINES, Costs
 
 SIZE_UNITS = {
     "": 1,
@@ -98,6 +99,10 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(positive_int(number) for number in text.split(","))
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no device; choose auto, cpu, cuda or cuda:N")
@@ -149,6 +154,7 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         help="threads of torch on CPU (default: the cores; up divides them)",
     )
 
+    _add_simulation_flags(parser)
     add_split_flags(parser)
     cache = parser.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=positive_int, default=_default("block_size"), metavar="N", help=_TOKENS)
@@ -190,6 +196,28 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         default=_default("peer_timeout"),
         metavar="S",
         help="how long a node or an engine may be silent before it counts as dead (default %(default)s)",
+    )
+
+
+def _add_simulation_flags(parser: argparse.ArgumentParser) -> None:
+    """Nodes without a device."""
+    group = parser.add_argument_group("simulated nodes")
+    group.add_argument(
+        "--engine",
+        default="device",
+        choices=ENGINES,
+        metavar="KIND",
+        help="device, or simulated: no model, tokens that mean nothing, in the time they would take",
+    )
+    group.add_argument(
+        "--sim-costs",
+        type=_words,
+        default=(),
+        metavar="NAME=S,…",
+        help=f"seconds that differ from {Costs()}",
+    )
+    group.add_argument(
+        "--sim-speed", type=float, default=1.0, metavar="F", help="divides all costs; inf: no time at all (default 1)"
     )
 
 

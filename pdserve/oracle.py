@@ -38,7 +38,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 class Decision(msgspec.Struct, frozen=True):
     """The oracle's answer: which model runner, and why."""
 
-    runner: str  # "V1" or "V2"
+    runner: str  # "V1", "V2" or "simulated"
     reasons: tuple[str, ...]
 
 
@@ -143,6 +143,13 @@ def decide(facts: Facts, variable: str | None) -> Decision:
     if obstacles:
         raise ConfigError(f"V1 is chosen ({'; '.join(reasons)}), but it cannot run this: {'; '.join(obstacles)}")
     return Decision("V1", reasons)
+
+
+def decide_simulated(variable: str | None) -> Decision:
+    """The answer for ``--engine simulated``. Raises ConfigError where the variable forces a runner."""
+    if variable is not None:
+        raise ConfigError(f"{VARIABLE}={variable}, but a simulated node runs neither V1 nor V2; unset it")
+    return Decision("simulated", ("--engine simulated",))
 
 
 def _against_v2(facts: Facts) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import msgspec
 from pdserve.board import Board, PlainBoard, make_board
 from pdserve.config import NodeConfig, NodeOptions, resolve
 from pdserve.deal import deal, with_split
-from pdserve.device import detect_devices, find_gpus
+from pdserve.device import find_gpus, node_devices
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.exits import EXIT_INTERRUPTED
 from pdserve.flags import node_flags_of, options_from
@@ -63,7 +63,7 @@ class FleetPlan(NamedTuple):
         prefill = with_split(options, args.prefill_pp, args.prefill_tp)
         decode = with_split(options, args.decode_pp, args.decode_tp)
         for each in (prefill, decode):
-            config = resolve(each, detect_devices(each.device, each.num_ranks)[0])
+            config = resolve(each, node_devices(each, each.num_ranks)[0])
         named = {"model": config.model_dir, "served_model_name": config.served_model_name}
         nodes = [msgspec.structs.replace(each, **named) for each in [prefill] * args.prefill + [decode] * args.decode]
         dealt = deal(nodes, len(find_gpus()), config.threads)

@@ -1,6 +1,6 @@
 """Model runners: they own weights, KV cache and running sequences of one rank, and execute steps.
 
-``build`` is the only entry; torch is imported when it is called.
+``build`` is the only entry; torch is imported when it is called, and not for a simulated node.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ def build(config: NodeConfig, progress: Callable[[str, float], None], meeting: s
     Where a node has several ranks, all of them call this, and wait for each other in it: ``meeting`` is "host:port",
     which rank 0 opens. Raises CheckpointError, CapacityError, or NodeError where the ranks do not meet.
     """
+    if config.costs is not None:
+        from runner.simulated import SimulatedRunner
+
+        return SimulatedRunner(config)
     if config.device.kind == "cpu":
         _let_threads_spin_briefly()
     from runner.world import World

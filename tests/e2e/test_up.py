@@ -126,6 +126,14 @@ def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in up.err.read_text()
 
 
+def test_up_serves_without_a_device(tmp_path: Path) -> None:
+    with started(tmp_path, "--engine", "simulated", "--sim-speed", "10") as up:
+        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
+        url = up.wait_served()
+        texts = [post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
+    assert texts[0] == texts[1] != ""
+
+
 @pytest.mark.parametrize("module", ["router", "engine.process"])
 def test_a_dead_part_ends_everything(tmp_path: Path, module: str) -> None:
     with started(tmp_path) as up:

@@ -1,0 +1,133 @@
+"""A model runner without a model: tokens are a digest of the tokens before them, and steps take the time they cost.
+
+It implements pdserve.protocols.ModelRunner and imports neither torch nor numpy, so that a hundred nodes fit on a small
+machine. It has a step in flight while the next is launched, as V2 has. There is no KV: its region is an address that
+nobody reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pdserve.config import NodeConfig
+from pdserve.kv import KVLayout
+from pdserve.records import (
+    KVRegion,
+    NewSequence,
+    Sample,
+    SamplingParams,
+    ScheduledSequence,
+    StepOutput,
+    StepPlan,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A pdserve.protocols.PendingStep whose result is there at a time of ``time.monotonic``."""
+
+    output: StepOutput
+    ends_at: float
+
+    def result(self) -> StepOutput:
+        time.sleep(max(0.0, self.ends_at - time.monotonic()))
+        return self.output
+
+
+class SimulatedRunner:
+    """Sequences as digests of their tokens, and a device that is busy until a point in time."""
+
+    max_in_flight = 2
+
+    def __init__(self, config: NodeConfig) -> None:
+        assert config.costs is not None
+        self._costs = config.costs
+        self._layout = config.kv_layout
+        self._vocabulary = Vocabulary(config.model.vocab_size, config.model.eos_token_ids)
+        self._sequences: dict[int, SimulatedSequence] = {}
+        self._busy_until = 0.0
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def kv_region(self) -> KVRegion:
+        return KVRegion(0, self._layout.total_bytes, "cpu", 0)
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        assert not plan.digests, "there is no KV to take digests of; resolve refuses --kv-checksum"
+        for seq in plan.finished:
+            self._sequences.pop(seq, None)
+        for new in plan.new:
+            self._sequences[new.seq] = SimulatedSequence(new, self._vocabulary)
+        samples = tuple(sample for item in plan.scheduled for sample in self._draw(item))
+        self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
+        return SimulatedStep(StepOutput(plan.step, samples), self._busy_until)
+
+    def reload_weights(self, model_dir: str) -> None:
+        """It has none."""
+
+    def close(self) -> None:
+        self._sequences.clear()
+
+    def _draw(self, item: ScheduledSequence) -> tuple[Sample, ...]:
+        return self._sequences[item.seq].draw(item.num_samples) if item.num_samples else ()
+
+
+class Vocabulary:
+    """Token ids, of which those that end a sequence are never drawn."""
+
+    def __init__(self, size: int, eos_token_ids: Collection[int]) -> None:
+        self.ids = array("I", (token_id for token_id in range(size) if token_id not in eos_token_ids))
+
+    def token(self, number: int) -> int:
+        """The token id that a large random number stands for."""
+        return self.ids[number % len(self.ids)]
+
+
+class SimulatedSequence:
+    """The next token depends on all tokens so far, and where sampling is random, on the seed and the choice.
+
+    So a request goes on with the same tokens wherever it goes on: on a decode node, after a preemption, or as a new
+    request whose prompt ends with what was generated before.
+    """
+
+    def __init__(self, new: NewSequence, vocabulary: Vocabulary) -> None:
+        self._digest = hashlib.blake2b(array("I", new.token_ids).tobytes(), digest_size=8)
+        self._sampling = new.sampling
+        self._choice = new.choice
+        self._vocabulary = vocabulary
+
+    def draw(self, num_samples: int) -> tuple[Sample, ...]:
+        """One token, or the first of each choice; the sequence goes on with the first of them."""
+        choices = range(num_samples) if num_samples > 1 else (self._choice,)
+        samples = tuple(self._sample(choice) for choice in choices)
+        self._digest.update(array("I", (samples[0].token_id,)).tobytes())
+        return samples
+
+    def _sample(self, choice: int) -> Sample:
+        digest = self._digest.copy()
+        if not self._sampling.greedy:
+            digest.update(f" {self._sampling.seed} {choice}".encode())
+        number = int.from_bytes(digest.digest(), "little")
+        return Sample(self._vocabulary.token(number), self._logprobs(number))
+
+    def _logprobs(self, number: int) -> TokenLogprobs | None:
+        return None if self._sampling.logprobs < 0 else _logprobs(number, self._sampling, self._vocabulary)
+
+
+def _logprobs(number: int, sampling: SamplingParams, vocabulary: Vocabulary) -> TokenLogprobs:
+    """The token drawn has a probability of 1/2, the ids after it 1/4, 1/8 and so on."""
+    ranks = range(min(sampling.logprobs, len(vocabulary.ids)))
+    return TokenLogprobs(
+        math.log(0.5),
+        tuple(vocabulary.token(number + rank) for rank in ranks),
+        tuple((rank + 1) * math.log(0.5) for rank in ranks),
+    )

@@ -1,0 +1,88 @@
+"""What ``--engine simulated`` becomes, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.compat import differences
+from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.device import detect_device, node_devices
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.errors import ConfigError
+from pdserve.explain import as_text, describe
+from pdserve.oracle import VARIABLE
+from pdserve.records import ScheduledSequence
+from pdserve.simulation import Costs, choose_costs
+
+
+def simulated(environ: dict[str, str] | None = None, **asked: Any) -> NodeConfig:
+    options = NodeOptions(**{"model": str(EMBEDDED_MODEL), "engine": "simulated", **asked})
+    return resolve(options, node_devices(options, 1)[0], environ or {})
+
+
+def test_it_is_explained() -> None:
+    config = simulated()
+    assert describe(config)["runner"] == "simulated"
+    assert "runner     simulated: --engine simulated" in as_text(config)
+    assert f"sim_costs={Costs()}" in as_text(config)
+
+
+def test_it_has_the_room_of_a_large_gpu_or_what_was_asked_for() -> None:
+    config = simulated()
+    assert config.kv_layout.num_blocks * config.kv_layout.block_size == 800_000
+    assert not config.measure_kv_memory
+    assert simulated(kv_cache_memory=config.kv_layout.block_bytes * 40, max_model_len=100).kv_layout.num_blocks == 40
+
+
+def test_it_exchanges_kv_with_its_like_only() -> None:
+    ours = simulated().compat_fields
+    for load_format in ("auto", "dummy"):
+        real = resolve(NodeOptions(model=str(EMBEDDED_MODEL), load_format=load_format), detect_device("cpu"), {})
+        assert differences(ours, real.compat_fields).startswith("weights: simulated here, ")
+    assert ours == simulated(sim_speed=3.0, sim_costs=("step=1",), load_format="dummy").compat_fields
+
+
+def test_costs_are_changed_by_name_and_divided_by_the_speed() -> None:
+    costs = choose_costs(["prompt-token=0.5", "read=2"], 4.0)
+    assert costs == Costs(4.8e-3 / 4, 0.125, 20e-6 / 4, 0.5, 0.7e-6 / 4)
+    assert choose_costs([], float("inf")) == Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert choose_costs(str(costs).split(","), 1.0) == costs
+
+
+def test_a_step_costs_its_tokens_of_prompts_and_its_decodes() -> None:
+    costs = Costs(1.0, 0.1, 0.01, 5.0, 0.5)
+    plan = [ScheduledSequence(1, 1, 1), ScheduledSequence(2, 30, 0), ScheduledSequence(3, 1, 1)]
+    assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
+    assert costs.of_step([]) == 0.0
+    assert costs.of_read(4) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"engine": "simulate"}, "engine 'simulate' is not one of device, simulated"),
+        ({"engine": "device", "sim_speed": 2.0}, "add --engine simulated"),
+        ({"engine": "device", "sim_costs": ("step=1",)}, "add --engine simulated"),
+        ({"sim_speed": 0.0}, "sim_speed 0 must be above 0"),
+        ({"sim_speed": float("nan")}, "sim_speed nan must be above 0"),
+        ({"sim_costs": ("steps=1",)}, "sim_costs 'steps' is not one of step, prompt-token, decode, read, read-token"),
+        ({"sim_costs": ("step=x",)}, "sim_costs step=x is no number of seconds"),
+        ({"sim_costs": ("step=-1",)}, "sim_costs step=-1 is no number of seconds"),
+        ({"sim_costs": ("step",)}, "sim_costs step= is no number of seconds"),
+        ({"device": "cuda:1"}, "device cuda:1 is not for a simulated node; leave it at auto"),
+        ({"tp": 2}, "tp 2 is not for a simulated node; leave it at 1"),
+        ({"cuda_graphs": "on"}, "cuda_graphs on is not for a simulated node"),
+        ({"attention_backend": "triton"}, "attention_backend triton is not for a simulated node"),
+        ({"kv_checksum": True}, "kv_checksum True is not for a simulated node"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulated(**asked)
+
+
+def test_no_runner_is_forced_on_it() -> None:
+    with pytest.raises(ConfigError, match=f"{VARIABLE}=1, but a simulated node runs neither V1 nor V2"):
+        simulated({VARIABLE: "1"})

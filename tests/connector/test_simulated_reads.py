@@ -1,0 +1,82 @@
+"""Reads that move nothing: each ends once, when its time is over or its peer is given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from connector.simulated import SimulatedConnector
+from pdserve.kv import KVLayout
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
+from pdserve.simulation import Costs
+
+LAYOUT = KVLayout(
+    num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16"
+)
+FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@contextmanager
+def connected(costs: Costs) -> Iterator[SimulatedConnector]:
+    connector = SimulatedConnector("here", costs)
+    rank = connector.register(KVRegion(0, LAYOUT.total_bytes, "cpu", 0), LAYOUT, lambda: None)
+    try:
+        connector.connect(Peer("there", "epoch", (rank,)))
+        assert [connection.epoch for connection in connector.poll().connected] == ["epoch"]
+        yield connector
+    finally:
+        connector.close()
+
+
+def news_of(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
+    """What it tells of its next reads, together."""
+    end = time.monotonic() + 5.0
+    results: list[ReadResult] = []
+    invalid: frozenset[int] = frozenset()
+    while len(results) < num_reads:
+        assert time.monotonic() < end
+        output = connector.poll()
+        results += output.finished_recving
+        invalid |= output.invalid_block_ids
+        time.sleep(0.001)
+    return KVConnectorOutput(tuple(results), invalid)
+
+
+def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
+    with connected(Costs(read=0.02, read_token=0.001)) as connector:
+        start = time.monotonic()
+        connector.read(KVRead(1, "epoch", (4, 5), (7, 8)))
+        connector.read(KVRead(2, "epoch", (6,), (9,)))
+        output = news_of(connector, 2)
+        assert time.monotonic() - start > 0.0879
+    assert [result.read_id for result in output.finished_recving] == [1, 2]
+    assert [result.num_bytes for result in output.finished_recving] == [2 * LAYOUT.block_bytes, LAYOUT.block_bytes]
+    assert not output.invalid_block_ids
+    assert all(result.error == "" for result in output.finished_recving)
+
+
+def test_reads_of_a_peer_that_is_given_up_end_with_an_error_and_others_go_on() -> None:
+    with connected(Costs(read=0.2)) as connector:
+        connector.connect(Peer("elsewhere", "other", ()))
+        connector.read(KVRead(1, "epoch", (4,), (7,)))
+        connector.read(KVRead(2, "other", (5,), (7,)))
+        connector.disconnect("epoch")
+        output = news_of(connector, 2)
+    assert [(result.read_id, bool(result.error)) for result in output.finished_recving] == [(1, True), (2, False)]
+    assert output.invalid_block_ids == {4}
+
+
+def test_a_read_from_a_stranger_is_refused() -> None:
+    with connected(FREE) as connector:
+        connector.disconnect("epoch")
+        connector.read(KVRead(1, "epoch", (4,), (7,)))
+        output = news_of(connector, 1)
+    assert "epoch" in output.finished_recving[0].error
+    assert output.invalid_block_ids == {4}
+
+
+def test_it_closes_with_reads_under_way() -> None:
+    with connected(Costs(read=1000.0)) as connector:
+        connector.read(KVRead(1, "epoch", (4,), (7,)))
+    connector.close()

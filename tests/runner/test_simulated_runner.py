@@ -1,0 +1,111 @@
+"""A runner without a model: what the engine relies on holds as for the others, and steps take their time."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+from stepper import Stepper
+
+import runner
+from pdserve.config import NodeOptions, resolve
+from pdserve.device import node_devices
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.protocols import ModelRunner
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+
+EOS = {0, 2}  # of the embedded model
+
+
+def build(*costs: str, speed: float = float("inf")) -> ModelRunner:
+    options = NodeOptions(model=str(EMBEDDED_MODEL), engine="simulated", sim_costs=costs, sim_speed=speed)
+    return runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(4096), k=length)
+
+
+def seeded(seed: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=1, temperature=1.0, seed=seed, **options)
+
+
+def test_a_request_does_not_depend_on_its_batch_or_its_chunks() -> None:
+    (alone,) = Stepper(build()).generate([prompt_of(40)], 6, seeded(7))
+    together = Stepper(build(), seed=5).generate(
+        [prompt_of(40), prompt_of(20, 1), prompt_of(9, 2)], 6, seeded(7), chunk=9, stagger=1
+    )
+    assert together[0].output == alone.output
+    assert len({tuple(running.output) for running in together}) == 3
+
+
+def test_it_goes_on_with_the_same_tokens_from_a_preemption_or_a_longer_prompt() -> None:
+    (whole,) = Stepper(build()).generate([prompt_of(14)], 8, seeded(3))
+    stepper = Stepper(build())
+    seq = stepper.add(prompt_of(14), seeded(3))
+    for at in (1, 5, 8):
+        while len(stepper.live[seq].output) < at:
+            stepper.step(chunk=6)
+        seq = stepper.preempt(seq)
+    assert stepper.live[seq].output == whole.output
+    (migrated,) = Stepper(build()).generate([prompt_of(14) + whole.output[:5]], 3, seeded(3))
+    assert migrated.output == whole.output[5:]
+
+
+def test_seeds_and_choices_matter_where_sampling_is_random() -> None:
+    def outputs(*sampling: SamplingParams) -> int:
+        return len({tuple(Stepper(build()).generate([prompt_of(9)], 4, each)[0].output) for each in sampling})
+
+    assert outputs(seeded(1), seeded(2), seeded(3)) == 3
+    assert outputs(*(SamplingParams(1, temperature=0.0, seed=seed) for seed in range(3))) == 1
+
+    stepper = Stepper(build())
+    seq = stepper.add(prompt_of(9), seeded(11, n=4))
+    stepper.step(num_samples=4)
+    drawn = [sample.token_id for sample in stepper.live[seq].others[0]]
+    assert len(set(drawn)) == 4
+    alone = Stepper(build())
+    last = alone.add(prompt_of(9), seeded(11), choice=3)
+    alone.step()
+    assert alone.live[last].output == [drawn[3]]
+
+
+def test_it_says_nothing_but_tokens_of_the_vocabulary_and_never_ends_by_itself() -> None:
+    (running,) = Stepper(build()).generate([prompt_of(3)], 20_000)
+    assert not EOS & set(running.output)
+    assert max(running.output) < 4096
+    assert len(set(running.output)) > 3900
+
+
+def test_logprobs_are_of_a_distribution_with_the_token_drawn_on_top() -> None:
+    (running,) = Stepper(build()).generate([prompt_of(3)], 5, seeded(1, logprobs=4))
+    for token, sample in zip(running.output, running.samples, strict=True):
+        assert sample.logprobs is not None
+        assert sample.logprobs.top_ids[0] == token
+        assert len(set(sample.logprobs.top_ids)) == 4
+        assert sample.logprobs.top_logprobs[0] == sample.logprobs.logprob < 0
+        assert list(sample.logprobs.top_logprobs) == sorted(sample.logprobs.top_logprobs, reverse=True)
+    (plain,) = Stepper(build()).generate([prompt_of(3)], 5, seeded(1))
+    assert [sample.logprobs for sample in plain.samples] == [None] * 5
+
+
+def test_a_step_is_launched_while_another_runs_and_takes_its_time_after_it() -> None:
+    model_runner = build("step=0.1", "prompt-token=0.002", "decode=0.04", speed=2.0)
+    start = time.monotonic()
+    new = NewSequence(0, tuple(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
+    first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 50, 1),)))
+    second = model_runner.launch(StepPlan(2, scheduled=(ScheduledSequence(0, 1, 1),)))
+    assert len(first.result().samples) == 1
+    assert time.monotonic() - start > 0.0999
+    assert len(second.result().samples) == 1
+    assert time.monotonic() - start > 0.1699
+
+
+@pytest.mark.parametrize("speed", [1.0, float("inf")])
+def test_a_plan_without_work_takes_no_time_and_forgets(speed: float) -> None:
+    model_runner = build("step=1000", speed=speed)
+    assert model_runner.launch(StepPlan(1, finished=(5,))).result().samples == ()
+    model_runner.close()
+    model_runner.close()
