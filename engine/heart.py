@@ -2,7 +2,7 @@
 
     step loop  turn ─┬─ in the runner (the device) ─┬─ the rest: ``loop_gap``       nothing may hold it up
     heart      │ nap │ nap │ nap │      nap      │ nap │   a nap too long: ``thread_gap``, no thread of Python could run
-                                 ▼ a Beat to the front, ten times a second
+                                 ▼ a Beat to the front, twenty times in its patience
 
 A process that is stopped, and a call that never lets go of the interpreter, are silent; what the front makes of that is
 in engine/pulse.py. A step loop that never comes back from a turn is told with the beat.
@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.messages import Beat
-from engine.pulse import Pulse
+from engine.pulse import Pulse, nap_within
 
-_NAP = 0.02  # seconds; a stall is measured to within this
 _NAPS_PER_BEAT = 5
 
 
@@ -49,18 +48,21 @@ class Turns:
 class Heart:
     """``send`` takes a beat, and raises OSError once nobody is there to hear it.
 
-    ``others`` are the pulses of the node's other ranks; ``waits_for`` says which of them a step waits for.
+    ``patience`` is how long its silence is believed to be nothing, in seconds. ``others`` are the pulses of the node's
+    other ranks; ``waits_for`` says which of them a step waits for.
     """
 
     def __init__(
         self,
         turns: Turns,
         send: Callable[[Beat], None],
+        patience: float,
         others: Sequence[Pulse] = (),
         waits_for: Callable[[], str] = lambda: "",
     ) -> None:
         self._turns = turns
         self._send = send
+        self._pause = nap_within(patience)
         self._others = others
         self._waits_for = waits_for
         self._thread_gap = 0.0
@@ -79,9 +81,9 @@ class Heart:
 
     def _nap(self) -> None:
         start = time.perf_counter()
-        time.sleep(_NAP)
+        time.sleep(self._pause)
         slept = time.perf_counter() - start
-        self._thread_gap = max(self._thread_gap, slept - _NAP)
+        self._thread_gap = max(self._thread_gap, slept - self._pause)
         for other in self._others:
             other.pass_time(slept)
 

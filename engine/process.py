@@ -64,7 +64,8 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
-    Heart(engine.turns, partial(_beat, heart), ranks.pulses, ranks.waits_for).start()
+    patience = configure.config.peer_timing.answer_within
+    Heart(engine.turns, partial(_beat, heart), patience, ranks.pulses, ranks.waits_for).start()
     try:
         engine.obey(rest)
         engine.run()

@@ -14,8 +14,15 @@ from collections.abc import Awaitable, Callable
 
 from engine.messages import Beat
 
-_NAP = 0.02  # seconds; a stall of the event loop is measured to within this
 _LONGEST_TURN = 120.0  # seconds: no step takes so long, but a device or a lock that will never answer does
+
+
+def nap_within(patience: float) -> float:
+    """How long whoever watches sleeps between two looks, in seconds; a stall is measured to within this.
+
+    Who has more patience looks less often: a hundred nodes on one machine would do little else.
+    """
+    return max(0.02, patience / 100)
 
 
 class Pulse:
@@ -25,6 +32,7 @@ class Pulse:
         self.last = Beat(0.0, 0.0, 0.0)
         self._who = who
         self._patience = patience  # seconds of silence
+        self.nap = nap_within(patience)
         self.waits_for = ""  # which other ranks it has waited for since the beat before, in words
         self._silence = 0.0
 
@@ -35,7 +43,7 @@ class Pulse:
 
     def pass_time(self, seconds: float) -> None:
         """So long nothing was heard, though somebody listened for at least one nap of it."""
-        self._silence += min(seconds, 2 * _NAP)
+        self._silence += min(seconds, 2 * self.nap)
 
     @property
     def trouble(self) -> str:
@@ -59,9 +67,9 @@ class Watch:
         """For ever. ``on_change`` is told of trouble, and with "" of its end."""
         said, before = "", time.monotonic()
         while True:
-            await asyncio.sleep(_NAP)
+            await asyncio.sleep(self._pulse.nap)
             now = time.monotonic()
-            self.longest_gap = max(self.longest_gap, now - before - _NAP)
+            self.longest_gap = max(self.longest_gap, now - before - self._pulse.nap)
             self._pulse.pass_time(now - before)
             before = now
             if bool(self._pulse.trouble) != bool(said):

@@ -10,7 +10,7 @@ In frames (engine/frames.py): over a Unix socket pair where the leader has start
       Step(plan)                   ──►
                                    ◄──        RankOutput            one per plan, in their order …
                                    ◄──        RankOutput            … and of no step, whenever its connector has news
-                                   ◄──        Beat                  ten times a second from RankReady on
+                                   ◄──        Beat                  often, from RankReady on
                                    ◄──        Failed                anything that it cannot go on after
       Shutdown                     ──►
 

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()
     leader.send(RankReady(kv, rank.kv_layout))
-    Heart(Turns(), leader.send).start()
+    Heart(Turns(), leader.send, assign.config.peer_timing.answer_within).start()
     threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
     try:
         while (plan := leader.plans.get()) is not None:

@@ -269,8 +269,10 @@ class Fleet:
         return self._is_alive(child) and child.state == "ready"
 
     def _is_alive(self, child: Child) -> bool:
-        last_words = "\n".join([child.last_error, *child.last_lines])
-        assert child.state not in ("failed", "ended"), f"{child.name}, status {child.process.poll()}: {last_words}"
+        if child.state in ("failed", "ended"):
+            with self._lock:  # the listener adds lines
+                last_words = "\n".join([child.last_error, *child.last_lines])
+            raise AssertionError(f"{child.name}, status {child.process.poll()}: {last_words}")
         return True
 
     def _listen(self) -> None:
