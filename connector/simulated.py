@@ -35,7 +35,7 @@ class SimulatedConnector:
         self._layout: KVLayout | None = None
         self._epochs: set[str] = set()
         self._reads: deque[_Timed] = deque()  # in the order of their ends
-        self._changed = threading.Condition()  # guards all of the following, and the two above
+        self._changed = threading.Condition()  # guards all that follows, and the two above
         self._busy_until = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
