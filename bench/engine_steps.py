@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from engine.link import EngineLink, Event
 from engine.messages import Mode, Output, Posts, Refused, Submit
-from pdserve.config import resolve
 from pdserve.device import detect_devices
 from pdserve.errors import PdserveError
 from pdserve.flags import add_node_flags, options_from
 from pdserve.records import SamplingParams
+from pdserve.resolve import resolve
 
 SHORT = 8  # tokens of the shorter of the two runs that a decode step is the difference of
 

@@ -34,7 +34,7 @@ from engine.rank_flags import Hosted, add_host_flags, hosted_from
 from engine.rank_host import run_ranks
 from pdserve import rpc
 from pdserve.compat import compat_hash
-from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
 from pdserve.errors import NodeError
 from pdserve.exits import run_command
@@ -42,6 +42,7 @@ from pdserve.flags import CommandParser, add_node_flags, options_from
 from pdserve.kv import KVLayout
 from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
+from pdserve.resolve import resolve
 from pdserve.timing import PeerTiming
 
 _log = logging.getLogger(__name__)

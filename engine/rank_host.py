@@ -17,10 +17,11 @@ import time
 from engine.crew import spawn_rank
 from engine.muster import dial, hello_of, join
 from engine.rank_flags import Hosted
-from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
 from pdserve.errors import ConfigError, NodeError
 from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter
+from pdserve.resolve import resolve
 from pdserve.split import Place
 
 _log = logging.getLogger(__name__)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
+from pdserve.resolve import resolve
 from pdserve.split import num_parameters
 
 

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.board import Board, PlainBoard, make_board
-from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.config import NodeConfig, NodeOptions
 from pdserve.deal import deal, with_split
 from pdserve.device import find_gpus, node_devices
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.exits import EXIT_INTERRUPTED
 from pdserve.flags import node_flags_of, options_from
 from pdserve.process import EXIT_REFUSED
+from pdserve.resolve import resolve
 from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
 
 POLL_SECONDS = 0.1  # how late a signal may be noticed

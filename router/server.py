@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from pdserve.address import join_address
-from pdserve.config import model_name
 from pdserve.errors import CapacityError
 from pdserve.hub import resolve_model
 from pdserve.process import StatusWriter
+from pdserve.resolve import model_name
 from router.app import create_app
 from router.options import RouterOptions
 from router.service import Service

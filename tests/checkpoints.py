@@ -112,7 +112,7 @@ def node_config(
     tp: int = 1,
     stage_layers: tuple[int, ...] | None = None,
 ) -> NodeConfig:
-    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.config.resolve``."""
+    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.resolve.resolve``."""
     model = load_model_config(model_dir)
     layout = KVLayout(
         num_blocks=num_blocks,

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from pdserve.backends import ATTENTION_BACKENDS, find_platform
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
+from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.errors import CapacityError, CheckpointError, ConfigError
 from pdserve.explain import as_text, describe
 from pdserve.hub import resolve_model, weights_fingerprint
 from pdserve.oracle import VARIABLE
+from pdserve.resolve import resolve
 from pdserve.split import num_parameters
 
 H200 = DeviceInfo(kind="cuda", index=0, name="H200", memory=140 << 30)

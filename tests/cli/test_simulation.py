@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from pdserve.compat import differences
-from pdserve.config import NodeConfig, NodeOptions, resolve
+from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import detect_device, node_devices
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
 from pdserve.explain import as_text, describe
 from pdserve.oracle import VARIABLE
 from pdserve.records import ScheduledSequence
+from pdserve.resolve import resolve
 from pdserve.simulation import Costs, choose_costs
 
 

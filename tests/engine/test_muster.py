@@ -13,10 +13,11 @@ import pytest
 from engine.frames import framed
 from engine.muster import Joined, Muster, dial, hello_of, join, listen
 from engine.rank_messages import Hello
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
+from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.device import detect_device
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+from pdserve.resolve import resolve
 
 TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
 

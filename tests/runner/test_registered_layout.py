@@ -15,10 +15,11 @@ from torch import Tensor
 
 import runner
 from pdserve.backends import Platform
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions, resolve
+from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.oracle import VARIABLE
 from pdserve.records import DigestOrder, KVRegion, NewSequence, ScheduledSequence, StepPlan
+from pdserve.resolve import resolve
 from runner.kv_digest import BlockDigests
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
