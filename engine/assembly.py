@@ -11,14 +11,14 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.aggregator import Aggregator
 from engine.channel import Channel, ChannelClosed
-from engine.crew import Crew, RankLink, start_rank
-from engine.executor import Executor
 from engine.messages import Configure, Progress, StartFailed
-from engine.muster import GATHER_SECONDS, Muster, listen
 from engine.rank import Rank, Ranks
-from engine.rank_messages import Assign
+from engine.ranks.aggregator import Aggregator
+from engine.ranks.crew import Crew, RankLink, start_rank
+from engine.ranks.executor import Executor
+from engine.ranks.messages import Assign
+from engine.ranks.muster import GATHER_SECONDS, Muster, listen
 from pdserve.address import join_address, split_address
 from pdserve.config import NodeConfig
 from pdserve.process import EXIT_FAILED

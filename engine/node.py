@@ -30,8 +30,8 @@ from engine.messages import Posts, Progress
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
 from engine.node_service import Health, add_node_service
 from engine.pulse import Watch
-from engine.rank_flags import Hosted, add_host_flags, hosted_from
-from engine.rank_host import run_ranks
+from engine.ranks.flags import Hosted, add_host_flags, hosted_from
+from engine.ranks.host import run_ranks
 from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions

@@ -21,7 +21,7 @@ class Pending(Protocol):
 
 
 class Ranks(Protocol):
-    """What carries out the steps of a node: its only rank, or all of them together (engine/executor.py)."""
+    """What carries out the steps of a node: its only rank, or all of them together (engine/ranks/executor.py)."""
 
     @property
     def max_in_flight(self) -> int:

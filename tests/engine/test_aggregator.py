@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.aggregator import Aggregator
+from engine.ranks.aggregator import Aggregator
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,

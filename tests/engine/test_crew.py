@@ -10,9 +10,9 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from engine.crew import Crew, RankLink
 from engine.frames import Frames, framed
-from engine.rank_messages import Failed, FromRank, RankOutput, Step, ToRank
+from engine.ranks.crew import Crew, RankLink
+from engine.ranks.messages import Failed, FromRank, RankOutput, Step, ToRank
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
 from pdserve.split import Split
 

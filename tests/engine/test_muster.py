@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from engine.frames import framed
-from engine.muster import Joined, Muster, dial, hello_of, join, listen
-from engine.rank_messages import Hello
+from engine.ranks.messages import Hello
+from engine.ranks.muster import Joined, Muster, dial, hello_of, join, listen
 from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.device import detect_device
 from pdserve.embedded import EMBEDDED_MODEL

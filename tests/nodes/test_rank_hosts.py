@@ -18,7 +18,7 @@ from checkpoints import reference_greedy, reference_model
 from fleet import NODE_FLAGS, Fleet, add_tokenizer
 
 from engine.node import role_parser
-from engine.rank_flags import Hosted, hosted_from
+from engine.ranks.flags import Hosted, hosted_from
 from pdserve.errors import ConfigError
 
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")

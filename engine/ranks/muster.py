@@ -18,7 +18,7 @@ from importlib.metadata import version
 import msgspec
 
 from engine.frames import FRAME_HEADER, Frames, framed
-from engine.rank_messages import LONGEST_HELLO, Hello, Rejected, Welcome
+from engine.ranks.messages import LONGEST_HELLO, Hello, Rejected, Welcome
 from pdserve.address import split_address
 from pdserve.compat import compat_hash
 from pdserve.config import DeviceInfo, NodeConfig

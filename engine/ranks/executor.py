@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.aggregator import Aggregator
-from engine.crew import Crew
 from engine.pulse import Pulse
 from engine.rank import PendingOutput, Rank
-from engine.rank_messages import Step
+from engine.ranks.aggregator import Aggregator
+from engine.ranks.crew import Crew
+from engine.ranks.messages import Step
 from pdserve.kv import KVLayout
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
 

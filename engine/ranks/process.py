@@ -1,4 +1,4 @@
-"""A rank other than the leader: ``python -m engine.rank_process FD``, its end of a socket to the leader.
+"""A rank other than the leader: ``python -m engine.ranks.process FD``, its end of a socket to the leader.
 
     leader ──► reader thread ──plans──► main thread: launch ──steps in flight──► reporter thread ──► leader
                its end ends us                                  connector news ──►
@@ -26,7 +26,7 @@ from engine.frames import Frames, framed
 from engine.heart import Heart, Turns
 from engine.messages import Shutdown
 from engine.rank import PendingOutput, Rank
-from engine.rank_messages import Assign, Failed, FromRank, RankOutput, RankReady, Step, ToRank
+from engine.ranks.messages import Assign, Failed, FromRank, RankOutput, RankReady, Step, ToRank
 from pdserve.errors import PdserveError
 from pdserve.process import EXIT_FAILED, EXIT_ORPHANED, end_with_parent, exit_status, one_line
 from pdserve.records import EMPTY_OUTPUT, StepPlan

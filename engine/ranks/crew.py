@@ -26,7 +26,7 @@ import msgspec
 from engine.frames import Frames, framed
 from engine.messages import Beat, Shutdown
 from engine.pulse import Pulse
-from engine.rank_messages import Failed, FromRank, RankOutput, RankReady, ToRank
+from engine.ranks.messages import Failed, FromRank, RankOutput, RankReady, ToRank
 from pdserve.records import ModelRunnerOutput
 from pdserve.split import Place
 
@@ -140,7 +140,7 @@ def start_rank(place: Place, patience: float) -> RankLink:
 def spawn_rank(sock: socket.socket) -> subprocess.Popen[bytes]:
     """A rank process with its end of a socket to the leader."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.rank_process", str(sock.fileno())],
+        [sys.executable, "-P", "-m", "engine.ranks.process", str(sock.fileno())],
         stdin=subprocess.DEVNULL,
         pass_fds=(sock.fileno(),),
     )

@@ -1,7 +1,7 @@
 """A host that has ranks of a node, but not its leader: it dials for them, and lives as long as they do.
 
 leader's host                          this host
-  engine ◄──── a TCP connection each ──── rank process   (engine/rank_process.py)
+  engine ◄──── a TCP connection each ──── rank process   (engine/ranks/process.py)
                                           rank process
                                               ▲ starts, and ends with them
                                           this process: no front, no port
@@ -14,9 +14,9 @@ import signal
 import subprocess
 import time
 
-from engine.crew import spawn_rank
-from engine.muster import dial, hello_of, join
-from engine.rank_flags import Hosted
+from engine.ranks.crew import spawn_rank
+from engine.ranks.flags import Hosted
+from engine.ranks.muster import dial, hello_of, join
 from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
 from pdserve.errors import ConfigError, NodeError
