@@ -116,7 +116,15 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         parser.add_argument("model", metavar="MODEL", help=model_help)
     else:
         parser.add_argument("model", metavar="MODEL", nargs="?", default=model_default, help=model_help)
+    _add_model_flags(parser)
+    _add_simulation_flags(parser)
+    _add_split_flags(parser)
+    _add_cache_flags(parser)
+    _add_limit_flags(parser)
 
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """What is computed, and on which device."""
     model = parser.add_argument_group("model")
     model.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: that of MODEL)")
     model.add_argument("--device", type=_device, default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
@@ -154,8 +162,9 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         help="threads of torch on CPU (default: the cores; up divides them)",
     )
 
-    _add_simulation_flags(parser)
-    add_split_flags(parser)
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """The blocks of the KV cache, and its memory."""
     cache = parser.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=positive_int, default=_default("block_size"), metavar="N", help=_TOKENS)
     cache.add_argument(
@@ -177,10 +186,13 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
         help="share of the GPU's memory to use (default %(default)s)",
     )
 
+
+def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """What bounds a step, a queue and a silence."""
     limits = parser.add_argument_group("limits")
     for flag, meaning in (
         ("max_num_seqs", "sequences decoding at once (default %(default)s)"),
-        ("max_batch_tokens", "tokens of one step (default: 2048 on a CPU, 8192 on a GPU)"),
+        ("max_batch_tokens", "tokens of one step (default: 2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp)"),
         ("max_waiting", "requests waiting for room; more are refused (default %(default)s)"),
     ):
         limits.add_argument(
@@ -221,7 +233,7 @@ def _add_simulation_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_split_flags(parser: argparse.ArgumentParser) -> None:
+def _add_split_flags(parser: argparse.ArgumentParser) -> None:
     """How the model is spread over ranks."""
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages (default %(default)s)")

@@ -137,9 +137,7 @@ class Stages:
         pp, tp = config.split.pp, config.split.tp
         if pp == 1:
             return
-        hidden = config.max_batch_tokens * self._hidden_size
-        hidden, tokens = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in (hidden, config.max_num_seqs))
-
+        hidden, tokens = _aligned(config.max_batch_tokens * self._hidden_size), _aligned(config.max_num_seqs)
         for source in range(pp):
             target = (source + 1) % pp
             for shard in range(tp):
@@ -176,6 +174,10 @@ class Stages:
             if self.hidden_out is not None:
                 self.hidden_out.send(result)
         return result
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _outlet(lane: Lane, capacity: int, size: int, dtype: torch.dtype) -> Outlet:

@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_two_gpus_say_what_one_says(tmp_path: Path, version: str) -> None:
-    """By NCCL; V2 with CUDA graphs, three steps in flight, and tokens that return without the host."""
+    """By copy engines; V2 with CUDA graphs, three steps in flight, and tokens that return without the host."""
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=4)
     config = config_of(directory, version, pp=2, device="cuda")
     requests = requests_of(version) + requests_of("V1")
