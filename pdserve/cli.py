@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from, port_number, positive_int
@@ -38,8 +39,18 @@ def _run(argv: list[str]) -> int:
 
         explain(options_from(args), as_json=args.json)
         return 0
+    if args.command == "key":
+        return _make_key(args.name)
     _parser().print_help()
     return 2
+
+
+def _make_key(name: str) -> int:
+    """The key goes to its user; what the file holds of it goes to stdout, so that it can be appended."""
+    key = new_key()
+    print(f"the key of {name}, which is shown only here: {key}", file=sys.stderr)
+    print(key_entry(name, key))
+    return 0
 
 
 def _become(module: str, argv: list[str]) -> None:
@@ -61,7 +72,15 @@ def _parser() -> CommandParser:
     explain = commands.add_parser("explain", help="say what would run, without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
     explain.add_argument("--json", action="store_true", help="for programs")
+    key = commands.add_parser("key", help="make an API key: what `pdserve router --api-keys FILE` is to hold of it")
+    key.add_argument("name", type=_key_name, metavar="NAME", help="of its user, in logs and metrics")
     return parser
+
+
+def _key_name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name; use up to 64 letters, digits, '_', '.' and '-'")
+    return text
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
-from router.endpoint import ClientGone, GenerateEndpoint, read_body
-from router.errors import error_object, http_error
+from router.endpoint import GenerateEndpoint, read_body
+from router.errors import ClientGone, error_object, http_error
+from router.gate.door import Door
 from router.policy import no_decode_node
 from router.prompts import PromptEncoder
 from router.requests import ChatBody, convert, parse_chat, parse_completion, parse_json
@@ -45,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.fleet.start()
+        service.start()
         yield
         await service.close()
 
@@ -59,6 +60,10 @@ def create_app(service: Service) -> FastAPI:
     _add_tokens(app, service)
     _add_operations(app, service)
     _add_error_handlers(app)
+    if service.keys is not None:
+        open_paths = {"/health"} if service.options.protect_metrics else {"/health", "/metrics"}
+        refused = service.metrics.unauthorized.inc
+        app.add_middleware(Door, find=service.keys.client_of, open_paths=open_paths, refused=refused)
     return app
 
 

@@ -13,8 +13,11 @@ from time import perf_counter
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
-from router.errors import BodyTooLarge, http_error, kind_of
+from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
 from router.formats import ChatFormat, CompletionFormat, new_request_id
+from router.gate.admission import Visit
+from router.gate.allowance import Headers
+from router.gate.door import client_of
 from router.generation import Generation, GenerationOptions
 from router.job import Job, Prompt, make_job
 from router.requests import ChatBody, CompletionBody, GenerateBody, Parser
@@ -33,10 +36,6 @@ _STREAM_HEADERS = [
 ]
 
 
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
-
-
 class GenerateEndpoint:
     """An ASGI application for one of the two paths."""
 
@@ -48,10 +47,11 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = perf_counter()
         metrics = self._service.metrics
+        client = client_of(scope)
         outcome = "server_error"
         try:
-            with self._service.slot():
-                outcome = await self._serve(receive, send, arrived)
+            with self._service.gate.enter(client) as visit:
+                outcome = await self._serve(receive, send, visit, arrived)
         except PdserveError as exc:
             outcome = kind_of(exc)[1]
             await send_error(send, exc)
@@ -59,12 +59,24 @@ class GenerateEndpoint:
             outcome = "disconnected"
         finally:
             metrics.requests.labels(self._name, outcome).inc()
+            if client.name:
+                metrics.key_requests.labels(client.name, outcome).inc()
             metrics.duration.labels(self._name).observe(perf_counter() - arrived)
 
-    async def _serve(self, receive: Receive, send: Send, arrived: float) -> str:
+    async def _serve(self, receive: Receive, send: Send, visit: Visit, arrived: float) -> str:
         """Returns the outcome. Raises PdserveError only while no byte has been sent."""
+        body = self._parse(await read_body(receive, self._service.options.max_body_bytes))
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watcher = asyncio.create_task(_watch_disconnect(receive, gone))
+        try:
+            return await self._generate(body, send, visit, arrived, gone)
+        finally:
+            watcher.cancel()
+
+    async def _generate(
+        self, body: GenerateBody, send: Send, visit: Visit, arrived: float, gone: asyncio.Future[None]
+    ) -> str:
         service = self._service
-        body = self._parse(await read_body(receive, service.options.max_body_bytes))
         service.check_model(body.model)
         limits = service.fleet.limits()
         prompts = await service.encoder.encode(body)
@@ -77,20 +89,23 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             continues_prompt=isinstance(body, CompletionBody),
         )
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        headers = await visit.admit(body.priority, num_tokens, options.remaining, gone)
+        headers.append((b"x-request-id", options.request_id.encode()))
         response = self._response(body, jobs, options.request_id)
         generation = Generation(jobs, options, service.tokenizer, response, service.metrics)
         response.generation = generation
+        gone.add_done_callback(lambda _: response.on_disconnect())
         loop = asyncio.get_running_loop()
-        deadline = loop.call_at(loop.time() + options.timeout + _DEADLINE_GRACE, _expire, generation)
-        watcher = asyncio.create_task(_watch_disconnect(receive, response))
+        deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)
         try:
             with service.running(generation):
                 generation.start(service.fleet)
-                return await _answer(send, response, options)
+                return await _answer(send, response, options, headers)
         finally:
             deadline.cancel()
-            watcher.cancel()
             generation.cancel()
+            visit.used(generation.usage.completion_tokens)
 
     def _response(self, body: GenerateBody, jobs: list[Job], request_id: str) -> Response:
         include_usage = body.stream and body.stream_options.include_usage
@@ -138,16 +153,10 @@ async def _read_chunks(receive: Receive, limit: int) -> bytes:
             return b"".join(chunks)
 
 
-async def send_error(send: Send, error: PdserveError) -> None:
-    answer = http_error(error)
-    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-    await send({"type": "http.response.body", "body": answer.body})
-
-
-async def _watch_disconnect(receive: Receive, response: Response) -> None:
+async def _watch_disconnect(receive: Receive, gone: asyncio.Future[None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    response.on_disconnect()
+    gone.set_result(None)
 
 
 def _expire(generation: Generation) -> None:
@@ -155,21 +164,21 @@ def _expire(generation: Generation) -> None:
     generation.fail(DeadlineExceeded(f"the request took longer than {timeout:g} s; ask for fewer tokens"))
 
 
-async def _answer(send: Send, response: Response, options: GenerationOptions) -> str:
+async def _answer(send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
     """Send the response and return the outcome. A client that does not read is left after some time."""
     try:
-        async with asyncio.timeout(options.timeout + _DELIVERY_GRACE) as patience:
+        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as patience:
             if isinstance(response, StreamResponse):
                 response.cut_off = lambda: patience.reschedule(asyncio.get_running_loop().time())
-                return await _stream(send, response, options.request_id)
+                return await _stream(send, response, headers)
             assert isinstance(response, WholeResponse)
-            return await _whole(send, response, options.request_id)
+            return await _whole(send, response, headers)
     except TimeoutError as exc:
         logger.warning("request %s: the client reads too slowly; its connection is closed", options.request_id)
         raise ClientGone from exc
 
 
-async def _whole(send: Send, response: WholeResponse, request_id: str) -> str:
+async def _whole(send: Send, response: WholeResponse, headers: Headers) -> str:
     while not response.ended and not response.gone:
         response.wake.clear()
         await response.wake.wait()
@@ -178,17 +187,17 @@ async def _whole(send: Send, response: WholeResponse, request_id: str) -> str:
     if response.gone:
         raise ClientGone
     body = response.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), _id_header(request_id)]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
     return "ok"
 
 
-async def _stream(send: Send, response: StreamResponse, request_id: str) -> str:
+async def _stream(send: Send, response: StreamResponse, headers: Headers) -> str:
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, _id_header(request_id)]})
+    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *headers]})
     while not response.gone:
         data = response.take()
         await send({"type": "http.response.body", "body": data, "more_body": not response.ended})
@@ -196,7 +205,3 @@ async def _stream(send: Send, response: StreamResponse, request_id: str) -> str:
             return "ok" if response.error is None else kind_of(response.error)[1]
         await response.wake.wait()
     raise ClientGone
-
-
-def _id_header(request_id: str) -> tuple[bytes, bytes]:
-    return b"x-request-id", request_id.encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+from starlette.types import Send
 
 from pdserve.errors import (
     DeadlineExceeded,
@@ -20,23 +21,39 @@ class BodyTooLarge(RequestError):
     """The body of a request exceeds the size limit."""
 
 
+class Unauthorized(PdserveError):
+    """The request has no API key, or an unknown one."""
+
+    code = "invalid_api_key"
+
+
+class LimitExceeded(PdserveError):
+    """A client has used up a limit of its own. ``retry_after`` is in seconds, ``headers`` say what is left."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.headers = headers
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
 class HttpError(msgspec.Struct, frozen=True):
-    """A response that says what went wrong. ``retry_after`` is in seconds, 0 for none."""
+    """A response that says what went wrong."""
 
     status: int
     body: bytes
-    retry_after: int = 0
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.body))]
-        if self.retry_after:
-            headers.append((b"retry-after", b"%d" % self.retry_after))
-        return headers
+    headers: list[tuple[bytes, bytes]]
 
 
 # First match counts.
 _KINDS: tuple[tuple[type[PdserveError], int, str], ...] = (
+    (Unauthorized, 401, "invalid_request_error"),
+    (LimitExceeded, 429, "rate_limit_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (ModelNotFound, 404, "invalid_request_error"),
     (RequestError, 400, "invalid_request_error"),
@@ -60,8 +77,27 @@ def error_object(message: str, kind: str, param: str | None = None, code: str | 
 
 def http_error(error: PdserveError) -> HttpError:
     status, _ = kind_of(error)
-    retry_after = math.ceil(error.retry_after) if isinstance(error, Overloaded) else 0
-    return HttpError(status, _object_of(error), retry_after)
+    body = _object_of(error)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    match error:
+        case Unauthorized():
+            headers.append((b"www-authenticate", b"Bearer"))
+        case LimitExceeded():
+            headers += [_retry_after(error.retry_after), *error.headers]
+        case Overloaded():
+            headers.append(_retry_after(error.retry_after))
+    return HttpError(status, body, headers)
+
+
+def _retry_after(seconds: float) -> tuple[bytes, bytes]:
+    """HTTP knows whole seconds only; 0 would mean that it can be tried at once."""
+    return b"retry-after", b"%d" % max(1, math.ceil(seconds))
+
+
+async def send_error(send: Send, error: PdserveError) -> None:
+    answer = http_error(error)
+    await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 def error_event(error: PdserveError) -> bytes:

@@ -46,6 +46,11 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     continues_prompt: bool = True  # a completion does, a chat message begins a new text
 
+    @property
+    def remaining(self) -> float:
+        """Seconds of the timeout that are left."""
+        return self.timeout - (perf_counter() - self.arrived)
+
 
 class Generation:
     """Runs jobs until each of their choices has ended, one call has failed, or ``cancel``."""
@@ -118,12 +123,11 @@ class PromptRun:
 
     def start(self, fleet: Fleet) -> None:
         options = self._generation.options
-        remaining = options.timeout - (perf_counter() - options.arrived)
         message = pb.Generate(
             request_id=options.request_id,
             token_ids=pack_tokens(self.job.prompt.token_ids),
             sampling=sampling_to_pb(self.job.sampling),
-            timeout_ms=max(1, int(remaining * 1000)),
+            timeout_ms=max(1, int(options.remaining * 1000)),
             cache_salt=options.cache_salt,
         )
         self._call = fleet.generate(message, self)

@@ -47,6 +47,34 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=self.registry,
         )
+        self.waiting = Gauge("pdserve_requests_waiting", "Of these, waiting for a place.", registry=self.registry)
+        self.queued = Histogram(
+            "pdserve_queue_seconds",
+            "How long requests waited for a place.",
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.unauthorized = Counter(
+            "pdserve_unauthorized_requests", "Requests without a known API key.", registry=self.registry
+        )
+        self.key_reloads = Counter(
+            "pdserve_key_file_reloads",
+            "Changes of the file of API keys, by whether they took effect (ok, failed).",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.key_requests = Counter(
+            "pdserve_key_requests",
+            "Generating requests by name of the API key and outcome.",
+            ["key", "outcome"],
+            registry=self.registry,
+        )
+        self.key_tokens = Counter(
+            "pdserve_key_tokens",
+            "Tokens by name of the API key and kind (prompt, output).",
+            ["key", "kind"],
+            registry=self.registry,
+        )
         self.nodes_ready = Gauge("pdserve_nodes_ready", "Nodes that are ready.", ["role"], registry=self.registry)
 
     def export(self) -> bytes:

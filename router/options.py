@@ -22,6 +22,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     request_timeout: float = 600.0  # seconds
     max_inflight: int = 1024  # HTTP requests
+    max_queue: int = 1024  # HTTP requests that wait for one of these
+    api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
+    protect_metrics: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
     status_fd: int | None = None
     lifeline_fd: int | None = None
@@ -46,7 +49,10 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=_address, action="append", default=[], metavar="HOST:PORT", help="a prefill node; repeatable")
     add("--decode", type=_address, action="append", default=[], metavar="HOST:PORT", help="a decode node; repeatable")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="seconds a request may take (default 600)")
-    add("--max-inflight", type=positive_int, default=1024, metavar="N", help="requests at once; more get a 503")
+    add("--max-inflight", type=positive_int, default=1024, metavar="N", help="requests at the nodes at once")
+    add("--max-queue", type=_count, default=1024, metavar="N", help="requests waiting for that; more get a 503")
+    add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
+    add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
     add("--max-body-bytes", type=parse_size, default=32 * 1024 * 1024, metavar="SIZE", help="larger bodies get a 413")
     add("--status-fd", type=int, metavar="FD", help="write states to this file descriptor, as JSON lines")
     add("--lifeline-fd", type=int, metavar="FD", help="exit when this file descriptor is closed at the other end")
@@ -69,6 +75,12 @@ def _address(text: str) -> str:
     if not re.fullmatch(r"[^\s/]+:\d{1,5}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no address; write host:port")
     return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

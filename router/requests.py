@@ -67,6 +67,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     cache_salt: str = ""
+    priority: int = 0  # lower is earlier
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -206,6 +207,7 @@ def check_ranges(body: GenerateBody) -> None:
     _within("repetition_penalty", body.repetition_penalty, 0.0, 100.0, above=True)
     _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
+    _within("priority", body.priority, -(2**31), 2**31 - 1)
     _within("n", body.n, 1, MAX_CHOICES)
     for bias in body.logit_bias.values():
         _within("logit_bias", bias, -100.0, 100.0)

@@ -83,10 +83,10 @@ class _Server(uvicorn.Server):
                 task.cancel()
 
     def _on_signal(self) -> None:
-        if self._service.draining:
+        if self._service.gate.draining:
             self.should_exit = True
             return
-        self._service.drain()
+        self._service.gate.drain()
         self._background.append(asyncio.create_task(self._end()))
 
     async def _end(self) -> None:
@@ -94,7 +94,7 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._service.idle(), _DRAIN_SECONDS)
+            await asyncio.wait_for(self._service.gate.empty(), _DRAIN_SECONDS)
         self._service.abort()
         self.should_exit = True
 

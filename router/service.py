@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pdserve.errors import ModelNotFound, NodeError, Overloaded
+from pdserve.errors import ModelNotFound, NodeError
 from router.fleet import Fleet
+from router.gate.admission import Gate
+from router.gate.key_file import KeyFile
 from router.generation import Generation
 from router.metrics import Metrics
 from router.options import RouterOptions
@@ -26,23 +28,23 @@ class Service:
         self.fleet = Fleet(model, options.prefill, options.decode)
         self.metrics = Metrics()
         self.fleet.on_change(self._count_nodes)
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self.draining = False
+        self.gate = Gate(options.max_inflight, options.max_queue, self.metrics)
+        self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
+        self._watch: asyncio.Task[None] | None = None  # of the file of keys
         self._generations: set[Generation] = set()
 
+    def start(self) -> None:
+        """Begin to look after nodes and keys; needs the event loop."""
+        self.fleet.start()
+        if self.keys is not None:
+            self.keys.on_reload = lambda success: self.metrics.key_reloads.labels("ok" if success else "failed").inc()
+            self._watch = asyncio.create_task(self.keys.watch(), name="API keys")
+
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         self.encoder.close()
         await self.fleet.close()
-
-    def drain(self) -> None:
-        """Refuse what comes from now on; what runs goes on until ``abort``."""
-        self.draining = True
-
-    async def idle(self) -> None:
-        """Returns once no request is under way; for use after ``drain``."""
-        if self._in_flight:
-            await self._idle.wait()
 
     def abort(self) -> None:
         """End everything that runs with an error."""
@@ -53,25 +55,6 @@ class Service:
         """A request may leave the name out; a wrong one is ModelNotFound."""
         if name is not None and name != self.model:
             raise ModelNotFound(f"model {name!r} is not served here; use {self.model!r}", "model", "model_not_found")
-
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Room for one request. Raises Overloaded when there is none."""
-        limit = self.options.max_inflight
-        if self.draining:
-            raise Overloaded("the router is shutting down; try another one")
-        if self._in_flight >= limit:
-            raise Overloaded(f"{self._in_flight} requests are under way, the limit is {limit}; try again shortly")
-        self._idle.clear()
-        self._in_flight += 1
-        self.metrics.in_flight.inc()
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self.metrics.in_flight.dec()
-            if not self._in_flight:
-                self._idle.set()
 
     @contextmanager
     def running(self, generation: Generation) -> Iterator[None]:

@@ -359,7 +359,7 @@ def test_more_requests_than_allowed_are_refused(
         await conversation.cancelled.wait()
 
     body = {**play(script), "stream": True}
-    flags = ["--decode", scripted_node.address, "--max-inflight", "1"]
+    flags = ["--decode", scripted_node.address, "--max-inflight", "1", "--max-queue", "0"]
     with (
         router_process(tokenizer_dir, flags) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
@@ -369,8 +369,8 @@ def test_more_requests_than_allowed_are_refused(
             next(received)
             refused = httpx.post(f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20)
             assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "1"
-            assert "limit is 1" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "limit is 0" in refused.json()["error"]["message"]
         _wait_for(lambda: "pdserve_requests_in_flight 0.0" in client.get("/metrics").text)
 
 

@@ -1,0 +1,139 @@
+"""Admission: how many requests run and wait, in which order, and who is sent away with which Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from pdserve.errors import DeadlineExceeded, Overloaded
+from router.errors import ClientGone
+from router.gate.allowance import Allowance, Headers
+from router.gate.keys import Client
+from router.gate.line import Line, Ticket
+from router.metrics import Metrics
+
+
+class Gate:
+    """``max_inflight`` requests run at once and ``max_queue`` wait; as many as may run may be still on their way in.
+
+    Those on their way in are bounded apart, since an urgent one is known as such only when its body has been read.
+    """
+
+    def __init__(self, max_inflight: int, max_queue: int, metrics: Metrics) -> None:
+        self._line = Line(max_inflight, max_queue)
+        self._max_arriving = max_inflight
+        self._metrics = metrics
+        self._allowances: dict[str, Allowance] = {}  # by name of the client
+        self._visits: set[Visit] = set()
+        self._empty = asyncio.Event()
+        self.draining = False
+        metrics.waiting.set_function(lambda: self._line.num_waiting)
+
+    def drain(self) -> None:
+        """Let nobody in from now on, and send away who waits."""
+        self.draining = True
+        self._line.dismiss(_draining())
+
+    async def empty(self) -> None:
+        """Returns once no request is inside; for use after ``drain``."""
+        if self._visits:
+            await self._empty.wait()
+
+    @contextmanager
+    def enter(self, client: Client) -> Iterator[Visit]:
+        """A request whose body is yet to be read. Raises Overloaded or LimitExceeded."""
+        if self.draining:
+            raise _draining()
+        arriving = len(self._visits) - self._line.num_admitted - self._line.num_waiting
+        if arriving >= self._max_arriving:
+            text = f"{arriving} requests are being read, the limit is {self._max_arriving}; come back later"
+            raise Overloaded(text, self._line.expected_wait(self._line.num_waiting))
+        arrived = perf_counter()
+        allowance = self._allowance(client, arrived)
+        allowance.enter(arrived)
+        visit = Visit(self._line, allowance, self._metrics)
+        self._visits.add(visit)
+        self._empty.clear()
+        self._metrics.in_flight.inc()
+        try:
+            yield visit
+        finally:
+            now = perf_counter()
+            visit.end(now)
+            allowance.leave(now - arrived)
+            self._metrics.in_flight.dec()
+            self._visits.discard(visit)
+            if not self._visits:
+                self._empty.set()
+
+    def _allowance(self, client: Client, now: float) -> Allowance:
+        """Kept when the limits of a client change, so that what it has used counts on."""
+        found = self._allowances.get(client.name)
+        if found is None:
+            found = self._allowances[client.name] = Allowance(client, now)
+        elif found.client is not client:
+            found.update(client, now)
+        return found
+
+
+class Visit:
+    """One request inside the gate."""
+
+    def __init__(self, line: Line, allowance: Allowance, metrics: Metrics) -> None:
+        self._line = line
+        self._allowance = allowance
+        self._metrics = metrics
+        self._ticket: Ticket | None = None
+
+    async def admit(
+        self, priority: int, num_tokens: int, patience: float, client_gone: asyncio.Future[None]
+    ) -> Headers:
+        """Returns once the request has a place at the nodes, which it keeps to its end, with headers for its response.
+
+        ``num_tokens`` are its prompts', ``patience`` is in seconds. Raises LimitExceeded, Overloaded,
+        DeadlineExceeded or ClientGone.
+        """
+        started = perf_counter()
+        self._allowance.take_prompt(num_tokens, started)
+        turn: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
+        best = self._allowance.client.best_priority
+        order = priority if best is None else max(priority, best)
+        try:
+            self._ticket = self._line.join(order, patience, started, turn.set_result)
+            if not self._ticket.admitted:
+                await _wait(turn, patience, client_gone)
+        except BaseException:
+            self._allowance.use(-num_tokens, perf_counter())  # of which nothing came
+            raise
+        self._metrics.queued.observe(perf_counter() - started)
+        self._count(num_tokens, "prompt")
+        return self._allowance.headers(started)
+
+    def used(self, num_tokens: int) -> None:
+        """Output tokens, once it is known how many they are."""
+        self._allowance.use(num_tokens, perf_counter())
+        self._count(num_tokens, "output")
+
+    def _count(self, num_tokens: int, kind: str) -> None:
+        if name := self._allowance.client.name:
+            self._metrics.key_tokens.labels(name, kind).inc(num_tokens)
+
+    def end(self, now: float) -> None:
+        if self._ticket is not None:
+            self._line.leave(self._ticket, now)
+
+
+async def _wait(turn: asyncio.Future[Overloaded | None], patience: float, client_gone: asyncio.Future[None]) -> None:
+    await asyncio.wait((turn, client_gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    if client_gone.done():
+        raise ClientGone
+    if not turn.done():
+        raise DeadlineExceeded(f"no place was free within {patience:.3g} s; send the request again later")
+    if (error := turn.result()) is not None:
+        raise error
+
+
+def _draining() -> Overloaded:
+    return Overloaded("the router is shutting down; try another one")

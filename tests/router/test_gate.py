@@ -1,0 +1,281 @@
+"""Keys, limits and the line of a router, over HTTP: a real router before a node that follows a script."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from router_process import RouterProcess, router_process
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.cli import main
+from pdserve.errors import ConfigError
+from router.gate.keys import parse_keys
+
+NAMES = ("alice", "bob", "slow", "tokens", "single", "humble")
+KEYS = {name: new_key() for name in NAMES}
+LIMITS = {
+    "slow": "requests_per_minute = 2",
+    "tokens": "tokens_per_minute = 30",
+    "single": "max_concurrent = 1",
+    "humble": "best_priority = 5",
+}
+
+
+def entries(*names: str) -> str:
+    return "\n".join(key_entry(name, KEYS[name]) + LIMITS.get(name, "") for name in names)
+
+
+async def answer(conversation: Conversation) -> None:
+    for token_id in (65, 66):
+        conversation.token(token_id)
+    conversation.token(67, finish="length")
+
+
+async def linger(conversation: Conversation) -> None:
+    conversation.token(65)
+    await conversation.cancelled.wait()
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secret") / "keys.toml"
+    path.write_text(entries(*NAMES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> Iterator[RouterProcess]:
+    """A router with keys, one place and one more request that may wait."""
+    scripted_node.scripts |= {"answer": answer, "linger": linger}
+    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--max-inflight", "1", "--max-queue", "1"]
+    with router_process(tokenizer_dir, flags) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def http(guarded: RouterProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded.url, trust_env=False, timeout=20) as client:
+        yield client
+
+
+def headers(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+def ask(http: httpx.Client, name: str, salt: str = "answer", **fields: object) -> httpx.Response:
+    body = {"prompt": [1] * 10, "cache_salt": salt, **fields}
+    return http.post("/v1/completions", json=body, headers=headers(name))
+
+
+@contextmanager
+def lingering(http: httpx.Client, name: str) -> Iterator[None]:
+    """A stream that holds a place until the block ends."""
+    body = {"prompt": [1], "cache_salt": "linger", "stream": True}
+    with http.stream("POST", "/v1/completions", json=body, headers=headers(name)) as response:
+        chunks = response.iter_raw()  # dropping it would close the connection
+        next(chunks)
+        yield
+
+
+def metric(http: httpx.Client, series: str) -> float:
+    found = re.search(rf"^{re.escape(series)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        None,
+        "Bearer",
+        "Bearer wrong",
+        f"Basic {KEYS['alice']}",
+        f"Bearer {KEYS['alice'][:-1]}",
+        "Bearer \xff\xfe",
+        KEYS["alice"],
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/nothing/there"])
+def test_without_a_key_there_is_nothing(http: httpx.Client, path: str, authorization: str | None) -> None:
+    sent = [] if authorization is None else [(b"Authorization", authorization.encode("latin-1"))]
+    response = http.request("POST" if "models" not in path else "GET", path, headers=sent, content=b"{}")
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert KEYS["alice"] not in response.text
+
+
+def test_health_and_metrics_are_open(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    assert http.get("/metrics").status_code == 200
+
+
+def test_metrics_can_want_a_key(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> None:
+    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--protect-metrics"]
+    with router_process(tokenizer_dir, flags) as process:
+        assert httpx.get(f"{process.url}/metrics", trust_env=False).status_code == 401
+        assert httpx.get(f"{process.url}/metrics", headers=headers("bob"), trust_env=False).status_code == 200
+
+
+def test_a_key_opens_the_door_and_is_counted_by_its_name_only(http: httpx.Client) -> None:
+    before = metric(http, 'pdserve_key_requests_total{key="alice",outcome="ok"}')
+    response = ask(http, "alice")
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+    assert "x-ratelimit-limit-requests" not in response.headers
+    assert metric(http, 'pdserve_key_requests_total{key="alice",outcome="ok"}') == before + 1
+    assert metric(http, 'pdserve_key_tokens_total{key="alice",kind="output"}') >= 3
+    text = http.get("/metrics").text
+    assert not any(key in text for key in KEYS.values())
+
+
+def test_requests_per_minute(http: httpx.Client) -> None:
+    first = ask(http, "slow")
+    assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "1")
+    assert ask(http, "slow").status_code == 200
+    refused = ask(http, "slow")
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-limit-requests"] == "2"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "2 requests per minute" in error["message"]
+    assert ask(http, "alice").status_code == 200  # another key has its own
+
+
+def test_tokens_per_minute_count_prompts_and_outputs(http: httpx.Client) -> None:
+    assert ask(http, "tokens").status_code == 200  # 10 + 3
+    second = ask(http, "tokens")
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) <= 8
+    refused = ask(http, "tokens")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "30 tokens per minute" in refused.json()["error"]["message"]
+
+
+def test_requests_at_once(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+    with lingering(http, "single"):
+        refused = ask(http, "single")
+        assert refused.status_code == 429
+        assert "its limit is 1" in refused.json()["error"]["message"]
+    scripted_node.wait_cancelled("linger")
+    wait_for(lambda: ask(http, "single").status_code == 200)
+
+
+def test_the_line_serves_by_priority_and_sends_its_last_away(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+    """One has the place, one waits; who comes then goes, unless of more weight than who waits."""
+    with ThreadPoolExecutor() as threads:
+        with lingering(http, "alice"):
+            waits = threads.submit(ask, http, "bob", priority=3)
+            wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
+            for name, priority in (("bob", 3), ("humble", -9)):
+                refused = ask(http, name, priority=priority)
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                assert "the limit is 1" in refused.json()["error"]["message"]
+            urgent = threads.submit(ask, http, "bob", priority=-1)
+            assert waits.result(20).status_code == 503
+            wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
+            assert not urgent.done()
+        assert urgent.result(20).status_code == 200
+    wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
+
+
+def test_a_client_that_leaves_the_line_is_forgotten(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+    with lingering(http, "alice"):
+        scripted_node.seen.pop("answer", None)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(
+                "/v1/completions", json={"prompt": [1], "cache_salt": "answer"}, headers=headers("bob"), timeout=0.3
+            )
+        wait_for(lambda: metric(http, "pdserve_requests_waiting") == 0)
+    wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
+    assert "answer" not in scripted_node.seen
+
+
+def test_keys_change_while_the_router_runs(http: httpx.Client, key_file: Path) -> None:
+    def replace(text: str) -> None:
+        fresh = key_file.with_name("fresh")
+        fresh.write_text(text)
+        os.replace(fresh, key_file)  # as a mounted Secret changes: all at once
+
+    def models(name: str) -> int:
+        return http.get("/v1/models", headers=headers(name)).status_code
+
+    replace(entries(*(name for name in NAMES if name != "bob")))
+    wait_for(lambda: models("bob") == 401)
+    assert models("alice") == 200
+    replace("this is no TOML")
+    wait_for(lambda: metric(http, 'pdserve_key_file_reloads_total{outcome="failed"}') == 1)
+    assert models("alice") == 200
+    replace(entries(*NAMES))
+    wait_for(lambda: models("bob") == 200)
+
+
+def test_what_waits_when_the_router_stops_is_told(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path
+) -> None:
+    scripted_node.scripts["linger"] = linger
+    with (
+        router_process(tokenizer_dir, ["--decode", scripted_node.address, "--max-inflight", "1"]) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+        ThreadPoolExecutor() as threads,
+        lingering(http, "alice"),
+    ):
+        waits = threads.submit(ask, http, "alice")
+        wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
+        process.process.terminate()
+        assert waits.result(20).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "missing required field `keys`"),
+        ("[keys]", "has 0 keys"),
+        ("keys = 3", "Expected `object`"),
+        ("[keys.a]\nsha256 = 'abc'", "keys.a.sha256 is no SHA-256"),
+        (f"[keys.a]\nsha256 = '{'0' * 64}'\nrequests = 3", "unknown field `requests`"),
+        (f"[keys.a]\nsha256 = '{'0' * 64}'\nmax_concurrent = 0", ">= 1"),
+        (f"[keys.a]\nsha256 = '{'0' * 64}'\n[keys.b]\nsha256 = '{'0' * 64}'", "b and a have the same key"),
+        (f"[keys.'a b']\nsha256 = '{'0' * 64}'", "'a b' is no name"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_keys(text.encode(), "keys.toml")
+
+
+def test_two_keys_of_one_client_while_one_is_replaced() -> None:
+    hashes = [re.findall(r'"([0-9a-f]{64})"', key_entry("alice", KEYS[name]))[0] for name in ("alice", "bob")]
+    ring = parse_keys(f"[keys.alice]\nsha256 = {hashes}".encode(), "keys.toml")
+    for name in ("alice", "bob"):
+        client = ring.client_of(KEYS[name].encode())
+        assert client is not None
+        assert client.name == "alice"
+
+
+def test_a_made_key_is_known_to_a_router_that_has_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "carol"]) == 0
+    said = capsys.readouterr()
+    key = said.err.split()[-1]
+    assert key not in said.out
+    client = parse_keys(said.out.encode(), "stdout").client_of(key.encode())
+    assert client is not None
+    assert client.name == "carol"
