@@ -52,6 +52,7 @@ class Generation:
         self.num_tokens = num_tokens
         self.sampling = sampling
         self.cache_salt = message.cache_salt
+        self.priority = message.priority
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
         self.first: tuple[Sample, ...] = ()  # of each choice, where P has sampled it
@@ -75,7 +76,7 @@ class Generation:
         return max(0.0, self._until - time.monotonic()) if self.timeout else None
 
     def submit(self, mode: Mode) -> None:
-        self._link.send(Submit(self.rid, self.token_ids, self.sampling, mode, self.cache_salt))
+        self._link.send(Submit(self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority))
 
     def emit_first(self, first: tuple[Sample, ...], cached_tokens: int, eos_token_ids: Sequence[int]) -> None:
         """Forward the first token of each choice, sampled by P; choices that it finishes end here."""

@@ -192,6 +192,7 @@ def _prefill_request(generation: Generation, cached_tokens: int) -> pb.PrefillRe
         token_ids=generation.token_ids,
         sampling=sampling_to_pb(generation.sampling),
         cache_salt=generation.cache_salt,
+        priority=generation.priority,
         skip_tokens=cached_tokens,
         timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
     )

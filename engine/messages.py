@@ -67,6 +67,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     mode: Mode
     cache_salt: str = ""
+    priority: int = 0  # lower values are admitted first
     skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
 
 

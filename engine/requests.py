@@ -18,6 +18,7 @@ class Request:
     sampling: SamplingParams
     mode: Mode
     cache_salt: str
+    priority: int = 0  # lower is more urgent
     skip_tokens: int = 0
     cached_tokens: int | None = None  # found in the prefix cache when first admitted
     sequences: dict[int, Sequence] = field(default_factory=dict)

@@ -17,7 +17,6 @@ Everything here is plain Python over plain values: no device, no transfer, no cl
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from itertools import chain
 
@@ -34,6 +33,7 @@ from engine.report import Report
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
 from engine.transfers import Transfers
+from engine.waiting import WaitingQueue
 from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPlan
 
 
@@ -69,7 +69,7 @@ class Scheduler:
         self._kv = KVSpace(self.pool, self.transfers, block_size)
         self._choices = Choices(block_size, eos_token_ids, self.report)
         self._requests: dict[int, Request] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue()
         self._digests = Digests(block_size)
         checks = self._digests if kv_checksum else None
         self._announcements = Announcements(self.report, checks)
@@ -92,7 +92,8 @@ class Scheduler:
             text = f"{len(self._waiting)} requests are waiting, the limit is {self._max_waiting}; come back later"
             self.report.refuse(message.rid, "Overloaded", text)
             return
-        request = Request(message.rid, prompt, message.sampling, message.mode, message.cache_salt, message.skip_tokens)
+        sampling, mode, salt = message.sampling, message.mode, message.cache_salt
+        request = Request(message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens)
         self._requests[request.rid] = request
         self._waiting.append(self._choices.lead(request))
 
@@ -177,7 +178,9 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def _add_running(self, draft: StepDraft) -> bool:
-        """Decodes, with a block for each one's token, then prompts; the latest admitted make way where blocks lack.
+        """Decodes, with a block for each one's token, then prompts.
+
+        Where blocks lack, the least urgent make way, and of these the latest admitted.
 
         False while they cannot make way, since steps in flight write to their blocks: let these steps end first.
         """
@@ -186,7 +189,8 @@ class Scheduler:
             if self._in_flight:
                 return False
             # Not one that computes for a peer: what the peer was told of could not be freed.
-            self._preempt(next(s for s in reversed(self._running.values()) if s.request.mode is not Mode.LEASE))
+            preemptible = [s for s in reversed(self._running.values()) if s.request.mode is not Mode.LEASE]
+            self._preempt(max(preemptible, key=lambda s: s.request.priority))  # the first of equals
             runnable = self._in_flight.choose(self._running.values())
         draft.add_running(runnable)
         return True
@@ -203,7 +207,7 @@ class Scheduler:
     def _head(self) -> Sequence | None:
         """Who is to be admitted next; None while nobody waits, or as many run as may."""
         seats = self._max_num_seqs - len(self._running) - len(self.reservations)
-        return self._waiting[0] if self._waiting and seats > 0 else None
+        return self._waiting.head if seats > 0 else None
 
     def _admit(self, draft: StepDraft) -> None:
         """Give blocks to waiting sequences in their order, while there is room. Those of a handoff compute nothing."""
@@ -212,7 +216,7 @@ class Scheduler:
             handoff = request.mode is Mode.HANDOFF
             if not (handoff or draft.takes_prompts) or not self._kv.allocate(sequence):
                 return
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
                 self.totals.prefix_cached_tokens += sequence.num_computed
@@ -271,7 +275,8 @@ class Scheduler:
     def _branch(self, sequence: Sequence) -> None:
         """Let the choices in that wait for the prompt's KV, ahead of the queue, once it is there."""
         if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
-            self._waiting.extendleft(reversed(self._choices.branch(sequence)))
+            for branch in reversed(self._choices.branch(sequence)):
+                self._waiting.appendleft(branch)
 
     # ------------------------------------------------------------ endings
 

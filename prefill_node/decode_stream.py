@@ -81,7 +81,7 @@ class DecodeStream:
         on_part, on_failed = partial(self._on_part, request.request), partial(self._on_failed, request.request)
         timeout = request.timeout_ms / 1000
         prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, on_part, on_failed)
-        prefill.submit(request.token_ids, sampling, request.cache_salt, request.skip_tokens)
+        prefill.submit(request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens)
         return prefill
 
     def _extend(self, request: pb.ExtendRequest) -> None:

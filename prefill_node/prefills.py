@@ -49,8 +49,10 @@ class PendingPrefill:
         self._timer = asyncio.get_running_loop().call_later(timeout, self._fail, late) if timeout else None
         leases.accept(self.rid, self._on_lease_end)
 
-    def submit(self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, skip_tokens: int) -> None:
-        self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, skip_tokens))
+    def submit(
+        self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, priority: int, skip_tokens: int
+    ) -> None:
+        self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, priority, skip_tokens))
 
     def hang_up(self) -> None:
         """Stop it, wherever it is: nobody waits for it, or it was refused. What was announced stays leased."""

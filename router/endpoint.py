@@ -87,10 +87,11 @@ class GenerateEndpoint:
             timeout=service.options.request_timeout,
             stops=body.stops,
             cache_salt=body.cache_salt,
+            priority=visit.priority(body.priority),
             continues_prompt=isinstance(body, CompletionBody),
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        headers = await visit.admit(body.priority, num_tokens, options.remaining, gone)
+        headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         headers.append((b"x-request-id", options.request_id.encode()))
         response = self._response(body, jobs, options.request_id)
         generation = Generation(jobs, options, service.tokenizer, response, service.metrics)

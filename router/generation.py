@@ -44,6 +44,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     timeout: float  # seconds
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
     continues_prompt: bool = True  # a completion does, a chat message begins a new text
 
     @property
@@ -129,6 +130,7 @@ class PromptRun:
             sampling=sampling_to_pb(self.job.sampling),
             timeout_ms=max(1, int(options.remaining * 1000)),
             cache_salt=options.cache_salt,
+            priority=options.priority,
         )
         self._call = fleet.generate(message, self)
 

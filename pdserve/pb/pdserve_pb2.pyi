@@ -384,6 +384,7 @@ class Generate(_message.Message):
     PREFILL_NODE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number for it, unique on this stream"""
     request_id: _builtins.str
@@ -396,6 +397,8 @@ class Generate(_message.Message):
     """0: none"""
     cache_salt: _builtins.str
     """prefixes are shared between requests of equal salt only"""
+    priority: _builtins.int
+    """lower values are admitted first"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -408,10 +411,11 @@ class Generate(_message.Message):
         prefill_node: _builtins.str = ...,
         timeout_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -767,6 +771,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number for it, used once on a stream"""
     request_id: _builtins.str
@@ -780,6 +785,8 @@ class PrefillRequest(_message.Message):
     """D has the KV of the first so many tokens; a multiple of block_size"""
     timeout_ms: _builtins.int
     """0: none"""
+    priority: _builtins.int
+    """as in Generate"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -793,10 +800,11 @@ class PrefillRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         skip_tokens: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

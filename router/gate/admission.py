@@ -87,6 +87,11 @@ class Visit:
         self._metrics = metrics
         self._ticket: Ticket | None = None
 
+    def priority(self, wanted: int) -> int:
+        """What counts of the priority that a request has given itself."""
+        best = self._allowance.client.best_priority
+        return wanted if best is None else max(wanted, best)
+
     async def admit(
         self, priority: int, num_tokens: int, patience: float, client_gone: asyncio.Future[None]
     ) -> Headers:
@@ -98,10 +103,8 @@ class Visit:
         started = perf_counter()
         self._allowance.take_prompt(num_tokens, started)
         turn: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
-        best = self._allowance.client.best_priority
-        order = priority if best is None else max(priority, best)
         try:
-            self._ticket = self._line.join(order, patience, started, turn.set_result)
+            self._ticket = self._line.join(priority, patience, started, turn.set_result)
             if not self._ticket.admitted:
                 await _wait(turn, patience, client_gone)
         except BaseException:

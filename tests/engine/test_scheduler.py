@@ -38,10 +38,15 @@ def make(depth: tuple[int, int]) -> Iterator[Make]:
         node.close()
 
 
+PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 12)),
+        st.tuples(
+            st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 12), PRIORITIES
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -49,15 +54,16 @@ def make(depth: tuple[int, int]) -> Iterator[Make]:
 )
 @settings(max_examples=60, deadline=None)
 def test_local_requests_are_exact_under_preemption(
-    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, int]], num_blocks: int
+    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, int, int]], num_blocks: int
 ) -> None:
     """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens."""
     node = Node(num_blocks, *depth)
     expected = {}
-    for rid, (length, max_tokens, n, shared, stop_at) in enumerate(requests):
+    for rid, (length, max_tokens, n, shared, stop_at, priority) in enumerate(requests):
         prompt = [7 if shared else rid] * length
         stop = tuple(reference(prompt, 0, stop_at)[-1:])
-        node.submit(rid, prompt, SamplingParams(max_tokens=max_tokens, n=n, stop_token_ids=stop), Mode.LOCAL)
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, stop_token_ids=stop)
+        node.submit(rid, prompt, sampling, Mode.LOCAL, priority=priority)
         for choice in range(n):
             tokens = reference(prompt, choice, max_tokens, stop)
             stopped = tokens[-1] in stop
@@ -108,6 +114,24 @@ def test_too_much_is_refused_at_once(make: Make) -> None:
     assert refused == {0: "RequestTooLong", 101: "Overloaded"}
     node.run()
     node.assert_all_free()
+
+
+def test_seats_go_to_the_most_urgent_and_then_to_the_first(make: Make) -> None:
+    node = make(40, max_num_seqs=1)
+    for rid, priority in enumerate((0, 5, -3, 5, 0)):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, priority=priority)
+    node.run()
+    assert [rid for rid, _ in node.finished] == [2, 0, 4, 1, 3]
+
+
+def test_where_blocks_lack_the_least_urgent_makes_way(make: Make) -> None:
+    node = make(6)
+    for rid, priority in enumerate((1, 0)):
+        node.submit(rid, [rid] * BLOCK, SamplingParams(max_tokens=16), Mode.LOCAL, priority=priority)
+    node.run()
+    assert node.scheduler.status().totals.preemptions > 0
+    assert [rid for rid, _ in node.finished] == [1, 0]
+    assert node.tokens == {(rid, 0): reference([rid] * BLOCK, 0, 16) for rid in (0, 1)}
 
 
 def test_a_peer_that_names_too_few_blocks_is_not_believed(make: Make) -> None:

@@ -71,8 +71,10 @@ class Node:
         self.leased: dict[int, tuple[int, ...]] = {}  # unless with digests: these come when a lease may have ended
         self._kv_checksum = kv_checksum
 
-    def submit(self, rid: int, prompt: list[int], sampling: SamplingParams, mode: Mode, skip: int = 0) -> None:
-        self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, skip_tokens=skip))
+    def submit(
+        self, rid: int, prompt: list[int], sampling: SamplingParams, mode: Mode, skip: int = 0, priority: int = 0
+    ) -> None:
+        self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, priority=priority, skip_tokens=skip))
 
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):

@@ -197,6 +197,14 @@ def test_the_line_serves_by_priority_and_sends_its_last_away(http: httpx.Client,
     wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
 
 
+@pytest.mark.parametrize(("name", "asked", "sent"), [("alice", -7, -7), ("humble", -7, 5), ("humble", 9, 9)])
+def test_priority_reaches_the_node(
+    http: httpx.Client, scripted_node: ScriptedNode, name: str, asked: int, sent: int
+) -> None:
+    assert ask(http, name, priority=asked).status_code == 200
+    assert scripted_node.seen["answer"].message.priority == sent
+
+
 def test_a_client_that_leaves_the_line_is_forgotten(http: httpx.Client, scripted_node: ScriptedNode) -> None:
     with lingering(http, "alice"):
         scripted_node.seen.pop("answer", None)

@@ -1,0 +1,45 @@
+"""The order of those who wait, against a list that is sorted anew each time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.hashing import BlockHashes
+from engine.messages import Mode
+from engine.requests import Request, Sequence
+from engine.waiting import WaitingQueue
+from pdserve.records import SamplingParams
+
+
+def sequence(number: int, priority: int) -> Sequence:
+    request = Request(number, [1], SamplingParams(max_tokens=1), Mode.LOCAL, "", priority)
+    return Sequence(number, request, 0, [1], BlockHashes(4, ""), 1, 2)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["append", "appendleft", "take", "remove"]), st.integers(-2, 2)), max_size=60)
+)
+def test_by_priority_and_otherwise_as_a_deque(events: list[tuple[str, int]]) -> None:
+    queue, model = WaitingQueue(), list[Sequence]()
+    for number, (event, value) in enumerate(events):
+        if event.startswith("append"):
+            new = sequence(number, value)
+            getattr(queue, event)(new)
+            model.insert(len(model) if event == "append" else 0, new)
+            model.sort(key=lambda each: each.request.priority)
+        elif model:
+            gone = model.pop(0 if event == "take" else value % len(model))
+            assert queue.head is gone or event == "remove"
+            queue.remove(gone)
+        assert len(queue) == len(model)
+        assert queue.head is (model[0] if model else None)
+
+
+def test_what_does_not_wait_cannot_be_removed() -> None:
+    queue = WaitingQueue()
+    queue.append(sequence(1, 0))
+    for priority in (0, 1):
+        with pytest.raises(ValueError):
+            queue.remove(sequence(2, priority))
