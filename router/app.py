@@ -31,7 +31,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] = []
     chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
@@ -118,6 +120,8 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
         chat = ChatBody(
             messages=body.messages or [],
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
             add_special_tokens=body.add_special_tokens is True,
             chat_template_kwargs=body.chat_template_kwargs,
         )

@@ -20,7 +20,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """Text of one choice, growing token by token. Special tokens have no text."""
+    """Text of one choice, growing token by token. Hidden tokens have no text."""
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; may be empty."""
@@ -32,14 +32,14 @@ class Detokenizer(Protocol):
 class StreamDetokenizer:
     """Over a table of bytes: one look-up per token, and at most three bytes held back."""
 
-    def __init__(self, table: ByteTable, special_ids: frozenset[int]) -> None:
+    def __init__(self, table: ByteTable, hidden_ids: frozenset[int]) -> None:
         self._of = table.of
-        self._special_ids = special_ids
+        self._hidden_ids = hidden_ids
         self._decoder = _Utf8Decoder(errors="replace")
         self._strip = table.strip_start
 
     def push(self, token_id: int) -> str:
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return ""
         text = self._decoder.decode(self._of(token_id))
         if self._strip and text:
@@ -65,14 +65,14 @@ class WindowDetokenizer:
 
     _MAX_HELD = 8  # tokens; a character takes at most four bytes
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
         self._backend = backend
-        self._special_ids = special_ids
+        self._hidden_ids = hidden_ids
         self._sent: list[int] = []
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if token_id in self._special_ids or self._backend.id_to_token(token_id) is None:
+        if token_id in self._hidden_ids or self._backend.id_to_token(token_id) is None:
             return ""
         self._held.append(token_id)
         text = self._new_text()

@@ -13,6 +13,8 @@ from time import perf_counter
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
+from router.chat.reading import Reading, find_reading
+from router.chat.responses import ReadChatFormat, ReadChatStream, ReadChatWhole
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
 from router.formats import ChatFormat, CompletionFormat, new_request_id
 from router.gate.admission import Visit
@@ -81,6 +83,7 @@ class GenerateEndpoint:
         limits = service.fleet.limits()
         prompts = await service.encoder.encode(body)
         jobs = [make_job(self._with_text(prompt, body), body, limits) for prompt in prompts]
+        reading = self._reading(body, prompts)
         options = GenerationOptions(
             request_id=new_request_id(),
             arrived=arrived,
@@ -89,11 +92,12 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             priority=visit.priority(body.priority),
             continues_prompt=isinstance(body, CompletionBody),
+            shown_tokens=_shown_tokens(body, reading),
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         headers.append((b"x-request-id", options.request_id.encode()))
-        response = self._response(body, jobs, options.request_id)
+        response = self._response(body, jobs, options.request_id, reading)
         generation = Generation(jobs, options, service.tokenizer, response, service.metrics)
         response.generation = generation
         gone.add_done_callback(lambda _: response.on_disconnect())
@@ -108,9 +112,18 @@ class GenerateEndpoint:
             generation.cancel()
             visit.used(generation.usage.completion_tokens)
 
-    def _response(self, body: GenerateBody, jobs: list[Job], request_id: str) -> Response:
+    def _reading(self, body: GenerateBody, prompts: list[Prompt]) -> Reading | None:
+        """None where the output is text and nothing else."""
+        if not isinstance(body, ChatBody):
+            return None
+        rendered = prompts[0].text or ""
+        return find_reading(body.tool_use, self._service.dialect, rendered, body.include_reasoning)
+
+    def _response(self, body: GenerateBody, jobs: list[Job], request_id: str, reading: Reading | None) -> Response:
         include_usage = body.stream and body.stream_options.include_usage
         kind = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
+        if reading is not None:
+            kind = ReadChatFormat
         model = body.model or self._service.model
         form = kind(self._service.tokenizer, model, request_id, max(body.num_logprobs, 0), include_usage)
         options = ResponseOptions(
@@ -120,6 +133,8 @@ class GenerateEndpoint:
             include_usage=include_usage,
             continuous_usage=include_usage and body.stream_options.continuous_usage_stats,
         )
+        if reading is not None:
+            return (ReadChatStream if body.stream else ReadChatWhole)(form, options, jobs, reading)
         return (StreamResponse if body.stream else WholeResponse)(form, options, jobs)
 
     def _with_text(self, prompt: Prompt, body: GenerateBody) -> Prompt:
@@ -127,6 +142,13 @@ class GenerateEndpoint:
         if prompt.text is None and isinstance(body, CompletionBody) and body.echo:
             return Prompt(prompt.token_ids, self._service.tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
         return prompt
+
+
+def _shown_tokens(body: GenerateBody, reading: Reading | None) -> tuple[str, ...] | None:
+    """Special tokens that become text; None: all."""
+    if not body.skip_special_tokens:
+        return None
+    return () if reading is None else reading.markers
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

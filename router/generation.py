@@ -46,6 +46,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     continues_prompt: bool = True  # a completion does, a chat message begins a new text
+    shown_tokens: tuple[str, ...] | None = ()  # special tokens that have a text all the same; None: all
 
     @property
     def remaining(self) -> float:
@@ -117,7 +118,7 @@ class PromptRun:
         options = generation.options
         context = job.prompt.token_ids[-_CONTEXT_TOKENS:] if options.continues_prompt else ()
         self.choices = [
-            Choice(first_index + choice, tokenizer.detokenizer(context), options.stops)
+            Choice(first_index + choice, tokenizer.detokenizer(context, options.shown_tokens), options.stops)
             for choice in range(job.sampling.n)
         ]
         self._unfinished = len(self.choices)

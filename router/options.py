@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.flags import CommandParser, parse_size, positive_int
+from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
     protect_metrics: bool = False
     max_body_bytes: int = 32 * 1024 * 1024
+    tool_call_parser: str = "auto"  # of the names in router/chat/dialect.py, as the next
+    reasoning_parser: str = "auto"
     status_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -54,6 +57,15 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
     add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
     add("--max-body-bytes", type=parse_size, default=32 * 1024 * 1024, metavar="SIZE", help="larger bodies get a 413")
+    tools, reasoning = ("auto", "none", *TOOL_FORMATS), ("auto", "none", *REASONING_FORMATS)
+    add("--tool-call-parser", type=tool_parser_name, default="auto", metavar="NAME", help=f"one of {', '.join(tools)}")
+    add(
+        "--reasoning-parser",
+        type=reasoning_parser_name,
+        default="auto",
+        metavar="NAME",
+        help=f"one of {', '.join(reasoning)}",
+    )
     add("--status-fd", type=int, metavar="FD", help="write states to this file descriptor, as JSON lines")
     add("--lifeline-fd", type=int, metavar="FD", help="exit when this file descriptor is closed at the other end")
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pdserve.errors import RequestError
-from router.chat_template import RESERVED
+from router.chat.messages import check_messages
+from router.chat.template import RESERVED
 from router.job import Prompt
 from router.requests import ChatBody, CompletionBody, GenerateBody
 from router.tokenizer import Tokenizer
@@ -56,46 +57,23 @@ class PromptEncoder:
         messages = check_messages(body.messages)
 
         def render() -> Prompt:
-            text = template.render(messages, body.add_generation_prompt, body.chat_template_kwargs)
-            return Prompt(self._tokenizer.encode(text, body.add_special_tokens))
+            text = template.render(
+                messages,
+                body.opens_message,
+                body.template_variables,
+                tools=body.tool_use.tools,
+                documents=body.documents,
+                continue_final_message=body.continue_final_message,
+            )
+            return Prompt(self._tokenizer.encode(text, body.add_special_tokens), text)
 
-        return await self._run(sum(_length(message) for message in messages), render)
+        num_chars = sum(_length(message) for message in messages) + len(repr(body.tools))
+        return await self._run(num_chars, render)
 
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with lists of content parts joined to text. Raises RequestError naming the message at fault."""
-    if not messages:
-        raise RequestError("messages is empty; give at least one message", "messages")
-    checked = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"{where}.role must be a string such as 'user'", where)
-        if message.get("tool_calls"):
-            raise RequestError(f"{where}.tool_calls is not supported yet; leave it out", where)
-        checked.append({**message, "content": _join_parts(message.get("content"), where)})
-    return checked
-
-
-def _join_parts(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a string or a list of parts", where)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise RequestError(f"{where}.content has a part of type {kind!r}; only 'text' is supported", where)
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}.content has a text part without text", where)
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _length(message: Mapping[str, Any]) -> int:

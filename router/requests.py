@@ -9,11 +9,12 @@ import difflib
 import math
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from pdserve.errors import RequestError
+from router.chat.tools import ToolUse, tool_use
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -23,18 +24,33 @@ MAX_LOGPROBS = 20
 _IGNORED = frozenset(
     {
         "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
+        "moderation",
+        "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
     }
 )
-_UNSUPPORTED = frozenset(
-    {"tools", "functions", "function_call", "audio", "modalities", "prediction", "reasoning_effort", "verbosity"}
-    | {"web_search_options", "suffix"}
-)
+# Fields of OpenAI and of vLLM that would change the answer, each with the values at which they do not.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": ({},),
+    "bad_words": ([],),
+    "chat_template": ("",),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "modalities": (["text"], []),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+_REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -66,6 +82,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    skip_special_tokens: bool = True
     cache_salt: str = ""
     priority: int = 0  # lower is earlier
 
@@ -117,10 +134,34 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: dict[str, Any] = {}
-    tool_choice: str = "none"
-    add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
+    documents: list[dict[str, Any]] = []
+    add_generation_prompt: bool | None = None  # default: true, unless the last message is to be continued
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def opens_message(self) -> bool:
+        """Whether the prompt ends in the header of the answer."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template sees beside messages, tools and documents."""
+        effort = self.reasoning_effort
+        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":  # the names of Qwen3 and DeepSeek
+            variables |= {"enable_thinking": False, "thinking": False}
+        return variables | self.chat_template_kwargs
 
     @property
     def output_limit(self) -> int | None:
@@ -151,10 +192,12 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     for name, value in fields.items():
         if name in known:
             continue
+        if value in _UNSUPPORTED.get(name, ()):
+            continue
         if name in _UNSUPPORTED:
-            if value in ([], {}, ""):
-                continue
-            raise RequestError(f"{name} is not supported yet; leave it out", name, "unsupported_parameter")
+            raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+        if name in _REPLACED:
+            raise RequestError(f"{name} is not supported; use {_REPLACED[name]} instead", name, "unsupported_parameter")
         nearest = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
         raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
@@ -189,8 +232,11 @@ def parse_chat(data: bytes) -> ChatBody:
     kind = body.response_format.get("type", "text")
     if kind != "text":
         raise RequestError(f"response_format {kind!r} is not supported yet; use 'text'", "response_format")
-    if body.tool_choice not in ("none", "auto"):
+    if body.tool_use.forced:
         raise RequestError("tool_choice is not supported yet; leave it out", "tool_choice", "unsupported_parameter")
+    if body.continue_final_message and body.opens_message:
+        remedy = "set add_generation_prompt to false"
+        raise RequestError(f"continue_final_message continues the last message; {remedy}", "continue_final_message")
     return body
 
 

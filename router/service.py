@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdserve.errors import ModelNotFound, NodeError
+from router.chat.dialect import find_dialect
 from router.fleet import Fleet
 from router.gate.admission import Gate
 from router.gate.key_file import KeyFile
@@ -25,6 +26,8 @@ class Service:
         self.model = model
         self.tokenizer = tokenizer
         self.encoder = PromptEncoder(tokenizer)
+        template = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        self.dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
         self.fleet = Fleet(model, options.prefill, options.decode)
         self.metrics = Metrics()
         self.fleet.on_change(self._count_nodes)

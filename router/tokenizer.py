@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from pdserve.errors import CheckpointError
-from router.chat_template import ChatTemplate
+from router.chat.template import ChatTemplate
 from router.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
 from router.token_bytes import byte_table
 
@@ -72,13 +72,19 @@ class Tokenizer:
         once = self.decode([token_id])
         return self.decode([token_id, token_id])[len(once) :].encode()  # as it reads inside a text, with its space
 
-    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """A fresh incremental decoder for text that follows ``context``, the last tokens of the prompt."""
+    def detokenizer(self, context: Sequence[int] = (), shown: Sequence[str] | None = ()) -> Detokenizer:
+        """A fresh incremental decoder for text that follows ``context``, the last tokens of the prompt.
+
+        Special tokens have no text, but for those in ``shown``; None is all of them.
+        """
+        hidden = self._special_ids if shown is not None else frozenset()
+        if shown:
+            hidden -= {self._backend.token_to_id(token) for token in shown}
         decoder: Detokenizer
         if self._bytes is not None:
-            decoder = StreamDetokenizer(self._bytes, self._special_ids)
+            decoder = StreamDetokenizer(self._bytes, hidden)
         else:
-            decoder = WindowDetokenizer(self._backend, self._special_ids)
+            decoder = WindowDetokenizer(self._backend, hidden)
         for token_id in context:
             decoder.push(token_id)
         return decoder

@@ -58,7 +58,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "best_of": 2}, "best_of", "equal n"),
     ({"prompt": [1], "logprobs": 21}, "logprobs", "at most 20"),
     ({"prompt": [1], "echo": True, "logprobs": 1}, "echo", "not supported yet"),
-    ({"prompt": [1], "suffix": "x"}, "suffix", "not supported yet"),
+    ({"prompt": [1], "suffix": "x"}, "suffix", "not supported"),
     ({"prompt": [1], "temprature": 1}, "temprature", "did you mean temperature"),
     ({"prompt": [1], "zzzzqq": 1}, "zzzzqq", "unknown parameter zzzzqq"),
     ({"prompt": [1], "seed": 2**70}, "seed", "at most"),
@@ -72,7 +72,7 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": ["hi"]}, "messages", "expected object"),
     ({"messages": [{"content": "x"}]}, "messages[0]", "role"),
     ({"messages": [{"role": "user"}]}, "messages", "chat template"),
-    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0]", "is missing"),
     (
         {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
         "response_format",

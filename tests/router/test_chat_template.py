@@ -11,8 +11,8 @@ import small_tokenizers
 import transformers
 
 from pdserve.errors import CheckpointError, RequestError
-from router.chat_template import ChatTemplate
-from router.prompts import check_messages
+from router.chat.messages import check_messages
+from router.chat.template import ChatTemplate
 from router.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -60,6 +60,37 @@ def test_parity_with_transformers(reference: Any, template: str, conversation: s
             ChatTemplate(source, TOKENS).render(messages, generate)
     else:
         assert ChatTemplate(source, TOKENS).render(messages, generate) == expected
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "<b>", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("end", ["2", "Sure, ", " x\n\n"])
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "mistral", "chatml"])
+def test_a_continued_message_and_tools_as_transformers_has_them(reference: Any, template: str, end: str) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": end}]
+    expected = reference.apply_chat_template(
+        messages, chat_template=source, tokenize=False, continue_final_message=True, tools=[TOOL]
+    )
+    rendered = ChatTemplate(source, TOKENS).render(messages, False, tools=[TOOL], continue_final_message=True)
+    assert rendered == expected
+
+
+def test_only_content_can_be_continued() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", {}
+    )
+    with pytest.raises(RequestError, match="last message with content"):
+        template.render([{"role": "user", "content": None}], False, continue_final_message=True)
+    with pytest.raises(RequestError, match="leaves the last message out"):
+        template.render([{"role": "assistant", "content": "a"}], False, continue_final_message=True)
+
+
+def test_the_developer_is_the_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(messages) == "system"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(messages) == "developer"
 
 
 @pytest.mark.parametrize("variables", [{"enable_thinking": False}, {"date_string": "1 Jan 2000"}])

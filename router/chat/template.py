@@ -19,7 +19,10 @@ import jinja2.sandbox
 from pdserve.errors import CheckpointError, RequestError
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+# Marks in a rendered text where the last message ended. Its space tells whether the template strips contents.
+_END = "\ue000end of the last message\ue001 "
 
 
 class ChatTemplate:
@@ -30,21 +33,33 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
+        self.source = source
         self._special_tokens = dict(special_tokens)
+        self._has_developer = "developer" in source
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text. Raises RequestError when the template refuses the messages."""
+        """The prompt's text; with ``continue_final_message`` it ends where the last message's content does.
+
+        Raises RequestError when the template refuses the messages.
+        """
+        chat = [_normalized(message, self._has_developer) for message in messages]
+        if continue_final_message:
+            chat[-1]["content"] = _continued(chat[-1]) + _END
         values = {**self._special_tokens, **(variables or {})}
         try:
-            return self._template.render(
-                messages=[_normalized(message) for message in messages],
-                tools=None,
-                documents=None,
+            text = self._template.render(
+                messages=chat,
+                tools=tools or None,
+                documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
                 **values,
             )
@@ -52,11 +67,32 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses these messages: {exc}", "messages") from exc
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as exc:
             raise RequestError(f"the chat template cannot render these messages: {exc}", "messages") from exc
+        return _cut(text) if continue_final_message else text
 
 
-def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: no null fields, reasoning under the names that are in use for it."""
+def _continued(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str) and content:
+        return content
+    raise RequestError("continue_final_message needs a last message with content", "continue_final_message")
+
+
+def _cut(text: str) -> str:
+    """A text up to the end of its last message, as transformers cuts it."""
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise RequestError("the chat template leaves the last message out; it cannot be continued", "messages")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
+
+
+def _normalized(message: Mapping[str, Any], has_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it: no null fields, reasoning under the names that are in use for it.
+
+    What OpenAI calls the developer is the system to models that know none.
+    """
     fields = {name: value for name, value in message.items() if value is not None}
+    if fields.get("role") == "developer" and not has_developer:
+        fields["role"] = "system"
     reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
     if reasoning is not None:
         return {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -1,0 +1,87 @@
+"""The messages of a chat as clients send them, checked, and as chat templates want them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pdserve.errors import RequestError
+
+Message = dict[str, Any]
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def check_messages(messages: Sequence[Message]) -> list[Message]:
+    """With lists of content parts joined to text, and arguments of tool calls as objects.
+
+    Raises RequestError naming the message at fault.
+    """
+    if not messages:
+        raise RequestError("messages is empty; give at least one message", "messages")
+    return [_checked(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked(message: Message, where: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RequestError(f"{where}.role must be a string such as 'user'", where)
+    if message.get("function_call") or role == "function":
+        remedy = "write the call in tool_calls and its result as a message with role 'tool'"
+        raise RequestError(f"{where}: functions are not supported; {remedy}", where)
+    for name in ("reasoning", "reasoning_content", "name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise RequestError(f"{where}.{name} must be a string", where)
+    checked = {**message, "content": _join_parts(message.get("content"), where)}
+    if role == "tool" and checked["content"] is None:
+        raise RequestError(f"{where}.content is missing; a message with role 'tool' holds a call's result", where)
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls must be a list in a message with role 'assistant'", where)
+        checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    else:
+        checked.pop("tool_calls", None)
+    return checked
+
+
+def _call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} must have a function with a name", where)
+    if call.get("type", "function") != "function" or not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where} must have type 'function' and a string as id", where)
+    arguments = _object(function.get("arguments"), f"{where}.function.arguments")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _object(arguments: Any, where: str) -> dict[str, Any]:
+    """Arguments are JSON in a string, as responses have them; templates want what it says."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as exc:
+            raise RequestError(f"{where} is not valid JSON: {exc}", where) from exc
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where} must be a JSON object", where)
+    return arguments
+
+
+def _join_parts(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content must be a string or a list of parts", where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXT_PARTS:
+            raise RequestError(f"{where}.content has a part of type {kind!r}; only 'text' is supported", where)
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise RequestError(f"{where}.content has a text part without text", where)
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,59 @@
+"""What a parser of output tells: pieces of text, of reasoning, and of tool calls, in the order they were written."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+
+class Kind(Enum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"  # a call begins; the text is the function's name
+    ARGUMENTS = "arguments"  # more of the arguments of the call that began last
+
+
+class Piece(msgspec.Struct, frozen=True):
+    kind: Kind
+    text: str
+
+
+class OutputParser(Protocol):
+    """Sorts the text of one choice. What it tells, joined, does not depend on how the text was cut up."""
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+
+    def push(self, text: str) -> list[Piece]:
+        """What has become certain with this text."""
+
+    def flush(self) -> list[Piece]:
+        """What was held back, at the end of the text."""
+
+
+class ToolCall(msgspec.Struct):
+    """``arguments`` is JSON, exactly as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class Message(msgspec.Struct):
+    """The pieces of a choice put together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+
+    def add(self, piece: Piece) -> None:
+        if piece.kind is Kind.CONTENT:
+            self.content += piece.text
+        elif piece.kind is Kind.REASONING:
+            self.reasoning += piece.text
+        elif piece.kind is Kind.CALL:
+            self.calls.append(ToolCall(piece.text))
+        else:
+            self.calls[-1].arguments += piece.text

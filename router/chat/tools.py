@@ -1,0 +1,86 @@
+"""The tools of a request: what a client may say about them, checked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MODES = ("none", "auto", "required")
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """Which tools the model sees, and what it must do with them. ``named`` is the one it has to call."""
+
+    tools: tuple[dict[str, Any], ...] = ()  # as the client wrote them, in OpenAI's form
+    required: bool = False
+    named: str = ""
+    parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the output has to be calls and nothing else."""
+        return self.required or bool(self.named)
+
+
+def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel: bool) -> ToolUse:
+    """The tools in use; none with the choice "none". Raises RequestError naming what is wrong."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"{len(tools)} tools exceed {MAX_TOOLS}; send fewer", "tools")
+    names = [_checked_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"two tools have the name {twice!r}; rename one", "tools")
+    named = _named(choice)
+    if not tools and (named or choice == "required"):
+        raise RequestError("tool_choice needs tools; give at least one", "tool_choice")
+    if named and named not in names:
+        raise RequestError(f"tool_choice names {named!r}, which is none of the tools; use {names[0]!r}", "tool_choice")
+    if choice == "none":
+        return ToolUse()
+    return ToolUse(tuple(tools), choice == "required", named, parallel)
+
+
+def _checked_name(tool: dict[str, Any], where: str) -> str:
+    if tool.get("type", "function") != "function":
+        raise RequestError(f"{where} has type {tool['type']!r}; only 'function' is supported", where)
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function is missing", where)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        remedy = "use up to 64 letters, digits, '_', '-' and '.'"
+        raise RequestError(f"{where}.function.name {name!r} is no name; {remedy}", where)
+    if not isinstance(function.get("description"), str | None):
+        raise RequestError(f"{where}.function.description must be a string", where)
+    if not isinstance(function.get("strict"), bool | None):
+        raise RequestError(f"{where}.function.strict must be true or false", where)
+    parameters = function.get("parameters")
+    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
+        raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", where)
+    return name
+
+
+def _named(choice: str | dict[str, Any]) -> str:
+    """The function that a choice names; empty for the modes."""
+    if isinstance(choice, str):
+        if choice not in _MODES:
+            raise RequestError(
+                f"tool_choice {choice!r} is not known; use {', '.join(_MODES)} or a function", "tool_choice"
+            )
+        return ""
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str) or not name:
+        shape = '{"type": "function", "function": {"name": …}}'
+        raise RequestError(f"tool_choice must be one of {', '.join(_MODES)}, or {shape}", "tool_choice")
+    return name

@@ -1,0 +1,247 @@
+"""Tools and reasoning as clients of the API see them: the official SDK and a node that says what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import small_tokenizers
+from openai.types.chat import ChatCompletionChunk
+from router_process import MODEL, RouterProcess, router_process
+from scripted_node import Conversation, ScriptedNode
+from tokenizers import AddedToken
+
+from router.tokenizer import Tokenizer
+
+# Like Qwen3's: tools in the system's words, calls and reasoning between tags, no reasoning where it is switched off.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Call as <tool_call>…</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments.a }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}
+    for name in ("f", "g")
+]
+ASK: list[Any] = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é 🙂"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backend = small_tokenizers.byte_level()
+    backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    return small_tokenizers.write(
+        tmp_path_factory.mktemp("tools"), backend, eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(model_dir)
+
+
+@pytest.fixture(scope="module")
+def reading_router(model_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
+    with router_process(model_dir, ["--decode", scripted_node.address]) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def sdk(reading_router: RouterProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest, scripted_node: ScriptedNode, tokenizer: Tokenizer) -> Callable[..., Any]:
+    """Makes the node say a text; returns fields of a request that gets it."""
+
+    def register(text: str, finish: str = "stop", **extra: Any) -> dict[str, Any]:
+        async def script(conversation: Conversation) -> None:
+            for token_id in tokenizer.encode(text, add_special_tokens=False):
+                conversation.token(token_id)
+            conversation.token(tokenizer.encode("<|im_end|>")[0], finish=finish)
+
+        salt = request.node.name
+        scripted_node.scripts[salt] = script
+        return {"model": MODEL, "messages": ASK, "extra_body": {"cache_salt": salt, **extra}}
+
+    return register
+
+
+def collect(stream: Iterator[ChatCompletionChunk]) -> tuple[dict[str, str], list[dict[str, str]], str | None]:
+    """Texts by field, calls, and the finish reason of a stream."""
+    texts: dict[str, str] = {}
+    calls: list[dict[str, str]] = []
+    finish = None
+    for chunk in stream:
+        delta = chunk.choices[0].delta
+        for name in ("content", "reasoning", "reasoning_content"):
+            texts[name] = texts.get(name, "") + (getattr(delta, name, None) or "")
+        for call in delta.tool_calls or []:
+            assert call.function is not None
+            if call.index == len(calls):
+                assert call.id
+                assert call.type == "function"
+                calls.append({"name": call.function.name or "", "arguments": ""})
+            assert call.index == len(calls) - 1
+            calls[-1]["arguments"] += call.function.arguments or ""
+        finish = chunk.choices[0].finish_reason or finish
+    return texts, calls, finish
+
+
+def test_calls_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
+    fields = say("Let me see.\n" + CALL + "\n" + OTHER)
+    choice = sdk.chat.completions.create(tools=TOOLS, **fields).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    called = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    assert called == [("f", '{"a": "é 🙂"}'), ("g", "{}")]
+    assert len({call.id for call in choice.message.tool_calls or []}) == 2
+    texts, calls, finish = collect(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))
+    assert texts["content"] == "Let me see."
+    assert [(call["name"], call["arguments"]) for call in calls] == called
+    assert finish == "tool_calls"
+
+
+def test_arguments_are_streamed_as_they_come(sdk: openai.OpenAI, say: Any) -> None:
+    fields = say('<tool_call>{"name": "f", "arguments": {"a": "a rather long text, in many tokens"}}</tool_call>')
+    chunks = list(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))
+    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 10
+
+
+def test_without_parallel_calls_the_first_counts(sdk: openai.OpenAI, say: Any) -> None:
+    message = (
+        sdk.chat.completions.create(tools=TOOLS, parallel_tool_calls=False, **say(CALL + OTHER)).choices[0].message
+    )
+    assert [call.function.name for call in message.tool_calls or []] == ["f"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_text_is_text(sdk: openai.OpenAI, say: Any, fields: dict[str, Any]) -> None:
+    choice = sdk.chat.completions.create(**fields, **say(CALL)).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
+
+
+def test_a_call_cut_short_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
+    choice = sdk.chat.completions.create(tools=TOOLS, **say(CALL[:45], finish="length")).choices[0]
+    assert choice.finish_reason == "length"
+    assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"a": ']
+
+
+def test_tools_and_earlier_calls_reach_the_prompt(
+    sdk: openai.OpenAI, say: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer, request: pytest.FixtureRequest
+) -> None:
+    fields = say("ok")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
+    fields["messages"] = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "done"}]},
+    ]
+    sdk.chat.completions.create(tools=TOOLS, **fields)
+    prompt = tokenizer.decode(scripted_node.seen[request.node.name].prompt)
+    assert '{"name": "f", "parameters"' in prompt
+    assert "<tool_call>f:5</tool_call><|im_end|>\n<|im_start|>tool\ndone<|im_end|>" in prompt
+
+
+def test_reasoning_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
+    fields = say("<think>\nLet me think.\n</think>\n\nHello!")
+    answer: Any = sdk.chat.completions.create(**fields)
+    message = answer.choices[0].message
+    assert (message.reasoning, message.reasoning_content) == ("Let me think.", "Let me think.")
+    assert message.content == "Hello!"
+    details = answer.usage.completion_tokens_details
+    assert 3 < details.reasoning_tokens < answer.usage.completion_tokens - 1
+    texts, _, finish = collect(sdk.chat.completions.create(stream=True, **fields))
+    assert texts == {"content": "Hello!", "reasoning": "Let me think.", "reasoning_content": "Let me think."}
+    assert finish == "stop"
+
+
+def test_reasoning_before_a_call(sdk: openai.OpenAI, say: Any) -> None:
+    fields = say(f"<think>\nf, surely.\n</think>\n\n{CALL}")
+    texts, calls, finish = collect(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))
+    assert texts == {"content": "", "reasoning": "f, surely.", "reasoning_content": "f, surely."}
+    assert [call["name"] for call in calls] == ["f"]
+    assert finish == "tool_calls"
+
+
+def test_reasoning_can_be_left_out(sdk: openai.OpenAI, say: Any) -> None:
+    message: Any = sdk.chat.completions.create(**say("<think>a</think>b", include_reasoning=False)).choices[0].message
+    assert message.content == "b"
+    assert not hasattr(message, "reasoning")
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_reasoning_switched_off_is_not_looked_for(
+    sdk: openai.OpenAI,
+    say: Any,
+    fields: dict[str, Any],
+    scripted_node: ScriptedNode,
+    tokenizer: Tokenizer,
+    request: pytest.FixtureRequest,
+) -> None:
+    message = sdk.chat.completions.create(**say("</think>b", **fields)).choices[0].message
+    assert message.content == "</think>b"
+    assert tokenizer.decode(scripted_node.seen[request.node.name].prompt).endswith("<think>\n\n</think>\n\n")
+
+
+def test_special_tokens_that_calls_are_made_of_stay(model_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
+    text = '[TOOL_CALLS]f{"a": 1}'
+    with (
+        router_process(model_dir, ["--decode", scripted_node.address, "--tool-call-parser", "mistral"]) as router,
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as sdk,
+    ):
+        calls = sdk.chat.completions.create(tools=TOOLS, **say(text)).choices[0].message.tool_calls
+        assert calls is not None
+        assert [(call.function.arguments, len(call.id)) for call in calls] == [('{"a": 1}', 9)]
+        assert sdk.chat.completions.create(**say(text)).choices[0].message.content == 'f{"a": 1}'
+        shown = say(text, skip_special_tokens=False)
+        assert sdk.chat.completions.create(**shown).choices[0].message.content == text
+
+
+def test_a_message_is_continued(
+    sdk: openai.OpenAI, say: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer, request: pytest.FixtureRequest
+) -> None:
+    fields = say("ok", continue_final_message=True, add_generation_prompt=False)
+    fields["messages"] = [*ASK, {"role": "assistant", "content": "Once upon "}]
+    sdk.chat.completions.create(**fields)
+    assert tokenizer.decode(scripted_node.seen[request.node.name].prompt).endswith("assistant\nOnce upon ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "only 'function'"),
+        ({"tools": [{"type": "function"}]}, "function is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "is no name"),
+        ({"tools": [*TOOLS, *TOOLS]}, "two tools have the name 'f'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "an object"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "none, auto, required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice must be"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"functions": [{"name": "f"}]}, "use tools instead"),
+        ({"function_call": "auto"}, "use tool_choice instead"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt to false"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"documents": ["text"]}, "documents"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": []}}]}]}, "object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "function with a name"),
+        ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "role 'assistant'"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "content is missing"),
+        ({"messages": [{"role": "function", "content": "1"}]}, "role 'tool'"),
+    ],
+)
+def test_what_cannot_be_is_refused(sdk: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        sdk.post("/chat/completions", body={"messages": ASK, **fields}, cast_to=object)
