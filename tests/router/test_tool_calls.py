@@ -46,7 +46,7 @@ def calls(message: Message) -> list[tuple[str, str]]:
 F = ("f", '{"a": 1}')
 W = ("get_weather", '{"city": "Zürich }]", "days": [1, {"x": "\\""}]}')
 
-FOUND: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+FOUND: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [F]),
     (
         "hermes",
