@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.errors import NodeError, PdserveError
+from pdserve.errors import NodeError, Overloaded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.wire import pack_tokens, sampling_to_pb
 from router.choice import Choice
@@ -111,7 +111,9 @@ class PromptRun:
         self.job = job
         self._generation = generation
         self._observe_itl = generation.metrics.itl.observe
+        self._fleet: Fleet | None = None
         self._call: Call | None = None
+        self._moved = False  # from a node without room to another
         self._waiting = True  # for the first token
         self._cut = False  # a stop string ended a choice, of which the node knows nothing
         self._accounted = False
@@ -124,8 +126,13 @@ class PromptRun:
         self._unfinished = len(self.choices)
 
     def start(self, fleet: Fleet) -> None:
+        """Raises PdserveError when no node takes it."""
+        self._fleet = fleet
+        self._call = fleet.generate(self._message(), self)
+
+    def _message(self) -> pb.Generate:
         options = self._generation.options
-        message = pb.Generate(
+        return pb.Generate(
             request_id=options.request_id,
             token_ids=pack_tokens(self.job.prompt.token_ids),
             sampling=sampling_to_pb(self.job.sampling),
@@ -133,7 +140,6 @@ class PromptRun:
             cache_salt=options.cache_salt,
             priority=options.priority,
         )
-        self._call = fleet.generate(message, self)
 
     def cancel(self) -> None:
         if self._call is not None:
@@ -143,7 +149,21 @@ class PromptRun:
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
         self._call.finish()
-        self._generation.fail(error)
+        if not (isinstance(error, Overloaded) and self._waiting and self._try_another()):
+            self._generation.fail(error)
+
+    def _try_another(self) -> bool:
+        """Ask another decode node, once, since this one has no room. Returns whether there is one that may have."""
+        if self._moved:
+            return False
+        assert self._fleet is not None
+        assert self._call is not None
+        self._moved = True
+        try:
+            self._call = self._fleet.generate(self._message(), self, avoid={self._call.decode})
+        except PdserveError:  # what the first one said is what counts
+            return False
+        return True
 
     def on_output(self, output: pb.Output) -> None:
         try:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from router_process import RouterProcess, router_process
+from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.cli import main
 from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2 as pb
 from router.gate.keys import parse_keys
 
 NAMES = ("alice", "bob", "slow", "tokens", "single", "humble")
@@ -203,6 +204,28 @@ def test_priority_reaches_the_node(
 ) -> None:
     assert ask(http, name, priority=asked).status_code == 200
     assert scripted_node.seen["answer"].message.priority == sent
+
+
+def test_a_decode_node_without_room_leaves_it_to_another_once(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    async def full(conversation: Conversation) -> None:
+        conversation.fail(pb.Failure.OVERLOADED, "no room", retry_after_ms=7000)
+
+    other = ScriptedNode(MODEL, node_id="d1")
+    try:
+        flags = ["--decode", scripted_node.address, "--decode", other.address]
+        with (
+            router_process(tokenizer_dir, flags) as process,
+            httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+        ):
+            for node in (scripted_node, other):  # whichever is asked first
+                node.scripts |= {"moves": full if node is scripted_node else answer, "stays": full}
+            for _ in range(2):
+                assert ask(http, "alice", "moves").status_code == 200
+            refused = ask(http, "alice", "stays")
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "7")
+            assert "no room" in refused.json()["error"]["message"]
+    finally:
+        other.close()
 
 
 def test_a_client_that_leaves_the_line_is_forgotten(http: httpx.Client, scripted_node: ScriptedNode) -> None:
