@@ -15,6 +15,8 @@ from pdserve.records import FinishReason, Sample, SamplingParams
 from pdserve.stopping import finish_reason
 from pdserve.wire import failure_to_pb, logprobs_to_pb
 
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+
 
 class OutputSink(Protocol):
     """Where outputs go: the stream of the router that asked."""
@@ -53,6 +55,7 @@ class Generation:
         self.sampling = sampling
         self.cache_salt = message.cache_salt
         self.priority = message.priority
+        self.resume = {choice.choice: choice.token_ids for choice in message.resume}
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
         self.first: tuple[Sample, ...] = ()  # of each choice, where P has sampled it
@@ -62,9 +65,14 @@ class Generation:
         self._link = link
         self._sink = sink
         self._on_end = on_end
-        self._choices = set(range(sampling.n))  # that go on
+        self._choices = set(self.resume or range(sampling.n))  # that go on
         self._timer = loop.call_later(self.timeout, self._on_deadline) if self.timeout else None
         self._until = time.monotonic() + self.timeout
+
+    @property
+    def prefill_sampling(self) -> SamplingParams:
+        """What P is to draw: the first tokens. Those of a resumed request are there: P draws one for nothing."""
+        return _ONE_TOKEN if self.resume else self.sampling
 
     @property
     def ended(self) -> bool:
@@ -76,7 +84,10 @@ class Generation:
         return max(0.0, self._until - time.monotonic()) if self.timeout else None
 
     def submit(self, mode: Mode) -> None:
-        self._link.send(Submit(self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority))
+        message = Submit(
+            self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority, resume=self.resume
+        )
+        self._link.send(message)
 
     def emit_first(self, first: tuple[Sample, ...], cached_tokens: int, eos_token_ids: Sequence[int]) -> None:
         """Forward the first token of each choice, sampled by P; choices that it finishes end here."""

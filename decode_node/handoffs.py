@@ -162,8 +162,10 @@ class Driver:
     def _pass_on(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
         self._started = time.monotonic()
         generation, model = self._generation, self._node.model
-        first = _samples(tokens, generation.sampling.n, model.vocab_size, self._peer.address)
+        first = _samples(tokens, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
         handoff.sampled(first)
+        if generation.resume:
+            return
         generation.emit_first(first, tokens.cached_tokens, model.eos_token_ids)
         if generation.ended:
             self._node.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
@@ -190,7 +192,7 @@ def _prefill_request(generation: Generation, cached_tokens: int) -> pb.PrefillRe
     return pb.PrefillRequest(
         request_id=generation.request_id,
         token_ids=generation.token_ids,
-        sampling=sampling_to_pb(generation.sampling),
+        sampling=sampling_to_pb(generation.prefill_sampling),
         cache_salt=generation.cache_salt,
         priority=generation.priority,
         skip_tokens=cached_tokens,

@@ -9,7 +9,7 @@ from decode_node.generation import Generation
 from decode_node.handoffs import Handoffs
 from decode_node.peers import Peers
 from decode_node.settings import FailurePolicy
-from engine.admission import check_request
+from engine.admission import check_request, check_resume
 from engine.messages import Mode
 from engine.node import Node
 from engine.outbox import Context, Outbox, serve
@@ -85,7 +85,9 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         try:
             self._node.check_ready()
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
+            resume = {choice.choice: unpack_tokens(choice.token_ids) for choice in message.resume}
             check_request(tokens, sampling, self._node.config)
+            check_resume(resume, sampling, self._node.config)
         except PdserveError as exc:
             counters["pdserve_request_failures_total"] += 1
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
@@ -25,6 +25,14 @@ def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: No
             "max_tokens" if len(token_ids) < config.max_model_len else "prompt",
             "context_length_exceeded",
         )
+
+
+def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, config: NodeConfig) -> None:
+    """Raise RequestError unless each choice is one of the request's, has output, and may have more."""
+    for choice, output in resume.items():
+        _check_range("resume: choice", choice, 0, sampling.n - 1)
+        _check_range("resume: number of output tokens", len(output), 1, sampling.max_tokens - 1)
+        _check_ids("resume", "token id", (max(output),), config.model.vocab_size)
 
 
 def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:

@@ -5,6 +5,8 @@
                   └───► choice 2 ─┘ prefix cache, and compute the rest of its last block again
 
 Where P has sampled the first tokens, choices may have ended before their KV is here: the first that has not goes on.
+A request that goes on here, since the node that had it is gone, begins with the output of each of its choices: the
+first one computes the prompt and its own output, and the others branch off it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ class Choices:
         self._next_seq = 1
 
     def lead(self, request: Request) -> Sequence:
-        """The sequence that computes the prompt."""
+        """The sequence that computes the prompt. ``request.branches`` has the choices of a request that is resumed."""
         sampling = request.sampling
         request.stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             request.stop_ids |= self._eos_token_ids
-        return self._sequence(request, 0, list(request.prompt))
+        choice = min(request.branches, default=0)
+        return self._sequence(request, choice, [*request.prompt, *request.branches.pop(choice, ())])
 
     def take(self, sequence: Sequence, sample: Sample) -> bool:
         """Report the next token of a sequence that has some already. Returns whether the sequence goes on."""
@@ -56,7 +59,7 @@ class Choices:
             reason = self._reason(request, sample, 1)
             self._report_first(request, choice, sample, reason)
             if reason is None:
-                request.branches[choice] = sample.token_id
+                request.branches[choice] = [sample.token_id]
         sequence.token_ids.append(samples[0].token_id)
         return request.branches.pop(sequence.choice, None) is not None
 
@@ -72,14 +75,14 @@ class Choices:
         """
         request = sequence.request
         live = {
-            choice: sample.token_id for choice, sample in enumerate(first) if self._reason(request, sample, 1) is None
+            choice: [sample.token_id] for choice, sample in enumerate(first) if self._reason(request, sample, 1) is None
         }
         if not live:
             return False
         del request.sequences[sequence.choice]
         sequence.choice = min(live)
         request.sequences[sequence.choice] = sequence
-        sequence.token_ids.append(live.pop(sequence.choice))
+        sequence.token_ids += live.pop(sequence.choice)
         sequence.length += 1
         request.branches = live
         return True
@@ -89,8 +92,8 @@ class Choices:
         request = sequence.request
         digests = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
         branches = [
-            self._sequence(request, choice, [*request.prompt, token_id], digests)
-            for choice, token_id in request.branches.items()
+            self._sequence(request, choice, [*request.prompt, *output], digests)
+            for choice, output in request.branches.items()
         ]
         request.branches = {}
         return branches

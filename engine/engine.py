@@ -67,7 +67,8 @@ class Engine:
         for message in messages:
             match message:
                 case Submit():
-                    self._scheduler.submit(message, array("I", message.token_ids).tolist())
+                    resume = {choice: _tokens(output) for choice, output in message.resume.items()}
+                    self._scheduler.submit(message, _tokens(message.token_ids), resume)
                 case StartRead():
                     self._scheduler.reservations.start_read(message)
                 case KVConfirmed(rid, first):
@@ -91,3 +92,7 @@ class Engine:
         report = self._scheduler.take_report()
         if report is not None:
             self._channel.send(report)
+
+
+def _tokens(data: bytes) -> list[int]:
+    return array("I", data).tolist()

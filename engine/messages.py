@@ -69,6 +69,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     priority: int = 0  # lower values are admitted first
     skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
+    resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: the choices that go on, with their output so far; {}: a new request
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +89,7 @@ class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     """The whole prompt has been read, and P says that it is what the lease promised."""
 
     rid: int
-    first: tuple[Sample, ...]  # one per choice
+    first: tuple[Sample, ...]  # one per choice; of no use to a request that was resumed, which has its own
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,7 @@ class Request:
     skip_tokens: int = 0
     cached_tokens: int | None = None  # found in the prefix cache when first admitted
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    branches: dict[int, int] = field(default_factory=dict)  # choice → first token, where it waits for the prompt's KV
+    branches: dict[int, list[int]] = field(default_factory=dict)  # output of each choice that waits for the prompt's KV
     announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
     reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``

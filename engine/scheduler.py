@@ -81,9 +81,12 @@ class Scheduler:
 
     # ------------------------------------------------------------ commands
 
-    def submit(self, message: Submit, prompt: list[int]) -> None:
-        """Queue a request, or refuse it at once when the queue is full or it can never fit."""
-        needed = self._kv.blocks_for(len(prompt) + 1)
+    def submit(self, message: Submit, prompt: list[int], resume: dict[int, list[int]]) -> None:
+        """Queue a request, or refuse it at once when the queue is full or it can never fit.
+
+        ``resume`` has the output so far of each choice that goes on.
+        """
+        needed = self._kv.blocks_for(len(prompt) + max(map(len, resume.values()), default=0) + 1)
         if needed > self.pool.total:
             text = f"a prompt of {len(prompt)} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.report.refuse(message.rid, "RequestTooLong", text)
@@ -94,6 +97,7 @@ class Scheduler:
             return
         sampling, mode, salt = message.sampling, message.mode, message.cache_salt
         request = Request(message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens)
+        request.branches = resume
         self._requests[request.rid] = request
         self._waiting.append(self._choices.lead(request))
 
@@ -104,7 +108,7 @@ class Scheduler:
             return
         request = sequence.request
         assert not request.reads, "KV was confirmed before all reads had ended"
-        assert request.announced == len(sequence.blocks), "KV was confirmed before all of it had been read"
+        assert request.announced == self._kv.blocks_for(sequence.prompt_len), "KV was confirmed before all was read"
         request.mode = Mode.LOCAL
         self._kv.received(sequence)
         self._running[sequence.seq] = sequence
@@ -269,7 +273,8 @@ class Scheduler:
         return self._choices.take_first(sequence, samples)
 
     def _take_from_peer(self, sequence: Sequence, first: tuple[Sample, ...]) -> None:
-        if not self._choices.take_from_peer(sequence, first):
+        resumed = sequence.num_outputs  # then it has these tokens
+        if not resumed and not self._choices.take_from_peer(sequence, first):
             self._finish(sequence)
 
     def _branch(self, sequence: Sequence) -> None:

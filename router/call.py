@@ -8,6 +8,10 @@ from pdserve.errors import DeadlineExceeded, NodeError, Overloaded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 
 
+class NodeLost(NodeError):
+    """The node is dead, hung or restarted: the stream to it has ended."""
+
+
 class CallSink(Protocol):
     """Where a call's outputs go. Called on the event loop, must not block and must not raise."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -18,8 +19,8 @@ class Choice:
         "finish_reason",
         "index",
         "last_token_at",
-        "num_tokens",
         "text_length",
+        "token_ids",
         "token_offset",
     )
 
@@ -27,7 +28,7 @@ class Choice:
         self.index = index
         self._decoder = decoder
         self._stops = StopMatcher(stops)
-        self.num_tokens = 0
+        self.token_ids = array("I")
         self.text_length = 0  # characters decoded so far, those held back included
         self.token_offset = 0
         self.finish_reason = ""
@@ -41,7 +42,7 @@ class Choice:
         reason = output.finish_reason
         text = ""
         if output.has_token:
-            self.num_tokens += 1
+            self.token_ids.append(output.token_id)
             if reason != "stop":
                 text = self._decoder.push(output.token_id)
         if reason:

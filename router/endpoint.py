@@ -88,6 +88,7 @@ class GenerateEndpoint:
             request_id=new_request_id(),
             arrived=arrived,
             timeout=service.options.request_timeout,
+            migrations=service.options.migrations,
             stops=body.stops,
             cache_salt=body.cache_salt,
             priority=visit.priority(body.priority),

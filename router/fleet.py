@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.pb import pdserve_pb2 as pb
 from router.call import CallSink
 from router.job import Limits
 from router.node_client import NodeClient
-from router.policy import Placement, Snapshot, choose, no_decode_node
+from router.policy import NodeView, Placement, Snapshot, choose, no_decode_node
 from router.serve_stream import ServeStream
 
 
 class Call:
     """A request at a decode node. Ends by ``finish``, ``cancel`` or a failure to the sink; the first one counts."""
 
-    def __init__(self, stream: ServeStream, number: int, prefill: NodeClient | None, decode: str) -> None:
-        self.decode = decode  # node id
+    def __init__(self, node: NodeView, stream: ServeStream, number: int, prefill: NodeClient | None) -> None:
+        self.node = node
         self._stream = stream
         self._number = number
         self._prefill = prefill
@@ -77,9 +77,8 @@ class Fleet:
         """Every node that was named is ready."""
         return all(node.ready for node in self.nodes)
 
-    def snapshot(self, avoid: Collection[str] = ()) -> Snapshot:
-        """The nodes but those whose ids are to be avoided."""
-        views = tuple(view for node in self.nodes if (view := node.view()) is not None and view.node_id not in avoid)
+    def snapshot(self) -> Snapshot:
+        views = tuple(view for node in self.nodes if (view := node.view()) is not None)
         return Snapshot(self._model, views, self._turn)
 
     def limits(self) -> Limits:
@@ -93,16 +92,20 @@ class Fleet:
             raise no_decode_node(self.snapshot())
         return Limits(min(d.max_model_len for d in ready), min(d.vocab_size for d in ready))
 
-    def generate(self, message: pb.Generate, sink: CallSink, avoid: Collection[str] = ()) -> Call:
-        """Place a request and send it. Raises Overloaded when no decode node is ready but those to ``avoid``."""
-        placement = choose(self.snapshot(avoid))
+    def generate(
+        self, message: pb.Generate, sink: CallSink, accepts: Callable[[NodeView], bool] = lambda node: True
+    ) -> Call:
+        """Place a request at a decode node that is accepted, and send it. Raises Overloaded when none is ready."""
+        snapshot = self.snapshot().among(accepts)
+        placement = choose(snapshot)
         self._turn += 1
         stream, prefill = self._resolve(placement)
         message.prefill_node = placement.prefill or ""
         number = stream.generate(message, sink)
         if prefill is not None:
             prefill.prefilling += 1
-        return Call(stream, number, prefill, placement.decode)
+        node = next(node for node in snapshot.nodes if (node.role, node.node_id) == ("decode", placement.decode))
+        return Call(node, stream, number, prefill)
 
     def _resolve(self, placement: Placement) -> tuple[ServeStream, NodeClient | None]:
         by_id = {(node.role, node.description.node_id): node for node in self.nodes if node.description}

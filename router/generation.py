@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.errors import NodeError, Overloaded, PdserveError
+from pdserve.errors import NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.wire import pack_tokens, sampling_to_pb
 from router.choice import Choice
@@ -17,6 +17,7 @@ from router.fleet import Call, Fleet
 from router.formats import Usage
 from router.job import Job
 from router.metrics import Metrics
+from router.migration import Accepts, Migration
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     request_id: str
     arrived: float
     timeout: float  # seconds
+    migrations: int = 0  # how often a prompt may go on at another decode node
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
     priority: int = 0
@@ -55,7 +57,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """Runs jobs until each of their choices has ended, one call has failed, or ``cancel``."""
+    """Runs jobs until each of their choices has ended, one of them has failed, or ``cancel``."""
 
     def __init__(
         self,
@@ -105,16 +107,15 @@ class Generation:
 
 
 class PromptRun:
-    """One prompt at its decode node, with its n choices."""
+    """One prompt at its decode node, with its n choices; at another one when that fails."""
 
     def __init__(self, generation: Generation, job: Job, first_index: int, tokenizer: Tokenizer) -> None:
         self.job = job
         self._generation = generation
         self._observe_itl = generation.metrics.itl.observe
-        self._fleet: Fleet | None = None
         self._call: Call | None = None
-        self._moved = False  # from a node without room to another
-        self._waiting = True  # for the first token
+        self._waiting = True  # for a token from the node
+        self._started = False  # there has been a token
         self._cut = False  # a stop string ended a choice, of which the node knows nothing
         self._accounted = False
         options = generation.options
@@ -124,15 +125,19 @@ class PromptRun:
             for choice in range(job.sampling.n)
         ]
         self._unfinished = len(self.choices)
+        self._migration = Migration(
+            options.request_id, options.migrations, generation.metrics, self._send, generation.fail
+        )
 
     def start(self, fleet: Fleet) -> None:
         """Raises PdserveError when no node takes it."""
         self._fleet = fleet
-        self._call = fleet.generate(self._message(), self)
+        self._send(lambda node: True)
 
-    def _message(self) -> pb.Generate:
+    def _send(self, accepts: Accepts) -> None:
+        """Have a decode node compute what is missing. Raises Overloaded when none is there."""
         options = self._generation.options
-        return pb.Generate(
+        message = pb.Generate(
             request_id=options.request_id,
             token_ids=pack_tokens(self.job.prompt.token_ids),
             sampling=sampling_to_pb(self.job.sampling),
@@ -140,8 +145,14 @@ class PromptRun:
             cache_salt=options.cache_salt,
             priority=options.priority,
         )
+        for index, choice in enumerate(self.choices):
+            if choice.token_ids and not choice.finish_reason:
+                message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
+        self._call = self._fleet.generate(message, self, accepts)
+        self._waiting = True
 
     def cancel(self) -> None:
+        self._migration.cancel()
         if self._call is not None:
             self._call.cancel()
             self._account()
@@ -149,21 +160,8 @@ class PromptRun:
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
         self._call.finish()
-        if not (isinstance(error, Overloaded) and self._waiting and self._try_another()):
-            self._generation.fail(error)
-
-    def _try_another(self) -> bool:
-        """Ask another decode node, once, since this one has no room. Returns whether there is one that may have."""
-        if self._moved:
-            return False
-        assert self._fleet is not None
-        assert self._call is not None
-        self._moved = True
-        try:
-            self._call = self._fleet.generate(self._message(), self, avoid={self._call.decode})
-        except PdserveError:  # what the first one said is what counts
-            return False
-        return True
+        num_tokens = sum(len(choice.token_ids) for choice in self.choices if not choice.finish_reason)
+        self._migration.on_failure(error, self._call, num_tokens)
 
     def on_output(self, output: pb.Output) -> None:
         try:
@@ -190,16 +188,23 @@ class PromptRun:
         generation = self._generation
         now = perf_counter()
         if self._waiting:
-            self._waiting = False
-            assert self._call is not None
-            self._call.prefilled()
-            generation.metrics.ttft.observe(now - generation.options.arrived)
-            generation.usage.cached_tokens += output.cached_tokens
-            generation.metrics.cached_tokens.inc(output.cached_tokens)
-        elif choice.num_tokens:
+            self._on_first_of_node(now, output)
+        if choice.token_ids:
             self._observe_itl(now - choice.last_token_at)
         choice.last_token_at = now
         generation.usage.completion_tokens += 1
+
+    def _on_first_of_node(self, now: float, output: pb.Output) -> None:
+        self._waiting = False
+        assert self._call is not None
+        self._call.prefilled()
+        if self._started:
+            return
+        self._started = True
+        generation = self._generation
+        generation.metrics.ttft.observe(now - generation.options.arrived)
+        generation.usage.cached_tokens += output.cached_tokens
+        generation.metrics.cached_tokens.inc(output.cached_tokens)
 
     def _finish(self) -> None:
         """All choices have ended; the node is told unless it ended all of them itself."""
@@ -214,4 +219,4 @@ class PromptRun:
     def _account(self) -> None:
         if not self._accounted:
             self._accounted = True
-            self._generation.metrics.output_tokens.inc(sum(choice.num_tokens for choice in self.choices))
+            self._generation.metrics.output_tokens.inc(sum(len(choice.token_ids) for choice in self.choices))

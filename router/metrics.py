@@ -75,6 +75,16 @@ class Metrics:
             ["key", "kind"],
             registry=self.registry,
         )
+        self.migrations = Counter(
+            "pdserve_migrations",
+            "Prompts that went on at another decode node, by reason (lost: the node is dead, hung or restarted; "
+            "failed: it said so).",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.replayed_tokens = Counter(
+            "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry
+        )
         self.nodes_ready = Gauge("pdserve_nodes_ready", "Nodes that are ready.", ["role"], registry=self.registry)
 
     def export(self) -> bytes:

@@ -22,6 +22,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     request_timeout: float = 600.0  # seconds
+    migrations: int = 2  # of a prompt
     max_inflight: int = 1024  # HTTP requests
     max_queue: int = 1024  # HTTP requests that wait for one of these
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
@@ -52,6 +53,14 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=_address, action="append", default=[], metavar="HOST:PORT", help="a prefill node; repeatable")
     add("--decode", type=_address, action="append", default=[], metavar="HOST:PORT", help="a decode node; repeatable")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="seconds a request may take (default 600)")
+    add(
+        "--migrations",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="how often a request may go on at another decode node, from the tokens it has, when the one that it is on "
+        "fails; 0 is never (default %(default)s)",
+    )
     add("--max-inflight", type=positive_int, default=1024, metavar="N", help="requests at the nodes at once")
     add("--max-queue", type=_count, default=1024, metavar="N", help="requests waiting for that; more get a 503")
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from pdserve.errors import Overloaded
@@ -25,6 +27,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     model: str
     nodes: tuple[NodeView, ...]
     turn: int = 0
+
+    def among(self, accepts: Callable[[NodeView], bool]) -> Snapshot:
+        """The same with only those decode nodes that are accepted."""
+        nodes = tuple(node for node in self.nodes if node.role != "decode" or accepts(node))
+        return msgspec.structs.replace(self, nodes=nodes)
 
 
 class Placement(msgspec.Struct, frozen=True):

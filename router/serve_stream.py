@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
-from pdserve.errors import NodeError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
-from router.call import CallSink, error_of
+from router.call import CallSink, NodeLost, error_of
 
 
 class ServeStream:
@@ -38,9 +37,9 @@ class ServeStream:
         return len(self._sinks)
 
     def generate(self, message: pb.Generate, sink: CallSink) -> int:
-        """Send a request whose outputs go to ``sink``; returns its number. NodeError when the stream has ended."""
+        """Send a request whose outputs go to ``sink``; returns its number. NodeLost when the stream has ended."""
         if self._closed is not None:
-            raise NodeError(f"decode node {self.name} is gone: {self._closed}")
+            raise NodeLost(f"decode node {self.name} is gone: {self._closed}")
         number = self._next_number
         self._next_number += 1
         message.request = number
@@ -66,7 +65,7 @@ class ServeStream:
         self._call.cancel()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.on_failure(NodeError(f"decode node {self.name} failed: {reason}"))
+            sink.on_failure(NodeLost(f"decode node {self.name} failed: {reason}"))
         self._on_end(self)
 
     async def _read(self) -> None:

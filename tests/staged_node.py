@@ -80,7 +80,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         while waiting and waiting[0][0] < at_once + turns:
             rid, request = waiting.pop(0)
             prompt = array("I", request.prompt)
-            scheduler.submit(Submit(rid, prompt.tobytes(), request.sampling, Mode.LOCAL), prompt.tolist())
+            scheduler.submit(Submit(rid, prompt.tobytes(), request.sampling, Mode.LOCAL), prompt.tolist(), {})
         plan = scheduler.plan()
         pipeline.launch(plan)
         taken = pipeline.take(plan)

@@ -385,6 +385,7 @@ class Generate(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number for it, unique on this stream"""
     request_id: _builtins.str
@@ -401,6 +402,10 @@ class Generate(_message.Message):
     """lower values are admitted first"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
+        """of a request that goes on here: the choices that have not ended; none: a new one"""
+
     def __init__(
         self,
         *,
@@ -412,14 +417,40 @@ class Generate(_message.Message):
         timeout_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Generate: _TypeAlias = Generate  # noqa: Y015
+
+@_typing.final
+class ResumedChoice(_message.Message):
+    """What another node has brought of a choice. Sampling goes on behind it as if it had been drawn here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    token_ids: _builtins.bytes
+    """its output so far, little-endian uint32; at least one token, fewer than max_tokens"""
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoice: _TypeAlias = ResumedChoice  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

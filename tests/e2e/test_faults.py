@@ -205,7 +205,11 @@ def test_leases_too_short_to_read(checkpoint: Checkpoint) -> None:
 
 def test_policy_fail_says_so_and_stays_up(checkpoint: Checkpoint) -> None:
     flags = [*HAND_OFF_ALL, "--kv-failure-policy", "fail"]
-    with start_fleet(checkpoint.directory, decode_flags=flags) as fleet, ThreadPoolExecutor(1) as pool:
+    migrations = ["--migrations", "0"]
+    with (
+        start_fleet(checkpoint.directory, decode_flags=flags, router_flags=migrations) as fleet,
+        ThreadPoolExecutor(1) as pool,
+    ):
         fleet.prefill[0].signal_engine(signal.SIGSTOP)
         running = pool.submit(fleet.complete, new_prompt(300), 8)
         wait_for(lambda: fleet.decode[0].status().held_blocks > 0)
@@ -232,9 +236,10 @@ def complete_patiently(fleet: Fleet, prompt: list[int], max_tokens: int) -> list
 
 
 def test_a_decode_node_dies(checkpoint: Checkpoint) -> None:
-    """Its clients get an error at once; P holds nothing for it any more; a second decode node serves on."""
+    """Without migration its clients get an error; P holds nothing for it any more; a second decode node serves on."""
     flags = ["--lease-seconds", "3"]  # P cannot know whether a node that is gone still reads: it waits for the lease
-    with start_fleet(checkpoint.directory, decode=2, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet:
+    alone = ["--migrations", "0"]
+    with start_fleet(checkpoint.directory, 1, 2, True, flags, HAND_OFF_ALL, alone) as fleet:
         with ThreadPoolExecutor(6) as pool:
             streams = [pool.submit(read_stream, fleet.url, new_prompt(200), 400) for _ in range(6)]
             wait_for(lambda: all(node.status().running > 0 for node in fleet.decode))

@@ -98,6 +98,7 @@ def jobs(draw: st.DrawFn) -> Job:
         arrival=draw(st.integers(0, 20)),
         what=draw(st.sampled_from(["cancel", "give up", "break", "expire"])),
         when=draw(st.integers(0, 20) | st.just("never")),
+        done=draw(st.integers(0, 11)),
     )
 
 
@@ -107,7 +108,10 @@ def jobs(draw: st.DrawFn) -> Job:
 def test_handoff_is_exact_at_whatever_time_it_goes_wrong(
     depth: tuple[int, int], jobs: list[Job], blocks: tuple[int, int]
 ) -> None:
-    """Under arrivals, stops, preemption and shared prefixes, with steps in flight on either side."""
+    """Under arrivals, stops, preemption and shared prefixes, with steps in flight on either side.
+
+    Some requests are new, others go on behind what another D has brought.
+    """
     fleet = Fleet(Node(blocks[0], *depth), Node(blocks[1], *depth), jobs)
     fleet.run()
     fleet.close()

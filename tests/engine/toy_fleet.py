@@ -21,6 +21,7 @@ class Job:
 
     "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends. Where nodes
     compare digests: "corrupt": those of later blocks are announced wrong; "overwrite": P's blocks have changed by then.
+    The first ``done`` tokens of each choice were another D's, as far as a choice does not end with them.
     """
 
     prompt: list[int]
@@ -29,8 +30,20 @@ class Job:
     arrival: int = 0
     what: str = ""
     when: str | int = ""
+    done: int = 0
+
+    @property
+    def resume(self) -> dict[int, list[int]]:
+        """Choices that go on; none at all for a new request."""
+        wholes = {choice: self._whole(choice) for choice in range(self.sampling.n)}
+        return {choice: whole[: self.done] for choice, whole in wholes.items() if 0 < self.done < len(whole)}
 
     def expected(self, choice: int) -> list[int]:
+        """What D is to bring."""
+        whole = self._whole(choice)
+        return whole[self.done :] if self.resume else whole
+
+    def _whole(self, choice: int) -> list[int]:
         return reference(self.prompt, choice, self.sampling.max_tokens, self.sampling.stop_token_ids)
 
 
@@ -87,7 +100,7 @@ class Fleet:
     def _turn(self) -> None:
         for rid, job in enumerate(self.jobs):
             if job.arrival == self.now:
-                self.d.submit(rid, job.prompt, job.sampling, job.mode)
+                self.d.submit(rid, job.prompt, job.sampling, job.mode, resume=job.resume)
             if isinstance(job.when, int) and job.arrival + job.when == self.now:
                 self._intervene(rid)
         self.now += 1
@@ -97,10 +110,16 @@ class Fleet:
     def _turn_of_d(self) -> None:
         batch = self.d.turn()
         for reserved in batch.reserved:
-            self.reserved.add(reserved.rid)
-            if not self._fate(reserved.rid, "reserved"):
-                job = self.jobs[reserved.rid]
-                self.p.submit(reserved.rid, job.prompt, job.sampling, Mode.LEASE, reserved.cached_tokens)
+            rid, job = reserved.rid, self.jobs[reserved.rid]
+            self.reserved.add(rid)
+            if self._fate(rid, "reserved"):
+                continue
+            if reserved.cached_tokens >= len(job.prompt):
+                self.d.obey(PrefillLocally(rid))
+                self.settled.add(rid)
+            else:
+                sampling = SamplingParams(max_tokens=1) if job.resume else job.sampling
+                self.p.submit(rid, job.prompt, sampling, Mode.LEASE, reserved.cached_tokens)
         for ended in batch.reads:
             if ended.rid not in self.settled | self.cancelled:
                 self._read_ended(ended)
@@ -139,7 +158,7 @@ class Fleet:
             return
         if last:
             self.first[rid] = first
-        for choice, sample in enumerate(first):
+        for choice, sample in enumerate(() if self.jobs[rid].resume else first):
             self.d.tokens[rid, choice].append(sample.token_id)
         if self._fate(rid, "leased" if last else "part"):
             return
@@ -183,5 +202,5 @@ class Fleet:
 
     def _give_up(self, rid: int) -> None:
         self._hang_up(rid)
-        self.d.obey(PrefillLocally(rid, self.first.get(rid, ())))
+        self.d.obey(PrefillLocally(rid, () if self.jobs[rid].resume else self.first.get(rid, ())))
         self.settled.add(rid)

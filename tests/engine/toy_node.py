@@ -6,7 +6,9 @@ import contextlib
 import socket
 from array import array
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import chain, count
+from types import MappingProxyType
 
 import msgspec
 from toy import ToyRunner
@@ -72,9 +74,18 @@ class Node:
         self._kv_checksum = kv_checksum
 
     def submit(
-        self, rid: int, prompt: list[int], sampling: SamplingParams, mode: Mode, skip: int = 0, priority: int = 0
+        self,
+        rid: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        mode: Mode,
+        skip: int = 0,
+        priority: int = 0,
+        resume: Mapping[int, list[int]] = MappingProxyType({}),
     ) -> None:
-        self.obey(Submit(rid, array("I", prompt).tobytes(), sampling, mode, priority=priority, skip_tokens=skip))
+        outputs = {choice: array("I", output).tobytes() for choice, output in resume.items()}
+        tokens = array("I", prompt).tobytes()
+        self.obey(Submit(rid, tokens, sampling, mode, priority=priority, skip_tokens=skip, resume=outputs))
 
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):

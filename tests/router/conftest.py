@@ -30,8 +30,9 @@ def scripted_node() -> Iterator[ScriptedNode]:
 
 @pytest.fixture(scope="session")
 def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
-    """A router in front of the scripted node."""
-    with router_process(tokenizer_dir, ["--decode", scripted_node.address, "--request-timeout", "20"]) as process:
+    """A router in front of the scripted node. There is no other one that requests could go on at."""
+    flags = ["--decode", scripted_node.address, "--request-timeout", "20", "--migrations", "0"]
+    with router_process(tokenizer_dir, flags) as process:
         yield process
 
 

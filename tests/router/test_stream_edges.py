@@ -329,7 +329,7 @@ def test_a_node_that_dies_fails_its_requests_and_comes_back(tokenizer_dir: Path,
     node.scripts = {"forever": forever, "one": saying([token_id])}
     try:
         with (
-            router_process(tokenizer_dir, ["--decode", node.address]) as process,
+            router_process(tokenizer_dir, ["--decode", node.address, "--migrations", "0"]) as process,
             httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
         ):
             body = {"prompt": "x", "stream": True, "cache_salt": "forever", "max_tokens": 900}

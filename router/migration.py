@@ -1,0 +1,123 @@
+"""A prompt whose decode node fails goes on at another one, behind the tokens that are here already.
+
+    runs at a D ──the D is lost, or says that it failed──► waits for another D ──► runs there
+                                                               │ too many have failed, or nobody takes it in time
+                                                               ▼
+                                                             an error
+
+The noise of sampling depends on the seed, the choice and the position only, penalties are counted over the tokens sent
+along, and text exists only in the router. So the client reads what it would have read anyway. Of a node that a prompt
+has left nothing is heard any more: each token comes once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+from pdserve.errors import NodeError, Overloaded, PdserveError
+from router.call import NodeLost
+from router.fleet import Call
+from router.metrics import Metrics
+from router.policy import NodeView
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 10.0  # seconds in which a decode node must have taken it, since the last one failed
+_AVOIDED = 2.0  # seconds for which those that failed are left alone: it takes a while until one that is ill says so
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+
+Accepts = Callable[[NodeView], bool]
+
+
+class Migration:
+    """Of one prompt, ``limit`` times at most: one that kills its nodes must not kill them all.
+
+    ``send`` starts the prompt at a decode node that is accepted, behind its tokens, or raises PdserveError.
+    ``give_up`` is told the error that the client is to see.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        limit: int,
+        metrics: Metrics,
+        send: Callable[[Accepts], None],
+        give_up: Callable[[PdserveError], None],
+    ) -> None:
+        self._request_id = request_id
+        self._limit = limit
+        self._metrics = metrics
+        self._send = send
+        self._give_up = give_up
+        self._failed: set[str] = set()  # ids of decode nodes
+        self._failed_at = 0.0
+        self._num_failures = 0
+        self._moved = False  # from a node without room to another
+        self._compat_hash = ""  # of the node before: one that differs in it may compute other tokens
+        self._reason: PdserveError | None = None
+        self._pause = _FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._over = False
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Idempotent."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def on_failure(self, error: PdserveError, call: Call, num_tokens: int) -> None:
+        """The call has ended, with ``num_tokens`` of output here: have the prompt go on elsewhere, or give up."""
+        if self._over:
+            return
+        if isinstance(error, NodeError) and self._limit:
+            self._node_failed(error, call.node, num_tokens)
+        elif isinstance(error, Overloaded) and self._num_failures:
+            self._try_later()  # it has begun already: a node without room is no reason to end it
+        elif not (isinstance(error, Overloaded) and self._ask_another(call.node)):
+            self._give_up(error)
+
+    def _ask_another(self, full: NodeView) -> bool:
+        """A request that has not begun asks another node, once, when one has no room. False where there is none."""
+        if self._moved:
+            return False
+        self._moved = True
+        try:
+            self._send(lambda node: node.node_id != full.node_id)
+        except PdserveError:  # what the first one said is what counts
+            return False
+        return True
+
+    def _node_failed(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
+        self._num_failures += 1
+        if self._num_failures > self._limit:
+            text = f"{self._num_failures} decode nodes failed under this request, the limit is {self._limit + 1}"
+            self._give_up(NodeError(f"{text}; the last one: {error}"))
+            return
+        logger.warning("request %s goes on elsewhere, behind %d tokens: %s", self._request_id, num_tokens, error)
+        self._metrics.migrations.labels("lost" if isinstance(error, NodeLost) else "failed").inc()
+        self._metrics.replayed_tokens.inc(num_tokens)
+        self._failed.add(node.node_id)
+        self._failed_at = perf_counter()
+        self._compat_hash, self._reason, self._pause = node.compat_hash, error, _FIRST_PAUSE
+        self._try()
+
+    def _accepts(self, node: NodeView) -> bool:
+        if node.compat_hash != self._compat_hash:
+            return False
+        return node.node_id not in self._failed or perf_counter() > self._failed_at + _AVOIDED
+
+    def _try(self) -> None:
+        try:
+            self._send(self._accepts)
+        except PdserveError:  # nobody is there
+            self._try_later()
+
+    def _try_later(self) -> None:
+        if perf_counter() > self._failed_at + _PATIENCE:
+            self._give_up(NodeError(f"no other decode node took the request within {_PATIENCE:g} s: {self._reason}"))
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -1,0 +1,283 @@
+"""Requests whose decode node fails, with nodes that say what a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router_process import MODEL, router_process
+from scripted_node import Conversation, Script, ScriptedNode
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import unpack_tokens
+from router.tokenizer import Tokenizer
+
+_salts = itertools.count()
+
+
+@dataclass
+class Nodes:
+    """Decode nodes behind a router, one of which is asked first."""
+
+    all: list[ScriptedNode]
+    client: httpx.Client
+
+    def play(self, first: Script, *later: Script) -> dict[str, Any]:
+        """Fields of a request: the first node that is asked plays ``first``, whichever it is, the next one the next."""
+        salt = f"salt-{next(_salts)}"
+        scripts = iter((first, *later))
+
+        async def script(conversation: Conversation) -> None:
+            await next(scripts)(conversation)
+
+        for node in self.all:
+            node.scripts[salt] = script
+        return {"prompt": "x", "max_tokens": 100, "cache_salt": salt, "seed": 7}
+
+    def metric(self, name: str) -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+@contextlib.contextmanager
+def start_nodes(tokenizer_dir: Path, *flags: str, hashes: Sequence[str] = ("", "")) -> Iterator[Nodes]:
+    with contextlib.ExitStack() as stack:
+        nodes = [ScriptedNode(MODEL, node_id=f"d{index}") for index in range(len(hashes))]
+        for node, compat_hash in zip(nodes, hashes, strict=True):
+            node.description.compat_hash = compat_hash
+            stack.callback(node.close)
+        peers = [word for node in nodes for word in ("--decode", node.address)]
+        process = stack.enter_context(router_process(tokenizer_dir, [*peers, *flags]))
+        client = stack.enter_context(httpx.Client(base_url=process.url, timeout=30, trust_env=False))
+        started = Nodes(nodes, client)
+        wait_for(lambda: started.metric('pdserve_nodes_ready{role="decode"}') == len(nodes))
+        yield started
+
+
+@pytest.fixture(scope="module")
+def nodes(tokenizer_dir: Path) -> Iterator[Nodes]:
+    with start_nodes(tokenizer_dir) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_dir)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.02)
+
+
+def stream(client: httpx.Client, body: dict[str, Any]) -> list[Any]:
+    """Every event, [DONE] too."""
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+
+def text_of(events: list[Any], choice: int = 0) -> str:
+    assert events[-1] == "[DONE]", events[-1]
+    choices = [each for event in events[:-1] for each in event["choices"]]
+    return "".join(each["text"] for each in choices if each["index"] == choice)
+
+
+def saying(token_ids: list[int], then: str | None = "length") -> Script:
+    """Says these, and then ends the choice; with None it says that it failed."""
+
+    async def script(conversation: Conversation) -> None:
+        for position, token_id in enumerate(token_ids):
+            last = position == len(token_ids) - 1 and then
+            conversation.token(token_id, finish=then or "" if last else "")
+        if then is None:
+            conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+
+    return script
+
+
+def resumed(conversation: Conversation) -> dict[int, list[int]]:
+    return {each.choice: list(unpack_tokens(each.token_ids)) for each in conversation.message.resume}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 12])
+def test_the_text_goes_on_where_it_was(nodes: Nodes, tokenizer: Tokenizer, cut: int) -> None:
+    """Also between the bytes of a character; nothing of the request changes but what it has already."""
+    text = "one 日本 🙂 two"
+    token_ids = tokenizer.encode(text)
+    asked: list[Conversation] = []
+
+    async def rest(conversation: Conversation) -> None:
+        asked.append(conversation)
+        await saying(token_ids[cut:])(conversation)
+
+    async def beginning(conversation: Conversation) -> None:
+        asked.append(conversation)
+        await saying(token_ids[:cut], then=None)(conversation)
+
+    before = nodes.metric("pdserve_replayed_tokens_total")
+    events = stream(nodes.client, nodes.play(beginning, rest) | {"stream_options": {"include_usage": True}})
+    assert text_of(events) == text
+    assert events[-2]["usage"]["completion_tokens"] == len(token_ids)
+    first, second = (conversation.message for conversation in asked)
+    assert resumed(asked[1]) == ({0: token_ids[:cut]} if cut else {})
+    assert (second.sampling, second.token_ids) == (first.sampling, first.token_ids)
+    assert 0 < second.timeout_ms <= first.timeout_ms
+    assert nodes.metric("pdserve_replayed_tokens_total") == before + cut
+
+
+def test_a_stop_string_is_found_across_the_cut(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("one two STOP three")
+    cut = len(tokenizer.encode("one two ST"))
+    body = nodes.play(saying(token_ids[:cut], then=None), saying(token_ids[cut:]))
+    events = stream(nodes.client, {**body, "stop": ["STOP"]})
+    assert text_of(events) == "one two "
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_only_choices_that_have_not_ended_go_on(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    (a,), (b,), (c,) = (tokenizer.encode(letter) for letter in "abc")
+    asked: list[dict[int, list[int]]] = []
+
+    async def beginning(conversation: Conversation) -> None:
+        conversation.token(a, choice=0)
+        conversation.token(b, choice=1, finish="length")
+        conversation.token(c, choice=2)
+        conversation.token(c, choice=2)
+        conversation.fail(pb.Failure.NODE_FAILED)
+
+    async def rest(conversation: Conversation) -> None:
+        asked.append(resumed(conversation))
+        conversation.token(b, choice=2, finish="length")
+        conversation.token(c, choice=0, finish="length")
+
+    events = stream(nodes.client, nodes.play(beginning, rest) | {"n": 3})
+    assert [text_of(events, choice) for choice in range(3)] == ["ac", "b", "ccb"]
+    assert asked == [{0: [a], 2: [c, c]}]
+
+
+def test_cached_tokens_are_those_of_the_first_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    (a,) = tokenizer.encode("a")
+
+    async def beginning(conversation: Conversation) -> None:
+        conversation.token(a, cached_tokens=1)
+        conversation.fail(pb.Failure.NODE_FAILED)
+
+    async def rest(conversation: Conversation) -> None:
+        conversation.token(a, cached_tokens=1, finish="length")
+
+    usage = nodes.client.post("/v1/completions", json=nodes.play(beginning, rest)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (1, 2)
+
+
+def test_a_request_that_kills_its_nodes_ends(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    """It may go on twice, and then its client is told."""
+    (a,) = tokenizer.encode("a")
+    num_asked = 0
+
+    async def poisoned(conversation: Conversation) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        conversation.token(a)
+        conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+
+    events = stream(nodes.client, nodes.play(*[poisoned] * 4))
+    assert num_asked == 3
+    assert events[-1]["error"]["type"] == "node_error"
+    assert "3 decode nodes failed" in events[-1]["error"]["message"]
+    assert "the engine died" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("code", [pb.Failure.INVALID, pb.Failure.DEADLINE, pb.Failure.OVERLOADED])
+def test_what_is_no_fault_of_a_node_is_told(nodes: Nodes, code: pb.Failure.Code.ValueType) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.fail(code, "as it is")
+
+    response = nodes.client.post("/v1/completions", json=nodes.play(script, script))
+    assert response.json()["error"]["message"] == "as it is"
+
+
+def test_a_node_without_room_is_asked_again(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    """A request that has begun does not end because others are busy."""
+    token_ids = tokenizer.encode("abc")
+
+    async def busy(conversation: Conversation) -> None:
+        conversation.fail(pb.Failure.OVERLOADED, "the queue is full")
+
+    body = nodes.play(saying(token_ids[:1], then=None), busy, busy, saying(token_ids[1:]))
+    assert text_of(stream(nodes.client, body)) == "abc"
+
+
+def test_a_request_leaves_nodes_that_are_lost(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """A node that dies is left at once. Where there is no other one, a request waits until one is there, or back."""
+    (a,) = tokenizer.encode("a")
+    alive: list[Conversation] = []
+
+    async def forever(conversation: Conversation) -> None:
+        conversation.token(a)
+        alive.append(conversation)
+        await asyncio.sleep(60)
+
+    def node_of(conversation: Conversation) -> ScriptedNode:
+        salt = conversation.message.cache_salt
+        return next(node for node in fleet.all if node.seen.get(salt) is conversation)
+
+    with start_nodes(tokenizer_dir) as fleet:
+        body = fleet.play(forever, forever, saying([a]))
+        with fleet.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = filter(None, response.iter_lines())
+            assert '"text":"a"' in next(lines)
+            first = node_of(alive[0])
+            first.stop()
+            wait_for(lambda: len(alive) == 2)
+            assert resumed(alive[1]) == {0: [a]}
+            assert '"text":"a"' in next(lines)
+            node_of(alive[1]).stop()
+            wait_for(lambda: fleet.metric('pdserve_migrations_total{reason="lost"}') == 2)
+            first.description.epoch = "2"
+            first.start()
+            assert list(lines)[-1] == "data: [DONE]"
+        assert resumed(first.seen[body["cache_salt"]]) == {0: [a, a]}
+
+
+def test_it_goes_to_nodes_that_compute_the_same(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """Others have weights or numbers of another kind, as far as their hashes tell."""
+    (a,) = tokenizer.encode("a")
+    asked: list[ScriptedNode] = []
+
+    def noted(script: Script) -> Script:
+        async def play(conversation: Conversation) -> None:
+            salt = conversation.message.cache_salt
+            asked.append(next(node for node in fleet.all if node.seen.get(salt) is conversation))
+            await script(conversation)
+
+        return play
+
+    with start_nodes(tokenizer_dir, hashes=["a", "b", "a", "b"]) as fleet:
+        for _ in range(4):
+            asked.clear()
+            body = fleet.play(noted(saying([a], then=None)), noted(saying([a])))
+            assert text_of(stream(fleet.client, body)) == "aa"
+            first, second = asked
+            assert first is not second
+            assert first.description.compat_hash == second.description.compat_hash
+
+
+def test_it_can_be_turned_off(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    with start_nodes(tokenizer_dir, "--migrations", "0") as fleet:
+        events = stream(fleet.client, fleet.play(saying(tokenizer.encode("a"), then=None)))
+        assert events[-1]["error"]["message"] == "the engine died"
+        assert fleet.metric("pdserve_migrations_total") == 0
