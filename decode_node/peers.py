@@ -69,7 +69,9 @@ class PrefillPeer:
         self.stream: PrefillStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
-        self._channel = open_channel(address, self._timing)  # for good: gRPC reconnects it, whoever answers there
+        self._channel = open_channel(
+            address, self._timing, node.tls
+        )  # for good: gRPC reconnects it, whoever answers there
         self._describer = pb_grpc.NodeStub(self._channel)
         self._stub = pb_grpc.PrefillNodeStub(self._channel)
         self._node = node

@@ -44,6 +44,7 @@ from pdserve.logs import setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
 from pdserve.resolve import resolve
 from pdserve.timing import PeerTiming
+from pdserve.tls import PeerTls
 
 _log = logging.getLogger(__name__)
 
@@ -84,11 +85,20 @@ class Role(Protocol):
 class Node:
     """One life of a node: who it is, its engine, its server. Roles and servicers hold on to it."""
 
-    def __init__(self, role: Role, config: NodeConfig, posts: Posts, server: grpc.aio.Server, node_id: str) -> None:
+    def __init__(
+        self,
+        role: Role,
+        config: NodeConfig,
+        posts: Posts,
+        server: grpc.aio.Server,
+        node_id: str,
+        tls: PeerTls | None = None,
+    ) -> None:
         self.role = role
         self.config = config
         self.server = server
         self.node_id = node_id
+        self.tls = tls  # to speak to other nodes with
         self.epoch = secrets.token_hex(8)
         self.compat_hash = compat_hash(config.compat_fields)
         self.state = State.LOADING
@@ -144,14 +154,15 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
 async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOptions, status: StatusWriter) -> None:
     stop = _stop_event()
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
-    port = rpc.bind(server, front.host, front.port)
+    tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+    port = rpc.bind(server, front.host, front.port, tls)
     address = front.address(port)
     devices = node_devices(options, len(host.ranks))
     config = resolve(options, devices[0])
     for choice in config.choices:
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
-    node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address)
+    node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
     health = Health(server, role.services)
     add_node_service(node)
     role.attach(node)

@@ -90,6 +90,9 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
     )
+    parser.add_argument("--api-keys", metavar="FILE", help="serve only who has a key of this file (pdserve key NAME)")
+    parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate in PEM")
+    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
     add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
     for kind in ("prefill", "decode"):
         ranks = parser.add_argument_group(f"ranks of {kind} nodes")

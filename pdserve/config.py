@@ -43,6 +43,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 1024  # requests queued for room; more are refused
     threads: int | None = None  # of torch, on CPU
     peer_timeout: float = DEFAULT_TIMING.timeout  # seconds
+    grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py); None: plain gRPC
 
     @property
     def num_ranks(self) -> int:

@@ -121,6 +121,7 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
     _add_split_flags(parser)
     _add_cache_flags(parser)
     _add_limit_flags(parser)
+    add_tls_flag(parser)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +209,16 @@ def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
         default=_default("peer_timeout"),
         metavar="S",
         help="how long a node or an engine may be silent before it counts as dead (default %(default)s)",
+    )
+
+
+def add_tls_flag(parser: argparse.ArgumentParser) -> None:
+    """How processes of pdserve know each other; the same for nodes and routers."""
+    parser.add_argument(
+        "--grpc-tls",
+        metavar="DIR",
+        help="speak gRPC over TLS, with ca.pem, cert.pem and key.pem of DIR, and only to who has a certificate of that "
+        "CA; on all nodes and routers or on none",
     )
 
 

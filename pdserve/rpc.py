@@ -22,10 +22,11 @@ from pdserve.errors import (
     RequestError,
 )
 from pdserve.timing import DEFAULT_TIMING, PeerTiming
+from pdserve.tls import SERVER_NAME, PeerTls
 
 MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 16 M tokens
 
-Options = tuple[tuple[str, int], ...]
+Options = tuple[tuple[str, int | str], ...]
 
 _COMMON: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
@@ -57,9 +58,13 @@ def server_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
     return (*_COMMON, *_keepalive(timing), *_SERVER)
 
 
-def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING) -> grpc.aio.Channel:
+def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> grpc.aio.Channel:
     """A channel to ``host:port``. It connects, and reconnects, when it is used."""
-    return grpc.aio.insecure_channel(address, options=channel_options(timing))
+    options = channel_options(timing)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
 
 
 def _keepalive(timing: PeerTiming) -> Options:
@@ -71,12 +76,14 @@ def _keepalive(timing: PeerTiming) -> Options:
     )
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = None) -> int:
     """Bind a server's port (0: any free one) and return it. Raises CapacityError when it is taken."""
     address = join_address(host, port)
     try:
         _probe(host, port)  # gRPC would log a line of its own on stderr, and not say why
-        return int(server.add_insecure_port(address))
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, tls.server_credentials()))
     except OSError as exc:
         reason = (exc.strerror or str(exc)).lower()
     except RuntimeError:

@@ -28,6 +28,7 @@ from pdserve.resolve import resolve
 from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
 
 POLL_SECONDS = 0.1  # how late a signal may be noticed
+ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls")  # that are passed on to the router
 LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
 
 
@@ -87,7 +88,8 @@ class Fleet:
         """Where a client on this machine finds the router. It must be ready."""
         assert self._router is not None
         host, _, port = self._router.address.rpartition(":")
-        return f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
+        scheme = "http" if self._args.tls_cert is None else "https"
+        return f"{scheme}://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
 
     def advance(self) -> bool:
         """Start what can start now; True once everything is ready."""
@@ -109,11 +111,18 @@ class Fleet:
         peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
         model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
         where = ["--host", self._args.host, "--port", str(self._args.port)]
-        return self._children.spawn("router", "router", [*model, *where, *peers])
+        chosen = [
+            word for name in ROUTER_FLAGS if (value := getattr(self._args, name)) for word in (_flag(name), value)
+        ]
+        return self._children.spawn("router", "router", [*model, *where, *chosen, *peers])
 
 
 def _listening(children: list[Child]) -> bool:
     return bool(children) and all(child.address for child in children)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _flags(flag: str, children: list[Child]) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.tls import PeerTls
 from router.call import CallSink
 from router.job import Limits
 from router.node_client import NodeClient
@@ -40,12 +41,12 @@ class Call:
 class Fleet:
     """All state is learnt from the nodes; a router that starts anew has it within seconds."""
 
-    def __init__(self, model: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    def __init__(self, model: str, prefill: Sequence[str], decode: Sequence[str], tls: PeerTls | None = None) -> None:
         self._model = model
         self._turn = 0
         self._watchers: list[Callable[[], None]] = []
-        self.nodes = [NodeClient(address, "prefill", self._changed) for address in prefill]
-        self.nodes += [NodeClient(address, "decode", self._changed) for address in decode]
+        self.nodes = [NodeClient(address, "prefill", self._changed, tls) for address in prefill]
+        self.nodes += [NodeClient(address, "decode", self._changed, tls) for address in decode]
 
     def start(self) -> None:
         for node in self.nodes:

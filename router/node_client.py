@@ -12,6 +12,7 @@ import grpc.aio
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.rpc import open_channel
+from pdserve.tls import PeerTls
 from router.policy import NodeView
 from router.serve_stream import ServeStream
 
@@ -34,19 +35,20 @@ class NodeClient:
     its connection stands.
     """
 
-    def __init__(self, address: str, role: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, role: str, on_change: Callable[[], None], tls: PeerTls | None = None) -> None:
         self.address = address
         self.role = role
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
         self.prefilling = 0  # requests sent to this P that have no token yet
         self._on_change = on_change
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._missed = 0
 
     def start(self) -> None:
-        self._channel = open_channel(self.address)
+        self._channel = open_channel(self.address, tls=self._tls)
         self._task = asyncio.create_task(self._watch(NodeStub(self._channel)), name=f"watch {self.address}")
 
     async def close(self) -> None:

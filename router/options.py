@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.flags import CommandParser, parse_size, positive_int
+from pdserve.errors import ConfigError
+from pdserve.flags import CommandParser, add_tls_flag, parse_size, positive_int
 from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 
 
@@ -27,6 +28,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024  # HTTP requests that wait for one of these
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
     protect_metrics: bool = False
+    tls_cert: str | None = None  # files in PEM; both or none
+    tls_key: str | None = None
+    grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py)
     max_body_bytes: int = 32 * 1024 * 1024
     tool_call_parser: str = "auto"  # of the names in router/chat/dialect.py, as the next
     reasoning_parser: str = "auto"
@@ -65,6 +69,9 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=_count, default=1024, metavar="N", help="requests waiting for that; more get a 503")
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
     add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
+    add("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate and what links it to its CA, in PEM")
+    add("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
+    add_tls_flag(parser)
     add("--max-body-bytes", type=parse_size, default=32 * 1024 * 1024, metavar="SIZE", help="larger bodies get a 413")
     tools, reasoning = ("auto", "none", *TOOL_FORMATS), ("auto", "none", *REASONING_FORMATS)
     add("--tool-call-parser", type=tool_parser_name, default="auto", metavar="NAME", help=f"one of {', '.join(tools)}")
@@ -80,7 +87,9 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def router_options_from(args: argparse.Namespace) -> RouterOptions:
-    """The RouterOptions that flags added by ``add_router_flags`` ask for."""
+    """The RouterOptions that flags added by ``add_router_flags`` ask for. Raises ConfigError."""
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__}
     fields |= {"model": args.model or args.model_flag, "prefill": tuple(args.prefill), "decode": tuple(args.decode)}
     return RouterOptions(**fields)

@@ -17,6 +17,7 @@ from pdserve.hub import resolve_model
 from pdserve.process import StatusWriter
 from pdserve.resolve import model_name
 from router.app import create_app
+from router.https import Certificate
 from router.options import RouterOptions
 from router.service import Service
 from router.tokenizer import Tokenizer
@@ -28,6 +29,9 @@ _READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node i
 
 def serve(options: RouterOptions, status: StatusWriter) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError or CapacityError when it cannot start."""
+    certificate = None
+    if options.tls_cert is not None and options.tls_key is not None:
+        certificate = Certificate(options.tls_cert, options.tls_key)
     listener = bind(options.host, options.port)
     status.listening(join_address(*listener.getsockname()[:2]))
     status.loading("tokenizer", -1)
@@ -45,7 +49,10 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )
-    server = _Server(config, service, status)
+    config.load()
+    if certificate is not None:
+        config.ssl = certificate.context
+    server = _Server(config, service, status, certificate)
     server.run(sockets=[listener])
 
 
@@ -63,10 +70,13 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn with our way to end: drain, then errors to what still runs, then exit with status 0."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, status: StatusWriter) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, status: StatusWriter, certificate: Certificate | None
+    ) -> None:
         super().__init__(config)
         self._service = service
         self._status = status
+        self._certificate = certificate
         self._background: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager
@@ -76,6 +86,8 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._background.append(asyncio.create_task(self._report_ready()))
+        if self._certificate is not None:
+            self._background.append(asyncio.create_task(self._certificate.watch()))
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pdserve.errors import ModelNotFound, NodeError
+from pdserve.tls import PeerTls
 from router.chat.dialect import find_dialect
 from router.fleet import Fleet
 from router.gate.admission import Gate
@@ -28,7 +29,8 @@ class Service:
         self.encoder = PromptEncoder(tokenizer)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
         self.dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
-        self.fleet = Fleet(model, options.prefill, options.decode)
+        tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+        self.fleet = Fleet(model, options.prefill, options.decode, tls)
         self.metrics = Metrics()
         self.fleet.on_change(self._count_nodes)
         self.gate = Gate(options.max_inflight, options.max_queue, self.metrics)

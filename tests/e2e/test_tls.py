@@ -1,0 +1,168 @@
+"""TLS between all of pdserve's processes and to clients, with certificates that are made here."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import trustme
+from fleet import Fleet, NodeProcess, start_fleet
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.tls import SERVER_NAME, PeerTls
+from router.https import Certificate
+
+
+def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
+    """What ``--grpc-tls`` wants, of ``ca``; certificates of ``more`` are accepted, too."""
+    directory.mkdir(exist_ok=True)
+    issued = ca.issue_cert(SERVER_NAME)
+    (directory / "ca.pem").write_bytes(b"".join(each.cert_pem.bytes() for each in (ca, *more)))
+    (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Path:
+    return write_identity(tmp_path_factory.mktemp("tls") / "grpc", ca)
+
+
+@pytest.fixture(scope="module")
+def https(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Path:
+    directory = tmp_path_factory.mktemp("https")
+    write_https(directory, ca)
+    return directory
+
+
+def write_https(directory: Path, ca: trustme.CA) -> None:
+    issued = ca.issue_cert("127.0.0.1")
+    (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
+
+
+@pytest.fixture(scope="module")
+def fleet(identity: Path, https: Path) -> Iterator[Fleet]:
+    """Real nodes, a model, and KV by NIXL."""
+    flags = ["--grpc-tls", str(identity)]
+    pair = ["--tls-cert", str(https / "cert.pem"), "--tls-key", str(https / "key.pem")]
+    with start_fleet(
+        EMBEDDED_MODEL, 1, 1, True, flags, [*flags, "--handoff-min-tokens", "0"], [*flags, *pair]
+    ) as fleet:
+        yield fleet
+
+
+def describe(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb.NodeStatus:
+    """Ask a node over a connection of its own."""
+    named = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
+    with (
+        grpc.insecure_channel(node.address)
+        if credentials is None
+        else grpc.secure_channel(node.address, credentials, options=named)
+    ) as channel:
+        return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+
+
+def client(fleet: Fleet, ca: trustme.CA) -> httpx.Client:
+    context = ssl.create_default_context()
+    ca.configure_trust(context)
+    assert fleet.router is not None
+    return httpx.Client(base_url=f"https://{fleet.router.address}", verify=context, trust_env=False, timeout=30)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.05)
+
+
+def test_a_prompt_goes_all_the_way(fleet: Fleet, ca: trustme.CA, identity: Path) -> None:
+    credentials = PeerTls(str(identity)).channel_credentials()
+    with client(fleet, ca) as http:
+        body = {"prompt": list(range(100, 180)), "max_tokens": 5, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 5
+    counters = describe(fleet.decode[0], credentials).counters
+    assert counters["pdserve_handoffs_total"] == 1
+    assert counters["pdserve_handoff_recomputes_total"] == 0
+
+
+def test_strangers_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
+    stranger = trustme.CA()
+    foreign = stranger.issue_cert(SERVER_NAME)
+    root = ca.cert_pem.bytes()
+    key, chain = foreign.private_key_pem.bytes(), b"".join(blob.bytes() for blob in foreign.cert_chain_pems)
+    for node in (*fleet.prefill, *fleet.decode):
+        for credentials in (
+            None,
+            grpc.ssl_channel_credentials(root),
+            grpc.ssl_channel_credentials(root, key, chain),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                describe(node, credentials)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert fleet.router is not None
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"http://{fleet.router.address}/health", trust_env=False)
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"https://{fleet.router.address}/health", trust_env=False)
+
+
+def test_a_server_of_another_ca_is_not_believed(fleet: Fleet, identity: Path, tmp_path: Path) -> None:
+    credentials = PeerTls(str(write_identity(tmp_path / "other", trustme.CA()))).channel_credentials()
+    with pytest.raises(grpc.RpcError, match="CERTIFICATE_VERIFY_FAILED"):
+        describe(fleet.decode[0], credentials)
+
+
+def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
+    """Connections that stand go on, new ones meet the new CA; after that, files that are broken change nothing."""
+    new = trustme.CA()
+    write_identity(identity, new)
+    write_https(https, new)
+    credentials = PeerTls(str(identity)).channel_credentials()
+    with client(fleet, new) as http:
+
+        def answers() -> bool:
+            try:
+                return http.get("/health").status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        wait_for(answers)
+        for broken in (False, True):
+            if broken:
+                (identity / "cert.pem").write_text("nothing")
+                (https / "cert.pem").write_text("nothing")
+            for node in (*fleet.prefill, *fleet.decode):
+                describe(node, credentials)
+            body = {"prompt": list(range(200, 280)), "max_tokens": 5, "ignore_eos": True}
+            assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
+
+
+def test_wrong_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
+    directory = write_identity(tmp_path / "a", ca)
+    other = write_identity(tmp_path / "b", ca)
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    key.write_bytes((other / "key.pem").read_bytes())
+    for make in (lambda: PeerTls(str(directory)), lambda: Certificate(str(cert), str(key))):
+        with pytest.raises(ConfigError, match=r"no certificate with its unencrypted key.*mismatch"):
+            make()
+    with pytest.raises(ConfigError, match=r"ca\.pem cannot be read: No such file"):
+        PeerTls(str(tmp_path))
+    (other / "ca.pem").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"ca\.pem holds no certificate"):
+        PeerTls(str(other))
