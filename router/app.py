@@ -16,8 +16,9 @@ from starlette.routing import Route
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from router.endpoint import GenerateEndpoint, read_body
-from router.errors import ClientGone, error_object, http_error
+from router.errors import ClientGone, NotStored, error_object, http_error
 from router.gate.door import Door
+from router.items.body import parse_items
 from router.policy import no_decode_node
 from router.prompts import PromptEncoder
 from router.requests import ChatBody, convert, parse_chat, parse_completion, parse_json
@@ -56,8 +57,10 @@ def create_app(service: Service) -> FastAPI:
     for path, name, parse in (
         ("/v1/completions", "completions", parse_completion),
         ("/v1/chat/completions", "chat", parse_chat),
+        ("/v1/responses", "responses", parse_items),
     ):
         app.router.routes.append(Route(path, GenerateEndpoint(service, name, parse), methods=["POST"]))
+    _add_stored_responses(app)
     _add_models(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
@@ -67,6 +70,13 @@ def create_app(service: Service) -> FastAPI:
         refused = service.metrics.unauthorized.inc
         app.add_middleware(Door, find=service.keys.client_of, open_paths=open_paths, refused=refused)
     return app
+
+
+def _add_stored_responses(app: FastAPI) -> None:
+    @app.api_route("/v1/responses/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def stored_response(path: str) -> Response:
+        name = path.partition("/")[0]
+        raise NotStored(f"response {name!r} is not here: responses are not stored", "response_id")
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

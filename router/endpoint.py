@@ -1,7 +1,7 @@
-"""/v1/completions and /v1/chat/completions: from an HTTP request to a generation, and its bytes back.
+"""/v1/completions, /v1/chat/completions and /v1/responses: from an HTTP request to a generation, and its bytes back.
 
 Raw ASGI, because a chunk is written per token. The status line is held back until the first token, so that whatever
-fails before is a real status; what fails later becomes an ``error`` event, and no [DONE] follows.
+fails before is a real status; what fails later becomes an event, and no [DONE] follows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from time import perf_counter
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
-from router.chat.reading import Reading, find_reading
-from router.chat.responses import ReadChatFormat, ReadChatStream, ReadChatWhole
+from router.answer import shown_tokens
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
-from router.formats import ChatFormat, CompletionFormat, new_request_id
+from router.formats import new_request_id
 from router.gate.admission import Visit
 from router.gate.allowance import Headers
 from router.gate.door import client_of
 from router.generation import Generation, GenerationOptions
-from router.job import Job, Prompt, make_job
-from router.requests import ChatBody, CompletionBody, GenerateBody, Parser
-from router.responses import Response, ResponseOptions, StreamResponse, WholeResponse
+from router.job import Prompt, make_job
+from router.requests import CompletionBody, GenerateBody, Parser
+from router.responses import BodyResponse, EventResponse, Response
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ _STREAM_HEADERS = [
 
 
 class GenerateEndpoint:
-    """An ASGI application for one of the two paths."""
+    """An ASGI application for one of these paths."""
 
     def __init__(self, service: Service, name: str, parse: Parser) -> None:
         self._service = service
@@ -83,7 +82,7 @@ class GenerateEndpoint:
         limits = service.fleet.limits()
         prompts = await service.encoder.encode(body)
         jobs = [make_job(self._with_text(prompt, body), body, limits) for prompt in prompts]
-        reading = self._reading(body, prompts)
+        reading = service.answerer.reading(body, prompts[0])
         options = GenerationOptions(
             request_id=new_request_id(),
             arrived=arrived,
@@ -93,12 +92,12 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             priority=visit.priority(body.priority),
             continues_prompt=isinstance(body, CompletionBody),
-            shown_tokens=_shown_tokens(body, reading),
+            shown_tokens=shown_tokens(body, reading),
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         headers.append((b"x-request-id", options.request_id.encode()))
-        response = self._response(body, jobs, options.request_id, reading)
+        response = service.answerer.response(body, jobs, options.request_id, reading)
         generation = Generation(jobs, options, service.tokenizer, response, service.metrics)
         response.generation = generation
         gone.add_done_callback(lambda _: response.on_disconnect())
@@ -113,43 +112,11 @@ class GenerateEndpoint:
             generation.cancel()
             visit.used(generation.usage.completion_tokens)
 
-    def _reading(self, body: GenerateBody, prompts: list[Prompt]) -> Reading | None:
-        """None where the output is text and nothing else."""
-        if not isinstance(body, ChatBody):
-            return None
-        rendered = prompts[0].text or ""
-        return find_reading(body.tool_use, self._service.dialect, rendered, body.include_reasoning)
-
-    def _response(self, body: GenerateBody, jobs: list[Job], request_id: str, reading: Reading | None) -> Response:
-        include_usage = body.stream and body.stream_options.include_usage
-        kind = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
-        if reading is not None:
-            kind = ReadChatFormat
-        model = body.model or self._service.model
-        form = kind(self._service.tokenizer, model, request_id, max(body.num_logprobs, 0), include_usage)
-        options = ResponseOptions(
-            num_logprobs=body.num_logprobs,
-            echo=isinstance(body, CompletionBody) and body.echo,
-            return_token_ids=body.return_token_ids,
-            include_usage=include_usage,
-            continuous_usage=include_usage and body.stream_options.continuous_usage_stats,
-        )
-        if reading is not None:
-            return (ReadChatStream if body.stream else ReadChatWhole)(form, options, jobs, reading)
-        return (StreamResponse if body.stream else WholeResponse)(form, options, jobs)
-
     def _with_text(self, prompt: Prompt, body: GenerateBody) -> Prompt:
         """Echo needs the text of prompts that came as token ids."""
         if prompt.text is None and isinstance(body, CompletionBody) and body.echo:
             return Prompt(prompt.token_ids, self._service.tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
         return prompt
-
-
-def _shown_tokens(body: GenerateBody, reading: Reading | None) -> tuple[str, ...] | None:
-    """Special tokens that become text; None: all."""
-    if not body.skip_special_tokens:
-        return None
-    return () if reading is None else reading.markers
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
@@ -192,17 +159,17 @@ async def _answer(send: Send, response: Response, options: GenerationOptions, he
     """Send the response and return the outcome. A client that does not read is left after some time."""
     try:
         async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as patience:
-            if isinstance(response, StreamResponse):
+            if isinstance(response, EventResponse):
                 response.cut_off = lambda: patience.reschedule(asyncio.get_running_loop().time())
                 return await _stream(send, response, headers)
-            assert isinstance(response, WholeResponse)
+            assert isinstance(response, BodyResponse)
             return await _whole(send, response, headers)
     except TimeoutError as exc:
         logger.warning("request %s: the client reads too slowly; its connection is closed", options.request_id)
         raise ClientGone from exc
 
 
-async def _whole(send: Send, response: WholeResponse, headers: Headers) -> str:
+async def _whole(send: Send, response: BodyResponse, headers: Headers) -> str:
     while not response.ended and not response.gone:
         response.wake.clear()
         await response.wake.wait()
@@ -217,7 +184,7 @@ async def _whole(send: Send, response: WholeResponse, headers: Headers) -> str:
     return "ok"
 
 
-async def _stream(send: Send, response: StreamResponse, headers: Headers) -> str:
+async def _stream(send: Send, response: EventResponse, headers: Headers) -> str:
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error

@@ -21,6 +21,10 @@ class BodyTooLarge(RequestError):
     """The body of a request exceeds the size limit."""
 
 
+class NotStored(RequestError):
+    """The request is about something that an earlier one made; nothing is kept."""
+
+
 class Unauthorized(PdserveError):
     """The request has no API key, or an unknown one."""
 
@@ -56,6 +60,7 @@ _KINDS: tuple[tuple[type[PdserveError], int, str], ...] = (
     (LimitExceeded, 429, "rate_limit_error"),
     (BodyTooLarge, 413, "invalid_request_error"),
     (ModelNotFound, 404, "invalid_request_error"),
+    (NotStored, 404, "invalid_request_error"),
     (RequestError, 400, "invalid_request_error"),
     (Overloaded, 503, "overloaded_error"),
     (DeadlineExceeded, 504, "timeout_error"),

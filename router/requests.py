@@ -187,8 +187,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     """A typed body. Null is the same as absent. Raises RequestError that names the field."""
-    fields = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
     known = kind.__struct_fields__
+    fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
     for name, value in fields.items():
         if name in known:
             continue
@@ -224,6 +224,12 @@ def parse_completion(data: bytes) -> CompletionBody:
 
 def parse_chat(data: bytes) -> ChatBody:
     body = convert(parse_json(data), ChatBody)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatBody) -> None:
+    """Everything that does not depend on the model or the prompt."""
     check_ranges(body)
     if body.top_logprobs is not None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
@@ -237,7 +243,6 @@ def parse_chat(data: bytes) -> ChatBody:
     if body.continue_final_message and body.opens_message:
         remedy = "set add_generation_prompt to false"
         raise RequestError(f"continue_final_message continues the last message; {remedy}", "continue_final_message")
-    return body
 
 
 def check_ranges(body: GenerateBody) -> None:

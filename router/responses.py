@@ -31,13 +31,11 @@ class ResponseOptions(msgspec.Struct, frozen=True):
 
 
 class Response(ABC):
-    """Base of both kinds. ``wake`` is set whenever there is something new to look at."""
+    """Base of all. ``wake`` is set whenever there is something new to look at."""
 
     generation: Generation  # set before the first output arrives
 
-    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
-        self.form = form
-        self.options = options
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.wake = asyncio.Event()
         self.started = False  # there is a token, or the end without error
@@ -64,24 +62,67 @@ class Response(ABC):
     def _prompt_of(self, choice_index: int) -> int:
         return choice_index // self.jobs[0].sampling.n
 
-    def _echoed(self, choice_index: int) -> str:
+    def _echoed(self, options: ResponseOptions, choice_index: int) -> str:
         """The prompt's text, where it is to precede the output."""
-        if not self.options.echo:
+        if not options.echo:
             return ""
         return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
 
 
-class WholeResponse(Response):
+class BodyResponse(Response):
+    """One that is sent in one piece."""
+
+    @abstractmethod
+    def body(self) -> bytes:
+        """All of it, as JSON; once it has ended without an error."""
+
+
+class EventResponse(Response):
+    """Writes server-sent events into a buffer that the connection empties."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(jobs)
+        self._chunks: list[bytes] = []
+        self._buffered = 0  # bytes
+        self.cut_off: Callable[[], None] = lambda: None  # ends the connection, even while it waits for the client
+
+    def take(self) -> bytes:
+        """What was written since the last call."""
+        self.wake.clear()
+        data = b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        return data
+
+    def _start(self) -> None:
+        self.started = True
+        self.wake.set()
+
+    def _write(self, chunk: bytes) -> None:
+        self._append(chunk)
+        self.wake.set()
+        if self._buffered > MAX_BUFFERED:
+            self.generation.cancel()
+            self.cut_off()
+
+    def _append(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self._buffered += len(chunk)
+
+
+class WholeResponse(BodyResponse):
     """Collects the choices until all have ended."""
 
     def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
-        super().__init__(form, options, jobs)
+        super().__init__(jobs)
+        self.form = form
+        self.options = options
         num_choices = sum(job.sampling.n for job in jobs)
         self._choices = [
             FinishedChoice(index, self._prompt_of(index), "", "", [], [] if options.num_logprobs >= 0 else None)
             for index in range(num_choices)
         ]
-        self._texts: list[list[str]] = [[self._echoed(index)] for index in range(num_choices)]
+        self._texts: list[list[str]] = [[self._echoed(options, index)] for index in range(num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         whole = self._choices[choice.index]
@@ -99,24 +140,15 @@ class WholeResponse(Response):
         return self.form.whole(self._choices, self.generation.usage, prompts)
 
 
-class StreamResponse(Response):
-    """Writes chunks into a buffer that the connection empties."""
+class StreamResponse(EventResponse):
+    """Writes a chunk per token."""
 
     def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
-        super().__init__(form, options, jobs)
-        self._chunks: list[bytes] = []
-        self._buffered = 0  # bytes
+        super().__init__(jobs)
+        self.form = form
+        self.options = options
         self._opened: set[int] = set()
-        self.cut_off: Callable[[], None] = lambda: None  # ends the connection, even while it waits for the client
         self._detailed = options.num_logprobs >= 0 or options.return_token_ids
-
-    def take(self) -> bytes:
-        """What was written since the last call."""
-        self.wake.clear()
-        data = b"".join(self._chunks)
-        self._chunks.clear()
-        self._buffered = 0
-        return data
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         index = choice.index
@@ -125,8 +157,7 @@ class StreamResponse(Response):
         if text or choice.finish_reason or self._detailed:
             self._write(self._chunk(choice, text, output))
         if not self.started:
-            self.started = True
-            self.wake.set()
+            self._start()
 
     def on_end(self, error: PdserveError | None) -> None:
         if error is None:
@@ -143,7 +174,7 @@ class StreamResponse(Response):
         job = self.jobs[self._prompt_of(index)]
         prompt_ids = list(job.prompt.token_ids) if self.options.return_token_ids else None
         self._chunks.append(self.form.first(index, prompt_ids))
-        echoed = self._echoed(index)
+        echoed = self._echoed(self.options, index)
         if echoed:
             self._chunks.append(self.form.chunk(index, echoed, ""))
 
@@ -158,14 +189,3 @@ class StreamResponse(Response):
         if options.return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
         return self.form.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)
-
-    def _write(self, chunk: bytes) -> None:
-        self._append(chunk)
-        self.wake.set()
-        if self._buffered > MAX_BUFFERED:
-            self.generation.cancel()
-            self.cut_off()
-
-    def _append(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self._buffered += len(chunk)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from pdserve.errors import ModelNotFound, NodeError
 from pdserve.tls import PeerTls
+from router.answer import Answerer
 from router.chat.dialect import find_dialect
 from router.fleet import Fleet
 from router.gate.admission import Gate
@@ -28,7 +29,8 @@ class Service:
         self.tokenizer = tokenizer
         self.encoder = PromptEncoder(tokenizer)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        self.dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
+        dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
+        self.answerer = Answerer(tokenizer, dialect, model)
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         self.fleet = Fleet(model, options.prefill, options.decode, tls)
         self.metrics = Metrics()

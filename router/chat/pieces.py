@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Protocol
 
@@ -34,26 +35,34 @@ class OutputParser(Protocol):
         """What was held back, at the end of the text."""
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, frozen=True):
     """``arguments`` is JSON, exactly as the model wrote it."""
 
     name: str
-    arguments: str = ""
+    arguments: str
 
 
-class Message(msgspec.Struct):
+class Message(msgspec.Struct, frozen=True):
+    """What a choice says as a whole."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+def message_of(pieces: Iterable[Piece]) -> Message:
     """The pieces of a choice put together."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = []
-
-    def add(self, piece: Piece) -> None:
-        if piece.kind is Kind.CONTENT:
-            self.content += piece.text
-        elif piece.kind is Kind.REASONING:
-            self.reasoning += piece.text
-        elif piece.kind is Kind.CALL:
-            self.calls.append(ToolCall(piece.text))
+    texts: dict[Kind, list[str]] = {Kind.CONTENT: [], Kind.REASONING: []}
+    calls: list[tuple[str, list[str]]] = []
+    for piece in pieces:
+        if piece.kind is Kind.CALL:
+            calls.append((piece.text, []))
+        elif piece.kind is Kind.ARGUMENTS:
+            calls[-1][1].append(piece.text)
         else:
-            self.calls[-1].arguments += piece.text
+            texts[piece.kind].append(piece.text)
+    return Message(
+        content="".join(texts[Kind.CONTENT]),
+        reasoning="".join(texts[Kind.REASONING]),
+        calls=[ToolCall(name, "".join(arguments)) for name, arguments in calls],
+    )

@@ -50,6 +50,11 @@ def find_reading(use: ToolUse, dialect: Dialect, prompt: str, include_reasoning:
     )
 
 
+def plain_reading(dialect: Dialect) -> Reading:
+    """Of output that is text and nothing else, for those who want pieces all the same."""
+    return Reading(PlainText, dialect.new_call_id, markers=())
+
+
 def _parser(use: ToolUse, dialect: Dialect, reasoning: ReasoningFormat | None, opened: bool) -> OutputParser:
     calls: OutputParser = PlainText()
     if use.named:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
-from router.chat.pieces import Kind, Message, Piece
+from router.chat.pieces import Kind, Message, Piece, message_of
 from router.chat.reading import ReadChoice, Reading
 from router.choice import Choice
 from router.formats import ChatFormat, FinishedChoice, Format
@@ -47,17 +47,16 @@ class ReadChatWhole(WholeResponse):
         num_choices = sum(job.sampling.n for job in jobs)
         self._reading = reading
         self._reads = [ReadChoice(reading) for _ in range(num_choices)]
-        self._messages = [Message() for _ in range(num_choices)]
+        self._pieces: list[list[Piece]] = [[] for _ in range(num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        message = self._messages[choice.index]
-        for piece in self._reads[choice.index].feed(choice, text, output, self.generation.usage):
-            message.add(piece)
-        written = message_json(message, self._reading) if choice.finish_reason else ""
+        pieces = self._pieces[choice.index]
+        pieces += self._reads[choice.index].feed(choice, text, output, self.generation.usage)
+        written = _message_json(message_of(pieces), self._reading) if choice.finish_reason else ""
         super().on_delta(choice, written, output)
 
 
-def message_json(message: Message, reading: Reading) -> str:
+def _message_json(message: Message, reading: Reading) -> str:
     fields: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning:
         fields |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}

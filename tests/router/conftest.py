@@ -1,14 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import small_tokenizers
 from hypothesis import settings
 from router_process import MODEL, RouterProcess, router_process
-from scripted_node import ScriptedNode
+from scripted_node import Conversation, ScriptedNode
+from tokenizers import AddedToken
+
+from router.tokenizer import Tokenizer
 
 settings.register_profile("no deadline", deadline=None)  # two cores serve the whole suite
 settings.load_profile("no deadline")
@@ -40,3 +45,59 @@ def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterP
 def client(router: RouterProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client:
         yield client
+
+
+# Like Qwen3's: tools in the system's words, calls and reasoning between tags, no reasoning where it is switched off.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Call as <tool_call>…</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments.a }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def reading_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    backend = small_tokenizers.byte_level()
+    backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    return small_tokenizers.write(
+        tmp_path_factory.mktemp("tools"), backend, eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="session")
+def reading_tokenizer(reading_dir: Path) -> Tokenizer:
+    return Tokenizer.load(reading_dir)
+
+
+@pytest.fixture(scope="session")
+def reading_router(reading_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
+    with router_process(reading_dir, ["--decode", scripted_node.address]) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def sdk(reading_router: RouterProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def say_text(
+    request: pytest.FixtureRequest, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
+) -> Callable[..., Any]:
+    """Makes the node say a text; returns fields of a request for the SDK that gets it."""
+
+    def register(text: str, finish: str = "stop", **extra: Any) -> dict[str, Any]:
+        async def script(conversation: Conversation) -> None:
+            for token_id in reading_tokenizer.encode(text, add_special_tokens=False):
+                conversation.token(token_id)
+            conversation.token(reading_tokenizer.encode("<|im_end|>")[0], finish=finish)
+
+        salt = request.node.name
+        scripted_node.scripts[salt] = script
+        return {"model": MODEL, "extra_body": {"cache_salt": salt, **extra}}
+
+    return register

@@ -8,23 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-import small_tokenizers
 from openai.types.chat import ChatCompletionChunk
-from router_process import MODEL, RouterProcess, router_process
-from scripted_node import Conversation, ScriptedNode
-from tokenizers import AddedToken
+from router_process import router_process
+from scripted_node import ScriptedNode
 
 from router.tokenizer import Tokenizer
 
-# Like Qwen3's: tools in the system's words, calls and reasoning between tags, no reasoning where it is switched off.
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "Call as <tool_call>…</tool_call>.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments.a }}</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}
     for name in ("f", "g")
@@ -34,47 +23,15 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é 🙂"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    backend = small_tokenizers.byte_level()
-    backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
-    return small_tokenizers.write(
-        tmp_path_factory.mktemp("tools"), backend, eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.load(model_dir)
-
-
-@pytest.fixture(scope="module")
-def reading_router(model_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
-    with router_process(model_dir, ["--decode", scripted_node.address]) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def sdk(reading_router: RouterProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{reading_router.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
-        yield sdk
+@pytest.fixture
+def tokenizer(reading_tokenizer: Tokenizer) -> Tokenizer:
+    return reading_tokenizer
 
 
 @pytest.fixture
-def say(request: pytest.FixtureRequest, scripted_node: ScriptedNode, tokenizer: Tokenizer) -> Callable[..., Any]:
-    """Makes the node say a text; returns fields of a request that gets it."""
-
-    def register(text: str, finish: str = "stop", **extra: Any) -> dict[str, Any]:
-        async def script(conversation: Conversation) -> None:
-            for token_id in tokenizer.encode(text, add_special_tokens=False):
-                conversation.token(token_id)
-            conversation.token(tokenizer.encode("<|im_end|>")[0], finish=finish)
-
-        salt = request.node.name
-        scripted_node.scripts[salt] = script
-        return {"model": MODEL, "messages": ASK, "extra_body": {"cache_salt": salt, **extra}}
-
-    return register
+def say(say_text: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``say_text``, for a chat."""
+    return lambda text, finish="stop", **extra: {**say_text(text, finish, **extra), "messages": ASK}
 
 
 def collect(stream: Iterator[ChatCompletionChunk]) -> tuple[dict[str, str], list[dict[str, str]], str | None]:
@@ -194,10 +151,10 @@ def test_reasoning_switched_off_is_not_looked_for(
     assert tokenizer.decode(scripted_node.seen[request.node.name].prompt).endswith("<think>\n\n</think>\n\n")
 
 
-def test_special_tokens_that_calls_are_made_of_stay(model_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
+def test_special_tokens_that_calls_are_made_of_stay(reading_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
     text = '[TOOL_CALLS]f{"a": 1}'
     with (
-        router_process(model_dir, ["--decode", scripted_node.address, "--tool-call-parser", "mistral"]) as router,
+        router_process(reading_dir, ["--decode", scripted_node.address, "--tool-call-parser", "mistral"]) as router,
         openai.OpenAI(base_url=f"{router.url}/v1", api_key="none") as sdk,
     ):
         calls = sdk.chat.completions.create(tools=TOOLS, **say(text)).choices[0].message.tool_calls

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.chat.dialect import TOOL_FORMATS
-from router.chat.pieces import Message, OutputParser
+from router.chat.pieces import Message, OutputParser, message_of
 from router.chat.reasoning import PlainText, ReasoningReader
 from router.chat.tool_calls import ListReader, NamedReader
 
@@ -30,13 +30,8 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
 
 
 def parse(parser: OutputParser, texts: Sequence[str]) -> Message:
-    message = Message()
-    for text in texts:
-        for piece in parser.push(text):
-            message.add(piece)
-    for piece in parser.flush():
-        message.add(piece)
-    return message
+    pieces = [piece for text in texts for piece in parser.push(text)]
+    return message_of([*pieces, *parser.flush()])
 
 
 def calls(message: Message) -> list[tuple[str, str]]:
@@ -123,10 +118,8 @@ def test_a_call_after_reasoning() -> None:
 
 
 def test_a_name_is_told_before_the_arguments_are_there() -> None:
-    message = Message()
-    for piece in PARSERS["hermes"]().push('<tool_call>{"name": "f", "arguments": {"a": "long'):
-        message.add(piece)
-    assert calls(message) == [("f", '{"a": "long')]
+    pieces = PARSERS["hermes"]().push('<tool_call>{"name": "f", "arguments": {"a": "long')
+    assert calls(message_of(pieces)) == [("f", '{"a": "long')]
 
 
 # Pieces of all the formats, right and wrong; "0" … "9" stand nowhere in their syntax.

@@ -1,0 +1,70 @@
+"""From a checked request and its prompts to the response that will be written, of the kind that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.chat.dialect import Dialect
+from router.chat.reading import Reading, find_reading, plain_reading
+from router.chat.responses import ReadChatFormat, ReadChatStream, ReadChatWhole
+from router.formats import ChatFormat, CompletionFormat, Format
+from router.items.body import ItemsBody
+from router.items.responses import ItemsStream, ItemsWhole, ResponseObject
+from router.job import Job, Prompt
+from router.requests import ChatBody, CompletionBody, GenerateBody
+from router.responses import Response, ResponseOptions, StreamResponse, WholeResponse
+from router.tokenizer import Tokenizer
+
+
+class Answerer:
+    """Knows how a model writes and how it is called."""
+
+    def __init__(self, tokenizer: Tokenizer, dialect: Dialect, model: str) -> None:
+        self._tokenizer = tokenizer
+        self._dialect = dialect
+        self._model = model
+
+    def reading(self, body: GenerateBody, prompt: Prompt) -> Reading | None:
+        """None where the output is text and nothing else, and is sent as such."""
+        if not isinstance(body, ChatBody):
+            return None
+        found = find_reading(body.tool_use, self._dialect, prompt.text or "", body.include_reasoning)
+        if found is None and isinstance(body, ItemsBody):
+            return plain_reading(self._dialect)
+        return found
+
+    def response(self, body: GenerateBody, jobs: Sequence[Job], request_id: str, reading: Reading | None) -> Response:
+        if isinstance(body, ItemsBody):
+            assert reading is not None
+            head = ResponseObject(body, body.model or self._model, request_id)
+            items = ItemsStream if body.stream else ItemsWhole
+            return items(head, body, jobs, reading, self._tokenizer)
+        options = _options(body)
+        if reading is not None:
+            form = self._format(ReadChatFormat, body, request_id, options)
+            return (ReadChatStream if body.stream else ReadChatWhole)(form, options, jobs, reading)
+        kind = ChatFormat if isinstance(body, ChatBody) else CompletionFormat
+        form = self._format(kind, body, request_id, options)
+        return (StreamResponse if body.stream else WholeResponse)(form, options, jobs)
+
+    def _format(self, kind: type[Format], body: GenerateBody, request_id: str, options: ResponseOptions) -> Format:
+        model = body.model or self._model
+        return kind(self._tokenizer, model, request_id, max(body.num_logprobs, 0), options.include_usage)
+
+
+def shown_tokens(body: GenerateBody, reading: Reading | None) -> tuple[str, ...] | None:
+    """Special tokens that become text; None: all."""
+    if not body.skip_special_tokens:
+        return None
+    return () if reading is None else reading.markers
+
+
+def _options(body: GenerateBody) -> ResponseOptions:
+    include_usage = body.stream and body.stream_options.include_usage
+    return ResponseOptions(
+        num_logprobs=body.num_logprobs,
+        echo=isinstance(body, CompletionBody) and body.echo,
+        return_token_ids=body.return_token_ids,
+        include_usage=include_usage,
+        continuous_usage=include_usage and body.stream_options.continuous_usage_stats,
+    )

@@ -1,0 +1,1 @@
+"""OpenAI's Responses protocol: a chat whose input and output are lists of items."""

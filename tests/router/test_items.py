@@ -1,0 +1,210 @@
+"""/v1/responses as the official SDK uses it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_process import RouterProcess
+from scripted_node import ScriptedNode
+
+from pdserve.errors import RequestError
+from pdserve.pb import pdserve_pb2 as pb
+from router.chat.pieces import Kind, Piece
+from router.items.body import parse_items
+from router.items.input import messages_of
+from router.items.writer import ItemWriter
+from router.tokenizer import Tokenizer
+
+TOOLS: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+
+
+def test_a_text(sdk: openai.OpenAI, say_text: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer) -> None:
+    response = sdk.responses.create(input="Hi", instructions="Be brief.", max_output_tokens=50, **say_text("Hello!"))
+    assert response.output_text == "Hello!"
+    assert response.status == "completed"
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    prompt = reading_tokenizer.decode(scripted_node.seen["test_a_text"].prompt)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+    assert scripted_node.seen["test_a_text"].message.sampling.max_tokens == 50
+
+
+def test_reasoning_text_and_calls_are_items(sdk: openai.OpenAI, say_text: Any) -> None:
+    response = sdk.responses.create(input="Hi", tools=TOOLS, **say_text(f"<think>\nHm.\n</think>\n\nSure.{CALL}"))
+    reasoning, message, call = (item.to_dict() for item in response.output)
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"] == [{"type": "output_text", "text": "Sure.", "annotations": [], "logprobs": []}]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": "é"}')
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens > 1
+
+
+def test_the_events_of_a_stream(sdk: openai.OpenAI, say_text: Any) -> None:
+    fields = say_text(f"<think>Hm.</think>Sure.{CALL}")
+    events = list(sdk.responses.create(input="Hi", tools=TOOLS, stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    once = [kind for index, kind in enumerate(kinds) if not index or kinds[index - 1] != kind]
+    part = ["output_item.added", "content_part.added"]
+    assert once == [
+        *("created", "in_progress"),
+        *(*part, "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done"),
+        *(*part, "output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+
+
+def test_the_helper_of_the_sdk_follows_a_stream(sdk: openai.OpenAI, say_text: Any) -> None:
+    with sdk.responses.stream(input="Hi", tools=TOOLS, **say_text(f"<think>Hm.</think>Sure.{CALL}")) as stream:
+        texts = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+        response = stream.get_final_response()
+    assert texts[-1] == response.output_text == "Sure."
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+
+
+def test_a_text_cut_short_is_incomplete(sdk: openai.OpenAI, say_text: Any) -> None:
+    fields = say_text("Hello", finish="length")
+    response = sdk.responses.create(input="Hi", **fields)
+    assert response.status == response.output[0].to_dict()["status"] == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert list(sdk.responses.create(input="Hi", stream=True, **fields))[-1].type == "response.incomplete"
+
+
+def test_nothing_is_an_empty_message(sdk: openai.OpenAI, say_text: Any) -> None:
+    response = sdk.responses.create(input="Hi", **say_text(""))
+    assert [item.type for item in response.output] == ["message"]
+    assert response.output_text == ""
+
+
+def test_log_probabilities(sdk: openai.OpenAI, say_text: Any) -> None:
+    fields = say_text("Hello!")
+    response: Any = sdk.responses.create(input="Hi", include=["message.output_text.logprobs"], **fields)
+    logprobs = response.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in logprobs) == "Hello!"
+
+
+def test_a_late_failure_ends_the_stream_with_an_event(
+    sdk: openai.OpenAI, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
+) -> None:
+    async def script(conversation: Any) -> None:
+        conversation.token(reading_tokenizer.encode("a")[0])
+        conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+
+    scripted_node.scripts["late"] = script
+    events = list(sdk.responses.create(input="Hi", stream=True, extra_body={"cache_salt": "late"}))
+    failed: Any = events[-1]
+    assert failed.type == "response.failed"
+    assert failed.response.error.message == "the engine died"
+    assert failed.response.output[0].content[0].text == "a"
+
+
+def test_items_of_a_turn_are_one_message() -> None:
+    conversation: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Sure."}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "message", "role": "assistant", "content": "a"},
+        {"type": "message", "role": "assistant", "content": "b"},
+    ]
+    user, assistant, tool, *rest = messages_of(conversation, None)
+    assert user == conversation[0]
+    assert (assistant["reasoning"], assistant["content"]) == ("Hm.", [{"type": "output_text", "text": "Sure."}])
+    assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
+    assert tool == {"role": "tool", "tool_call_id": "1", "content": "one"}
+    assert rest == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+def test_what_a_response_says_can_be_sent_back(sdk: openai.OpenAI, say_text: Any) -> None:
+    fields = say_text(f"<think>Hm.</think>Sure.{CALL}")
+    first = sdk.responses.create(input="Hi", tools=TOOLS, **fields)
+    output: Any = [item.to_dict() for item in first.output]
+    output.append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "42"})
+    assert sdk.responses.create(input=output, tools=TOOLS, **fields).status == "completed"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "input is missing"),
+    ({"input": []}, "input is empty"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "not stored"),
+    ({"input": [{"type": "computer_call"}]}, "computer_call"),
+    ({"input": [{"role": "robot", "content": ""}]}, "role must be"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "not valid JSON"),
+    ({"input": [{"type": "reasoning", "content": [{}]}]}, "reasoning must be"),
+    ({"input": "a", "previous_response_id": "resp_1"}, "not stored"),
+    ({"input": "a", "conversation": "conv_1"}, "not stored"),
+    ({"input": "a", "background": True}, "background"),
+    ({"input": "a", "truncation": "auto"}, "truncation"),
+    ({"input": "a", "prompt": {"id": "x"}}, "prompt is not supported"),
+    ({"input": "a", "include": ["file_search_call.results"]}, "file_search_call"),
+    ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
+    ({"input": "a", "messages": []}, "/v1/chat/completions"),
+    ({"input": "a", "temprature": 1}, "did you mean temperature"),
+    ({"input": "a", "max_output_tokens": 0}, "at least 1"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), REFUSED)
+def test_what_cannot_be_is_refused(reading_router: RouterProcess, body: dict[str, Any], said: str) -> None:
+    response = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+def test_nothing_is_stored(sdk: openai.OpenAI, say_text: Any) -> None:
+    response = sdk.responses.create(input="Hi", store=True, **say_text("Hello"))
+    for call in (sdk.responses.retrieve, sdk.responses.delete, sdk.responses.cancel, sdk.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
+            call(response.id)
+
+
+pieces = st.lists(
+    st.tuples(st.sampled_from([Kind.CONTENT, Kind.REASONING, Kind.CALL]), st.text(min_size=1, max_size=3)), max_size=8
+)
+
+
+@given(pieces, st.booleans())
+def test_events_tell_the_items(told: list[tuple[Kind, str]], complete: bool) -> None:
+    """Deltas joined are what the done events say, and those are the items."""
+    events: list[dict[str, Any]] = []
+    writer = ItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
+    for kind, text in told:
+        writer.write([Piece(kind, text)])
+        if kind is Kind.CALL:
+            writer.write([Piece(Kind.ARGUMENTS, text)])
+    writer.end(complete)
+    for index, item in enumerate(writer.items):
+        mine = [event for event in events if event["output_index"] == index]
+        deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert mine[0]["type"] == "response.output_item.added"
+        assert mine[-1] == {**mine[-1], "type": "response.output_item.done", "item": item}
+        assert item["status"] == ("completed" if complete or index < len(writer.items) - 1 else "incomplete")
+
+
+names = st.sampled_from(["type", "role", "content", "text", "summary", "name", "message", "reasoning"])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | names,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(json_values)
+def test_any_input_is_understood_or_refused(value: Any) -> None:
+    for item in (value, [value], [{"type": "reasoning", "content": value}], [{"type": "function_call", "name": value}]):
+        try:
+            assert parse_items(json.dumps({"input": item}).encode()).messages
+        except RequestError:
+            continue
