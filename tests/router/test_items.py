@@ -97,13 +97,13 @@ def test_a_late_failure_ends_the_stream_with_an_event(
 ) -> None:
     async def script(conversation: Any) -> None:
         conversation.token(reading_tokenizer.encode("a")[0])
-        conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
+        conversation.fail(pb.Failure.DEADLINE, "too late")
 
     scripted_node.scripts["late"] = script
     events = list(sdk.responses.create(input="Hi", stream=True, extra_body={"cache_salt": "late"}))
     failed: Any = events[-1]
     assert failed.type == "response.failed"
-    assert failed.response.error.message == "the engine died"
+    assert failed.response.error.message == "too late"
     assert failed.response.output[0].content[0].text == "a"
 
 
