@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -48,6 +49,12 @@ class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             max_model_len=8192,
             vocab_size=4096,
         )
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.NodeReport]:
+        description = await self.Describe(pb.DescribeRequest(), context)
+        for sequence in itertools.count(1):
+            yield pb.NodeReport(sequence=sequence, description=description)
+            await asyncio.sleep(1.0)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
         return pb.NodeStatus()

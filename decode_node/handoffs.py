@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
-from decode_node.cost import worth_handoff
 from decode_node.generation import Generation
 from decode_node.handoff import Ask, Event, Handoff, Phase, ReadFailed
 from decode_node.metrics import Metrics
@@ -26,6 +25,7 @@ from decode_node.remote_prefill import RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink
 from engine.messages import Cancel, Mode, PrefillLocally
+from pdserve.cost import worth_handoff
 from pdserve.errors import NodeError, Overloaded, PdserveError, PeerError
 from pdserve.model_config import ModelConfig
 from pdserve.pb import pdserve_pb2 as pb

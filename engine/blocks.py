@@ -30,6 +30,38 @@ class Use(IntEnum):
 _WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → other claims that a block may keep, strongest first
 
 
+class CacheChanges:
+    """Which digests have come and gone since the last ``take``; what has done both is not told."""
+
+    def __init__(self) -> None:
+        self._added: dict[bytes, None] = {}  # oldest first
+        self._removed: dict[bytes, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._added or self._removed)
+
+    def add(self, digest: bytes) -> None:
+        _move(digest, self._removed, self._added)
+
+    def remove(self, digest: bytes) -> None:
+        _move(digest, self._added, self._removed)
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Those that are there now, and those that are not any more."""
+        changes = list(self._added), list(self._removed)
+        self._added.clear()
+        self._removed.clear()
+        return changes
+
+
+def _move(digest: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
+    """Undo an opposite change that nobody has been told of, or make one."""
+    if digest in source:
+        del source[digest]
+    else:
+        target[digest] = None
+
+
 class BlockPool:
     """The blocks of one node, with the prefix cache over them. Single-threaded."""
 
@@ -41,6 +73,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free and cached, least recently used first
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.changes = CacheChanges()
 
     @property
     def total(self) -> int:
@@ -120,9 +153,12 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            self.changes.add(digest)
 
     def _forget(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        self.changes.remove(digest)
 
     def _add_user(self, block: int, use: Use) -> None:
         self._users[use][block] += 1

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.hashing import BlockHashes
 from engine.messages import Output
 from engine.report import Report
 from engine.requests import Request, Sequence
+from pdserve.hashing import BlockHashes
 from pdserve.records import FinishReason, Sample
 from pdserve.stopping import finish_reason
 

@@ -55,6 +55,11 @@ class KVSpace:
         """Do what ``filled`` will need of a prompt whose KV is on its way, so that it takes less time then."""
         sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
 
+    def look(self, sequence: Sequence) -> None:
+        """Find out how much of a prompt that waits is cached. What is hashed for it need not be hashed again."""
+        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.prompt_len - 1))
+        sequence.expected = len(cached) * self._block_size
+
     def filled(self, sequence: Sequence) -> None:
         """So many tokens are computed that blocks are full: these become findable."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)

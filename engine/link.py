@@ -74,6 +74,7 @@ class EngineLink:
         self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # of every read, whoever waits for it
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
@@ -160,6 +161,7 @@ class EngineLink:
 
     def _dispatch(self, batch: Batch) -> None:
         self.status = batch.status
+        self.on_batch(batch)
         for read in batch.reads:
             self.on_read(read)
         events: Iterable[Event] = itertools.chain(

@@ -31,6 +31,7 @@ import msgspec
 
 from pdserve.config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
+from pdserve.pace import Pace
 from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
 from pdserve.transports import Connected
 
@@ -221,6 +222,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     reading: int
     running: int
     totals: Totals
+    backlog: int = 0  # prompt tokens that are to be computed here, without what is cached
+    pace: Pace = Pace()
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
@@ -234,6 +237,8 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     leased: tuple[Leased, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
+    cached: tuple[bytes, ...] = ()  # digests of blocks that can be found again from now on
+    evicted: tuple[bytes, ...] = ()  # … that cannot any more
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -28,10 +29,11 @@ import uvloop
 from engine.link import EngineLink
 from engine.messages import Posts, Progress
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
-from engine.node_service import Health, add_node_service
+from engine.node_service import Health, add_node_service, describe
 from engine.pulse import Watch
 from engine.ranks.flags import Hosted, add_host_flags, hosted_from
 from engine.ranks.host import run_ranks
+from engine.watching import Watching
 from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions
@@ -101,9 +103,20 @@ class Node:
         self.tls = tls  # to speak to other nodes with
         self.epoch = secrets.token_hex(8)
         self.compat_hash = compat_hash(config.compat_fields)
-        self.state = State.LOADING
+        self._state = State.LOADING
         self.link = EngineLink(config, self.agent if role.uses_connector else "", posts)
         self.watch = Watch(self.link.pulse)
+        self.watching = Watching(partial(describe, self))
+        self.link.on_batch = self.watching.on_batch
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self.watching.wake()
 
     @property
     def agent(self) -> str:
@@ -214,6 +227,7 @@ async def _running(node: Node) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        node.watching.end()
         await node.server.stop(_STOP_GRACE if node.state is State.DRAINING else 0)
         await node.role.close()
         await node.link.shutdown()

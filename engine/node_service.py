@@ -1,7 +1,8 @@
-"""The gRPC services that every node has: Node (Describe, Status), health and reflection."""
+"""The gRPC services that every node has: Node (Describe, Status, Watch), health and reflection."""
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from engine.watching import sample_bits
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.wire import layout_to_pb
@@ -39,6 +41,27 @@ class Health:
             await self._servicer.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
 
+def describe(node: Node) -> pb.NodeDescription:
+    """What a node is."""
+    config, layout = node.config, node.link.kv_layout
+    return pb.NodeDescription(
+        node_id=node.node_id,
+        epoch=node.epoch,
+        role=node.role.name,
+        state=node.state,
+        model=config.served_model_name,
+        version=VERSION,
+        compat_hash=node.compat_hash,
+        runner=config.decision.runner,
+        runner_reasons=config.decision.reasons,
+        kv_layout=layout_to_pb(config.whole_layout(layout)),
+        max_model_len=config.max_model_len,
+        vocab_size=config.model.vocab_size,
+        connected_peers=node.role.connected_peers(),
+        cache_sample_bits=sample_bits(layout.num_blocks),
+    )
+
+
 class NodeService(pb_grpc.NodeServicer):
     """Answers from what the front knows; the engine is never asked."""
 
@@ -46,22 +69,14 @@ class NodeService(pb_grpc.NodeServicer):
         self._node = node
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.NodeDescription:
-        node, config = self._node, self._node.config
-        return pb.NodeDescription(
-            node_id=node.node_id,
-            epoch=node.epoch,
-            role=node.role.name,
-            state=node.state,
-            model=config.served_model_name,
-            version=VERSION,
-            compat_hash=node.compat_hash,
-            runner=config.decision.runner,
-            runner_reasons=config.decision.reasons,
-            kv_layout=layout_to_pb(config.whole_layout(node.link.kv_layout)),
-            max_model_len=config.max_model_len,
-            vocab_size=config.model.vocab_size,
-            connected_peers=node.role.connected_peers(),
-        )
+        return describe(self._node)
+
+    async def Watch(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
+        self, request: pb.WatchRequest, context: Context
+    ) -> None:
+        async with aclosing(self._node.watching.reports()) as reports:
+            async for report in reports:
+                await context.write(report)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.NodeStatus:
         status = self._node.link.status

@@ -20,8 +20,10 @@ class Pipeline:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Pending, float]] = deque()  # with when it was launched
+        self._landed_at = 0.0  # when the latest result was there
         self.waited = 0.0  # seconds, for results
+        self.lasted = 0.0  # seconds that the latest step took to land which was taken, without those before it
 
     @property
     def empty(self) -> bool:
@@ -30,7 +32,8 @@ class Pipeline:
     def launch(self, plan: StepPlan) -> None:
         """Start a step. An empty one only asks the connector for news, and only where nothing else is in flight."""
         if not self._in_flight or plan.has_orders:
-            self._in_flight.append((plan, self._ranks.launch(plan)))
+            launched_at = time.perf_counter()
+            self._in_flight.append((plan, self._ranks.launch(plan), launched_at))
 
     def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
         """The oldest step with its output, waiting for it, if that is due now that ``plan`` has been launched.
@@ -40,8 +43,10 @@ class Pipeline:
         """
         if plan.scheduled and len(self._in_flight) < self._ranks.max_in_flight:
             return None
-        oldest, pending = self._in_flight.popleft()
+        oldest, pending, launched_at = self._in_flight.popleft()
         start = time.perf_counter()
         output = pending.result()
-        self.waited += time.perf_counter() - start
+        now = time.perf_counter()
+        self.waited += now - start
+        self.lasted, self._landed_at = now - max(launched_at, self._landed_at), now
         return oldest, output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.blocks import CacheChanges
 from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
 from pdserve.records import KVConnectorOutput
 from pdserve.transports import Connected
@@ -42,8 +43,9 @@ class Report:
         self.connected += news.connected
         self.failed_peers += news.failed_peers
 
-    def take(self, status: Status) -> Batch:
-        """All of it as one message; the report is empty afterwards."""
+    def take(self, status: Status, cache: CacheChanges) -> Batch:
+        """All of it as one message, with what has changed in the cache; the report is empty afterwards."""
+        cached, evicted = cache.take() if cache else ((), ())
         batch = Batch(
             status=status,
             outputs=tuple(self.outputs),
@@ -53,6 +55,8 @@ class Report:
             leased=tuple(self.leased),
             connected=tuple(self.connected),
             failed_peers=tuple(self.failed_peers),
+            cached=tuple(cached),
+            evicted=tuple(evicted),
         )
         entries: list[Any]
         for entries in (

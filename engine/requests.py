@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.hashing import BlockHashes
 from engine.messages import Mode
+from pdserve.hashing import BlockHashes
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence
 
 
@@ -53,6 +53,7 @@ class Sequence:
     max_length: int
     length: int = field(init=False)  # tokens it has once the steps in flight have ended
     num_computed: int = 0  # tokens whose KV is there
+    expected: int = -1  # of its prompt so many tokens were cached when it waited and was looked at; -1: it was not
     num_launched: int = 0  # … or will be, once the steps in flight have ended
     ended: bool = False  # results of steps still in flight are nobody's, but these write to its blocks until they end
     blocks: list[int] = field(default_factory=list)

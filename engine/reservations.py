@@ -9,6 +9,7 @@ import msgspec
 
 from engine.digests import Digests
 from engine.messages import ReadEnded, Reserved, StartRead
+from engine.meter import Meter
 from engine.report import Report
 from engine.requests import Sequence
 from engine.transfers import Transfers
@@ -21,9 +22,12 @@ class Reservations:
     With ``digests``, a read has ended for the front only when its blocks have been found to be what P has announced.
     """
 
-    def __init__(self, transfers: Transfers, report: Report, digests: Digests | None, block_size: int) -> None:
+    def __init__(
+        self, transfers: Transfers, report: Report, meter: Meter, digests: Digests | None, block_size: int
+    ) -> None:
         self._transfers = transfers
         self._report = report
+        self._meter = meter
         self._digests = digests
         self._block_size = block_size
         self._sequences: dict[int, Sequence] = {}
@@ -74,6 +78,8 @@ class Reservations:
             reading = self._transfers.ended(result.read_id)
             rid, error, sizes = reading.rid, result.error, (result.num_bytes, result.num_descriptors)
             ended = ReadEnded(rid, error, *sizes, result.seconds, epoch=reading.epoch)
+            if not error:
+                self._meter.add_read(len(reading.blocks) * self._block_size, result.seconds)
             asked = self._to_check.pop(result.read_id, None)
             if not reading.abandoned:
                 self._sequences[rid].request.reads.discard(result.read_id)

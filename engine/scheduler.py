@@ -18,7 +18,7 @@ Everything here is plain Python over plain values: no device, no transfer, no cl
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import chain
+from itertools import chain, islice
 
 import msgspec
 
@@ -28,6 +28,7 @@ from engine.digests import Announcements, Digests
 from engine.draft import StepDraft
 from engine.kv_space import KVSpace
 from engine.messages import Batch, Mode, Status, Submit, Totals
+from engine.meter import Meter
 from engine.microbatch import StepsInFlight
 from engine.report import Report
 from engine.requests import Request, Sequence
@@ -35,6 +36,8 @@ from engine.reservations import Reservations
 from engine.transfers import Transfers
 from engine.waiting import WaitingQueue
 from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPlan
+
+_LOOKS_PER_STEP = 8  # prompts in the queue that are looked up in the cache while the device computes
 
 
 class Scheduler:
@@ -65,6 +68,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.report = Report()
         self.totals = Totals()
+        self.meter = Meter()
         self.transfers = Transfers(self.pool)
         self._kv = KVSpace(self.pool, self.transfers, block_size)
         self._choices = Choices(block_size, eos_token_ids, self.report)
@@ -73,9 +77,10 @@ class Scheduler:
         self._digests = Digests(block_size)
         checks = self._digests if kv_checksum else None
         self._announcements = Announcements(self.report, checks)
-        self.reservations = Reservations(self.transfers, self.report, checks, block_size)
+        self.reservations = Reservations(self.transfers, self.report, self.meter, checks, block_size)
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
         self._in_flight = StepsInFlight(stages)
+        self._prompts: list[Sequence] = []  # that were being computed when the latest step was planned
         self._forgotten: list[int] = []  # sequences the runner must drop
         self._num_plans = 0
 
@@ -160,11 +165,14 @@ class Scheduler:
         """Use the time while the device computes, or KV is read: work that would otherwise delay the next token."""
         for sequence in chain(self._in_flight.newest_prompts, self.reservations.take_started()):
             self._kv.prepare(sequence)
+        for sequence in islice((s for s in self._waiting if s.expected < 0), _LOOKS_PER_STEP):
+            self._kv.look(sequence)
 
-    def apply(self, plan: StepPlan, output: ModelRunnerOutput) -> None:
-        """Take in what the step produced."""
+    def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
+        """Take in what the step produced, and that it took so long."""
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples)
+            self.meter.add_step(plan.scheduled, seconds)
             self.totals.steps += 1
         self._digests.arrived(output.step.digests)
         self.reservations.reads_ended(output.connector.finished_recving)
@@ -173,11 +181,17 @@ class Scheduler:
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
         self.totals.output_tokens += len(self.report.outputs)
-        return self.report.take(self.status()) if self.report else None
+        return self.report.take(self.status(), self.pool.changes) if self.report else None
 
     def status(self) -> Status:
         requests = len(self._waiting), len(self.reservations), len(self._running)
-        return Status(*self.pool.counts, self.pool.total, *requests, msgspec.structs.replace(self.totals))
+        totals = msgspec.structs.replace(self.totals)
+        return Status(*self.pool.counts, self.pool.total, *requests, totals, self._backlog(), self.meter.pace)
+
+    def _backlog(self) -> int:
+        """Prompt tokens to be computed here; what is cached of those that wait is known once somebody has looked."""
+        waiting = sum(s.prompt_len - max(0, s.expected) for s in self._waiting if s.request.mode is not Mode.HANDOFF)
+        return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
 
@@ -197,6 +211,7 @@ class Scheduler:
             self._preempt(max(preemptible, key=lambda s: s.request.priority))  # the first of equals
             runnable = self._in_flight.choose(self._running.values())
         draft.add_running(runnable)
+        self._prompts = runnable.prompts
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -230,6 +245,7 @@ class Scheduler:
             else:
                 self._running[sequence.seq] = sequence
                 draft.add_prompt(sequence)
+                self._prompts.append(sequence)
 
     # ------------------------------------------------------------ results
 

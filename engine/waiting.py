@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
 from engine.requests import Sequence
 
@@ -17,6 +19,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """From the head on."""
+        return chain.from_iterable(self._queues[priority] for priority in self._priorities)
 
     @property
     def head(self) -> Sequence | None:

@@ -14,6 +14,7 @@ from pdserve.errors import (
     RequestError,
 )
 from pdserve.kv import KVLayout, KVShare
+from pdserve.pace import Line, Pace
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
 
@@ -96,6 +97,22 @@ def share_to_pb(share: KVShare) -> pb.KVShare:
 def share_from_pb(message: pb.KVShare) -> KVShare:
     """Raises ConfigError when it is no part of the model."""
     return KVShare(**{name: getattr(message, name) for name in KVShare.__struct_fields__})
+
+
+def pace_to_pb(pace: Pace) -> pb.Pace:
+    return pb.Pace(prompt=_line_to_pb(pace.prompt), decode=_line_to_pb(pace.decode), read=_line_to_pb(pace.read))
+
+
+def pace_from_pb(message: pb.Pace) -> Pace:
+    return Pace(_line_from_pb(message.prompt), _line_from_pb(message.decode), _line_from_pb(message.read))
+
+
+def _line_to_pb(line: Line) -> pb.Line:
+    return pb.Line(base=line.base, slope=line.slope)
+
+
+def _line_from_pb(message: pb.Line) -> Line:
+    return Line(message.base, message.slope)
 
 
 def rank_to_pb(rank: RankKV) -> pb.RankKV:

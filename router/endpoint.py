@@ -100,6 +100,7 @@ class GenerateEndpoint:
         response = service.answerer.response(body, jobs, options.request_id, reading)
         generation = Generation(jobs, options, service.tokenizer, response, service.metrics)
         response.generation = generation
+        await generation.prepare(service.fleet)
         gone.add_done_callback(lambda _: response.on_disconnect())
         loop = asyncio.get_running_loop()
         deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)

@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.tls import PeerTls
 from router.call import CallSink
 from router.job import Limits
+from router.metrics import Metrics
 from router.node_client import NodeClient
-from router.policy import NodeView, Placement, Snapshot, choose, no_decode_node
+from router.policy import POLICIES, PREFIX_AWARE, Ask, NodeView, Placement, Snapshot, no_decode_node
+from router.prefixes import CachedBlocks, PrefixIndex, PromptPrefix
 from router.serve_stream import ServeStream
+
+_INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
 
 
 class Call:
     """A request at a decode node. Ends by ``finish``, ``cancel`` or a failure to the sink; the first one counts."""
 
-    def __init__(self, node: NodeView, stream: ServeStream, number: int, prefill: NodeClient | None) -> None:
+    def __init__(
+        self, node: NodeView, stream: ServeStream, number: int, decode: NodeClient, prefill: NodeClient | None
+    ) -> None:
         self.node = node
         self._stream = stream
         self._number = number
+        self._decode: NodeClient | None = decode
         self._prefill = prefill
 
     def prefilled(self) -> None:
         """The first token is there: P has done its part. Idempotent."""
         if self._prefill is not None:
-            self._prefill.prefilling -= 1
+            self._prefill.done()
             self._prefill = None
 
     def finish(self) -> None:
-        self.prefilled()
+        self._leave()
         self._stream.finished(self._number)
 
     def cancel(self) -> None:
-        self.prefilled()
+        self._leave()
         self._stream.cancel(self._number)
+
+    def _leave(self) -> None:
+        self.prefilled()
+        if self._decode is not None:
+            self._decode.done()
+            self._decode = None
 
 
 class Fleet:
     """All state is learnt from the nodes; a router that starts anew has it within seconds."""
 
-    def __init__(self, model: str, prefill: Sequence[str], decode: Sequence[str], tls: PeerTls | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        policy: str,
+        metrics: Metrics,
+        tls: PeerTls | None = None,
+    ) -> None:
         self._model = model
-        self._turn = 0
+        self._policy = policy
+        self._metrics = metrics
+        self._turn = random.getrandbits(32)  # routers that start together do not go in step
         self._watchers: list[Callable[[], None]] = []
-        self.nodes = [NodeClient(address, "prefill", self._changed, tls) for address in prefill]
-        self.nodes += [NodeClient(address, "decode", self._changed, tls) for address in decode]
+        self._prefixes = PrefixIndex()
+        roles = [("prefill", address) for address in prefill] + [("decode", address) for address in decode]
+        self.nodes = [NodeClient(address, role, self._prefixes, self._changed, tls) for role, address in roles]
 
     def start(self) -> None:
         for node in self.nodes:
@@ -93,26 +118,69 @@ class Fleet:
             raise no_decode_node(self.snapshot())
         return Limits(min(d.max_model_len for d in ready), min(d.vocab_size for d in ready))
 
-    def generate(
-        self, message: pb.Generate, sink: CallSink, accepts: Callable[[NodeView], bool] = lambda node: True
-    ) -> Call:
-        """Place a request at a decode node that is accepted, and send it. Raises Overloaded when none is ready."""
-        snapshot = self.snapshot().among(accepts)
-        placement = choose(snapshot)
-        self._turn += 1
-        stream, prefill = self._resolve(placement)
-        message.prefill_node = placement.prefill or ""
-        number = stream.generate(message, sink)
-        if prefill is not None:
-            prefill.prefilling += 1
-        node = next(node for node in snapshot.nodes if (node.role, node.node_id) == ("decode", placement.decode))
-        return Call(node, stream, number, prefill)
+    async def prepare(self, prefix: PromptPrefix) -> None:
+        """Have a long prompt's chain computed on a thread, so that it does not hold up other streams."""
+        if self._policy == PREFIX_AWARE and prefix.num_tokens > _INLINE_TOKENS:
+            for size in {node.description.kv_layout.block_size for node in self.nodes if node.description}:
+                if size:
+                    await asyncio.to_thread(prefix.numbers, size)
 
-    def _resolve(self, placement: Placement) -> tuple[ServeStream, NodeClient | None]:
+    def generate(
+        self,
+        message: pb.Generate,
+        sink: CallSink,
+        accepts: Callable[[NodeView], bool] = lambda node: True,
+        prefix: PromptPrefix | None = None,
+    ) -> Call:
+        """Place a request at a decode node that is accepted, and send it; ``prefix`` is that of its prompt.
+
+        Raises Overloaded when none is ready.
+        """
+        snapshot = self.snapshot().among(accepts)
+        ask = self._ask(prefix or PromptPrefix(message.token_ids, message.cache_salt))
+        placement = POLICIES[self._policy](snapshot, ask)
+        self._turn += 1
+        decode, prefill = self._resolve(placement)
+        message.prefill_node = placement.prefill or ""
+        view = decode.view()
+        assert decode.stream is not None, "a ready decode node has a stream"
+        assert view is not None, "it was chosen by its view"
+        number = decode.stream.generate(message, sink)
+        self._account(ask, decode, prefill)
+        return Call(view, decode.stream, number, decode, prefill)
+
+    def _account(self, ask: Ask, decode: NodeClient, prefill: NodeClient | None) -> None:
+        """Count a placement, and what it makes the nodes do."""
+        computes = prefill or decode
+        assert computes.description is not None
+        node_id = computes.description.node_id
+        computes.sent(ask.uncached(node_id), ask.num_tokens)
+        if prefill is not None:
+            decode.sent(0, ask.num_tokens)
+        self._metrics.placements.labels(self._policy, "local" if prefill is None else "remote").inc()
+        self._metrics.expected_cached_tokens.inc(ask.cached.get(node_id, 0))
+
+    def _ask(self, prefix: PromptPrefix) -> Ask:
+        """What the policy needs to know of a prompt: who has how much of it, if that matters."""
+        if self._policy != PREFIX_AWARE:
+            return Ask(prefix.num_tokens)
+        cached: dict[str, int] = {}
+        by_size: dict[int, dict[CachedBlocks, str]] = {}
+        for node in self.nodes:
+            described = node.description
+            if described is not None and node.cached is not None and described.model == self._model:
+                by_size.setdefault(described.kv_layout.block_size, {})[node.cached] = described.node_id
+        for size, nodes in by_size.items():
+            if size:
+                most = (prefix.num_tokens - 1) // size  # the last token is always computed
+                found = self._prefixes.match(prefix.numbers(size)[:most], nodes)
+                cached.update((nodes[blocks], count * size) for blocks, count in found.items())
+        return Ask(prefix.num_tokens, cached)
+
+    def _resolve(self, placement: Placement) -> tuple[NodeClient, NodeClient | None]:
         by_id = {(node.role, node.description.node_id): node for node in self.nodes if node.description}
-        stream = by_id["decode", placement.decode].stream
-        assert stream is not None, "a ready decode node has a stream"
-        return stream, None if placement.prefill is None else by_id["prefill", placement.prefill]
+        prefill = None if placement.prefill is None else by_id["prefill", placement.prefill]
+        return by_id["decode", placement.decode], prefill
 
     def _changed(self) -> None:
         for watcher in tuple(self._watchers):

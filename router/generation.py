@@ -18,6 +18,7 @@ from router.formats import Usage
 from router.job import Job
 from router.metrics import Metrics
 from router.migration import Accepts, Migration
+from router.prefixes import PromptPrefix
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,11 @@ class Generation:
         self._unfinished = len(self.runs)
         self._ended = False
 
+    async def prepare(self, fleet: Fleet) -> None:
+        """What takes time of choosing nodes for long prompts."""
+        for run in self.runs:
+            await fleet.prepare(run.prefix)
+
     def start(self, fleet: Fleet) -> None:
         """Send every prompt. What cannot be sent ends the generation with that error."""
         for run in self.runs:
@@ -119,6 +125,7 @@ class PromptRun:
         self._cut = False  # a stop string ended a choice, of which the node knows nothing
         self._accounted = False
         options = generation.options
+        self.prefix = PromptPrefix(pack_tokens(job.prompt.token_ids), options.cache_salt)
         context = job.prompt.token_ids[-_CONTEXT_TOKENS:] if options.continues_prompt else ()
         self.choices = [
             Choice(first_index + choice, tokenizer.detokenizer(context, options.shown_tokens), options.stops)
@@ -139,7 +146,7 @@ class PromptRun:
         options = self._generation.options
         message = pb.Generate(
             request_id=options.request_id,
-            token_ids=pack_tokens(self.job.prompt.token_ids),
+            token_ids=self.prefix.token_ids,
             sampling=sampling_to_pb(self.job.sampling),
             timeout_ms=max(1, int(options.remaining * 1000)),
             cache_salt=options.cache_salt,
@@ -148,7 +155,7 @@ class PromptRun:
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:
                 message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
-        self._call = self._fleet.generate(message, self, accepts)
+        self._call = self._fleet.generate(message, self, accepts, self.prefix)
         self._waiting = True
 
     def cancel(self) -> None:

@@ -85,6 +85,17 @@ class Metrics:
         self.replayed_tokens = Counter(
             "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry
         )
+        self.placements = Counter(
+            "pdserve_placements",
+            "Prompts sent to nodes, by policy and by where they are prefilled (local: on the decode node).",
+            ["policy", "prefill"],
+            registry=self.registry,
+        )
+        self.expected_cached_tokens = Counter(
+            "pdserve_expected_cached_prompt_tokens",
+            "Prompt tokens that a prefix cache was expected to have; pdserve_cached_prompt_tokens is what it had.",
+            registry=self.registry,
+        )
         self.nodes_ready = Gauge("pdserve_nodes_ready", "Nodes that are ready.", ["role"], registry=self.registry)
 
     def export(self) -> bytes:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from pdserve.cost import Load
+from pdserve.hashing import unpack_numbers
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.rpc import open_channel
 from pdserve.tls import PeerTls
+from pdserve.wire import pace_from_pb
 from router.policy import NodeView
+from router.prefixes import CachedBlocks, PrefixIndex
 from router.serve_stream import ServeStream
 
 if TYPE_CHECKING:  # exists in the stubs' types only
@@ -21,31 +26,42 @@ if TYPE_CHECKING:  # exists in the stubs' types only
 
 logger = logging.getLogger(__name__)
 
-POLL_STARTING = 0.1  # seconds between looks at a node that is not ready
-POLL_READY = 1.0  # seconds between looks at one that is
-DESCRIBE_TIMEOUT = 2.0  # seconds
-MAX_MISSED = 3  # looks without an answer until a node that was ready counts as hung
+RETRY = 0.1  # seconds until a node that is lost is asked again
+SILENCE = 4.0  # seconds without a report, of which there is one each second, until a node counts as hung
+REPORTED = 0.15  # seconds after which a node's report includes a request that was sent to it
 
 
 class NodeClient:
-    """Keeps ``description`` up to date and, for a ready decode node, ``stream`` open.
+    """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open.
 
     The end of a process ends its connection at once, and keepalive (pdserve/rpc.py) notices a host that is gone.
-    Describe, called every second, notices the rest: restarts, changed peers, and a process that does not answer though
-    its connection stands.
+    Reports, which come every second at least, tell the rest: restarts, changed peers, and by their absence a process
+    that does nothing though its connection stands.
     """
 
-    def __init__(self, address: str, role: str, on_change: Callable[[], None], tls: PeerTls | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        prefixes: PrefixIndex,
+        on_change: Callable[[], None],
+        tls: PeerTls | None = None,
+    ) -> None:
         self.address = address
         self.role = role
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
-        self.prefilling = 0  # requests sent to this P that have no token yet
+        self.cached: CachedBlocks | None = None  # while there is a description
+        self._prefixes = prefixes
+        self._load = pb.NodeLoad()
+        self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
+        self._in_flight = 0  # requests of this router; on P, those that have no token yet
+        self._view: NodeView | None = None  # as of the latest change
         self._on_change = on_change
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
-        self._missed = 0
+        self._heard_at = 0.0
 
     def start(self) -> None:
         self._channel = open_channel(self.address, tls=self._tls)
@@ -56,73 +72,150 @@ class NodeClient:
             self._task.cancel()
         if self.stream is not None:
             self.stream.close("the router is shutting down")
+        self._forget()
         if self._channel is not None:
             await self._channel.close(None)
 
     @property
     def ready(self) -> bool:
-        if self.description is None or self.description.state != "ready":
-            return False
-        return self.role == "prefill" or (self.stream is not None and self.stream.open)
+        return self._usable and (self.role == "prefill" or (self.stream is not None and self.stream.open))
+
+    @property
+    def _usable(self) -> bool:
+        node = self.description
+        return node is not None and node.state == "ready" and node.role == self.role
 
     def view(self) -> NodeView | None:
-        """None while the node has never answered."""
-        node = self.description
-        if node is None:
-            return None
+        """None while the node has not said what it is."""
+        if self._view is None and self.description is not None:
+            self._view = self._look(self.description)
+        return self._view
+
+    def sent(self, uncached_tokens: int, num_tokens: int) -> None:
+        """A request goes there: so many prompt tokens to be computed, and so many to have room for."""
+        self._in_flight += 1
+        self._sent.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
+        self._view = None
+
+    def done(self) -> None:
+        """It needs the node no more."""
+        self._in_flight -= 1
+        self._view = None
+
+    def _look(self, node: pb.NodeDescription) -> NodeView:
         return NodeView(
             node_id=node.node_id,
             role=self.role,
             model=node.model,
             ready=self.ready,
             compat_hash=node.compat_hash,
-            in_flight=self.prefilling if self.role == "prefill" else self._calls,
+            version=node.version,
             connected_peers=frozenset(node.connected_peers),
+            in_flight=self._in_flight,
+            load=self._whole_load(node.kv_layout.block_size),
+            pace=pace_from_pb(self._load.pace),
         )
 
-    @property
-    def _calls(self) -> int:
-        return 0 if self.stream is None else self.stream.in_flight
+    def _whole_load(self, block_size: int) -> Load:
+        """What the node told, and what it was sent since."""
+        load = self._load
+        blocks = sum(-(-tokens // block_size) for _, _, tokens in self._sent) if block_size else 0
+        return Load(
+            requests=load.waiting + load.running + len(self._sent),
+            waiting=load.waiting,
+            backlog=load.backlog + sum(uncached for _, uncached, _ in self._sent),
+            free_blocks=max(0, load.free_blocks - blocks),
+            total_blocks=load.total_blocks,
+            block_size=max(1, block_size),
+        )
+
+    # ------------------------------------------------------------ reports
 
     async def _watch(self, stub: NodeAsyncStub) -> None:
         while True:
+            reason = "it ends"
+            call = stub.Watch(pb.WatchRequest(), wait_for_ready=True)
+            watchdog = asyncio.create_task(self._expect_reports(call))
             try:
-                described = await stub.Describe(
-                    pb.DescribeRequest(),
-                    timeout=DESCRIBE_TIMEOUT,
-                    wait_for_ready=not self.ready,  # a ready node that is gone is to fail at once
-                )
+                await self._follow(call)
             except grpc.aio.AioRpcError as exc:
-                self._on_miss(exc)
-            else:
-                self._on_described(described)
-            await asyncio.sleep(POLL_READY if self.ready else POLL_STARTING)
+                reason = exc.details() or exc.code().name
+            except ValueError as exc:
+                reason = str(exc)
+            except asyncio.CancelledError:
+                if not watchdog.done():  # we are being closed
+                    raise
+                reason = f"it has said nothing for {SILENCE:g} s"
+            finally:
+                watchdog.cancel()
+                call.cancel()
+            self._lose(reason)
+            await asyncio.sleep(RETRY)
+
+    async def _follow(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """Take in reports until the node ends them. Raises ValueError when one cannot be meant so."""
+        sequence = 0
+        async for report in call:
+            sequence += 1
+            if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
+                raise ValueError(f"report {report.sequence} came in place of {sequence}")
+            self._heard_at = asyncio.get_running_loop().time()
+            self._on_report(report)
+
+    async def _expect_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """End the call when nothing comes. Time in which this process itself stood still is no silence of the node."""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        while (quiet := loop.time() - self._heard_at) < SILENCE:
+            before = loop.time()
+            await asyncio.sleep(min(SILENCE / 4, SILENCE - quiet))
+            self._heard_at += max(0.0, loop.time() - before - SILENCE / 2)
+        call.cancel()
+
+    def _on_report(self, report: pb.NodeReport) -> None:
+        changed = report.HasField("description")
+        if changed:
+            self._on_described(report.description)
+        self._load = report.load
+        assert self.cached is not None, "the first report has a description"
+        self.cached.change(unpack_numbers(report.cache.added), unpack_numbers(report.cache.removed))
+        if self._usable and self.role == "decode" and self.stream is None:
+            self._open_stream()
+            changed = True
+        latest = self._heard_at - REPORTED
+        while self._sent and self._sent[0][0] < latest:
+            self._sent.popleft()
+        self._view = None
+        if changed:
+            self._on_change()
 
     def _on_described(self, described: pb.NodeDescription) -> None:
-        self._missed = 0
         before = self.description
-        if before is not None and before.epoch != described.epoch:
-            logger.info("node %s at %s restarted", described.node_id, self.address)
-            self._end_stream("the node was restarted")
-        if described.role != self.role and (before is None or before.role != described.role):
+        if described.role != self.role and before is None:
             logger.error("%s is a %s node, not a %s node; it is not used", self.address, described.role, self.role)
+        if self.cached is None:
+            self.cached = self._prefixes.open(described.cache_sample_bits)
         self.description = described
-        usable = described.state == "ready" and described.role == self.role
-        if usable and self.role == "decode" and self.stream is None and self._channel is not None:
-            self.stream = ServeStream(self._channel, described.node_id, self._on_stream_end)
-        if usable and (before is None or before.state != "ready"):
+        if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
-        self._on_change()
 
-    def _on_miss(self, exc: grpc.aio.AioRpcError) -> None:
-        self._missed += 1
-        if exc.code() == grpc.StatusCode.DEADLINE_EXCEEDED and self._missed < MAX_MISSED and self.ready:
-            return
+    def _open_stream(self) -> None:
+        assert self._channel is not None
+        assert self.description is not None
+        self.stream = ServeStream(self._channel, self.description.node_id, self._on_stream_end)
+
+    def _lose(self, reason: str) -> None:
         if self.description is not None:
-            logger.warning("node at %s is lost: %s", self.address, exc.details())
-        self.description = None
+            logger.warning("node at %s is lost: %s", self.address, reason)
+        self._forget()
         self._end_stream("the node does not answer")
         self._on_change()
+
+    def _forget(self) -> None:
+        self.description = self._view = None
+        if self.cached is not None:
+            self._prefixes.close(self.cached)
+            self.cached = None
 
     def _end_stream(self, reason: str) -> None:
         if self.stream is not None:
@@ -131,4 +224,5 @@ class NodeClient:
     def _on_stream_end(self, stream: ServeStream) -> None:
         if self.stream is stream:
             self.stream = None
+        self._view = None
         self._on_change()

@@ -11,6 +11,7 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.flags import CommandParser, add_tls_flag, parse_size, positive_int
 from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
+from router.policy import POLICIES, PREFIX_AWARE
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000  # 0: any
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    policy: str = PREFIX_AWARE  # of router.policy.POLICIES
     request_timeout: float = 600.0  # seconds
     migrations: int = 2  # of a prompt
     max_inflight: int = 1024  # HTTP requests
@@ -56,6 +58,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0 is any (default %(default)s)")
     add("--prefill", type=_address, action="append", default=[], metavar="HOST:PORT", help="a prefill node; repeatable")
     add("--decode", type=_address, action="append", default=[], metavar="HOST:PORT", help="a decode node; repeatable")
+    add("--policy", choices=[*POLICIES], default=PREFIX_AWARE, help="how nodes are chosen (default %(default)s)")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="seconds a request may take (default 600)")
     add(
         "--migrations",

@@ -1,28 +1,49 @@
-"""Which nodes serve a request: a pure function of a snapshot of the fleet."""
+"""Which nodes serve a request: pure functions of a snapshot of the fleet and of what the request needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from pdserve import cost
+from pdserve.cost import Load
 from pdserve.errors import Overloaded
+from pdserve.pace import Line, Pace
+
+_SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share: costs that differ by less are taken to be equal
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """A node as the router sees it. ``in_flight`` counts this router's requests there; on P, those still in prefill."""
+    """A node as the router sees it. ``node_id`` is unique.
+
+    ``in_flight`` counts this router's requests there; on P, those still in prefill.
+    """
 
     node_id: str
     role: str  # "prefill" or "decode"
     model: str
     ready: bool
     compat_hash: str = ""
-    in_flight: int = 0
+    version: str = ""
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
+    in_flight: int = 0
+    load: Load = Load()  # of all routers' requests, as the node told, and what it has not told of yet
+    pace: Pace = Pace()
+
+    def reads_from(self, prefill: NodeView) -> bool:
+        """Whether this D can take over what that P computes."""
+        return (
+            prefill.node_id in self.connected_peers
+            and prefill.compat_hash == self.compat_hash
+            and prefill.version == self.version
+        )
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """``turn`` counts the choices made so far; ties go round by it."""
+    """``turn`` counts the choices made so far, from some number on; ties go round by it."""
 
     model: str
     nodes: tuple[NodeView, ...]
@@ -33,6 +54,20 @@ class Snapshot(msgspec.Struct, frozen=True):
         nodes = tuple(node for node in self.nodes if node.role != "decode" or accepts(node))
         return msgspec.structs.replace(self, nodes=nodes)
 
+    def usable(self, role: str) -> list[NodeView]:
+        return [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A prompt, and how many of its leading tokens each node has in its cache, by node id; none where it is missing."""
+
+    num_tokens: int
+    cached: Mapping[str, int] = {}
+
+    def uncached(self, node_id: str) -> int:
+        """Tokens of the prompt that are to be computed there; one at least."""
+        return max(1, self.num_tokens - self.cached.get(node_id, 0))
+
 
 class Placement(msgspec.Struct, frozen=True):
     """Node ids. Without ``prefill`` the decode node computes the prompt itself."""
@@ -41,26 +76,49 @@ class Placement(msgspec.Struct, frozen=True):
     prefill: str | None
 
 
-def choose(snapshot: Snapshot) -> Placement:
-    """The least loaded ready D of the model, then the least loaded ready P that it can read from.
+T = TypeVar("T")
+Policy = Callable[[Snapshot, Ask], Placement]
+"""Raises Overloaded when there is no ready D of the model."""
 
-    Raises Overloaded when there is no such D.
-    """
-    usable = [node for node in snapshot.nodes if node.ready and node.model == snapshot.model]
-    decode = _least_loaded([node for node in usable if node.role == "decode"], snapshot.turn)
-    if decode is None:
-        raise no_decode_node(snapshot)
-    prefill = _least_loaded(
-        [
-            node
-            for node in usable
-            if node.role == "prefill"
-            and node.compat_hash == decode.compat_hash
-            and node.node_id in decode.connected_peers
-        ],
-        snapshot.turn,
-    )
+
+def round_robin(snapshot: Snapshot, ask: Ask) -> Placement:
+    """One after the other, whatever they do."""
+    decode = _in_turn(_decodes(snapshot), snapshot.turn)
+    prefills = [node for node in snapshot.usable("prefill") if decode.reads_from(node)]
+    return Placement(decode.node_id, _in_turn(prefills, snapshot.turn).node_id if prefills else None)
+
+
+def least_loaded(snapshot: Snapshot, ask: Ask) -> Placement:
+    """The D with the fewest requests, then the P with the fewest that it can read from."""
+    decode = _in_turn(_fewest(_decodes(snapshot)), snapshot.turn)
+    prefills = [node for node in snapshot.usable("prefill") if decode.reads_from(node)]
+    return Placement(decode.node_id, _in_turn(_fewest(prefills), snapshot.turn).node_id if prefills else None)
+
+
+def prefix_aware(snapshot: Snapshot, ask: Ask) -> Placement:
+    """The pair, or the D alone, that costs the least by pdserve/cost.py."""
+    decodes, prefills = _decodes(snapshot), snapshot.usable("prefill")
+    typical = _typical([*decodes, *prefills])
+    ranked = _ranked(prefills, ask, typical, snapshot.turn)
+    options: list[_Option] = []
+    for decode in decodes:
+        load, pace, lacking = decode.load, _filled(decode.pace, typical), ask.uncached(decode.node_id)
+        decoding = cost.of_decoding(load, pace, ask.num_tokens)
+        options.append(_Option(decoding + cost.of_local_prompt(load, pace, lacking), decode))
+        best = next((option for option in ranked if decode.reads_from(option.node)), None)
+        if best is not None:
+            seconds = decoding + best.seconds + cost.of_handing_over(pace, lacking)
+            options.append(_Option(seconds, decode, best.node))
+    _, decode, prefill = _in_turn(_cheapest(options), snapshot.turn)
     return Placement(decode.node_id, None if prefill is None else prefill.node_id)
+
+
+PREFIX_AWARE = "prefix-aware"  # the only one that looks at what is cached
+POLICIES: dict[str, Policy] = {
+    "round-robin": round_robin,
+    "least-loaded": least_loaded,
+    PREFIX_AWARE: prefix_aware,
+}
 
 
 def no_decode_node(snapshot: Snapshot) -> Overloaded:
@@ -70,9 +128,60 @@ def no_decode_node(snapshot: Snapshot) -> Overloaded:
     return Overloaded(f"no decode node of model {snapshot.model!r} is ready; {remedy}")
 
 
-def _least_loaded(nodes: list[NodeView], turn: int) -> NodeView | None:
+def _decodes(snapshot: Snapshot) -> list[NodeView]:
+    nodes = snapshot.usable("decode")
     if not nodes:
-        return None
-    least = min(node.in_flight for node in nodes)
-    tied = [node for node in nodes if node.in_flight == least]
+        raise no_decode_node(snapshot)
+    return nodes
+
+
+def _in_turn(tied: Sequence[T], turn: int) -> T:
     return tied[turn % len(tied)]
+
+
+def _fewest(nodes: list[NodeView]) -> list[NodeView]:
+    """Those with the fewest requests, of any router."""
+    requests = [max(node.in_flight, node.load.requests) for node in nodes]
+    fewest = min(requests, default=0)
+    return [node for node, count in zip(nodes, requests, strict=True) if count == fewest]
+
+
+class _Option(NamedTuple):
+    seconds: float
+    node: NodeView
+    prefill: NodeView | None = None
+
+
+def _cheapest(options: Sequence[_Option]) -> list[_Option]:
+    """Those that are as good as the best: routers that do not know of each other do not all choose the same."""
+    limit = min(option.seconds for option in options) * (1.0 + _SLACK_SHARE) + _SLACK
+    return [option for option in options if option.seconds <= limit]
+
+
+def _ranked(prefills: list[NodeView], ask: Ask, typical: Pace, turn: int) -> list[_Option]:
+    """What the prompt costs on each P, the cheapest first; those that are as good as it go round."""
+    options = []
+    for node in prefills:
+        pace = _filled(node.pace, typical)
+        seconds = cost.of_remote_prompt(node.load, pace, ask.num_tokens, ask.uncached(node.node_id))
+        options.append(_Option(seconds, node))
+    if not options:
+        return []
+    options.sort(key=lambda option: option.seconds)
+    tied = len(_cheapest(options))
+    return options[turn % tied : tied] + options[: turn % tied] + options[tied:]
+
+
+def _typical(nodes: Sequence[NodeView]) -> Pace:
+    """The mean of what nodes have measured; what none has is a guess."""
+    lines = []
+    for name in Pace.__struct_fields__:
+        known = [line for node in nodes if (line := getattr(node.pace, name))]
+        mean = Line(fmean(line.base for line in known), fmean(line.slope for line in known)) if known else None
+        lines.append(mean or getattr(cost.TYPICAL, name))
+    return Pace(*lines)
+
+
+def _filled(pace: Pace, typical: Pace) -> Pace:
+    """With what a node has not measured as it is elsewhere."""
+    return Pace(pace.prompt or typical.prompt, pace.decode or typical.decode, pace.read or typical.read)

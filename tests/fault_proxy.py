@@ -96,6 +96,9 @@ class _Node(pb_grpc.NodeServicer):
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
         return _forward(pb_grpc.NodeStub(self._proxy.channel).Describe, request, context)  # type: ignore[no-any-return]
 
+    def Watch(self, request: pb.WatchRequest, context: Any) -> Iterator[pb.NodeReport]:
+        yield from pb_grpc.NodeStub(self._proxy.channel).Watch(request)
+
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
         return _forward(pb_grpc.NodeStub(self._proxy.channel).Status, request, context)  # type: ignore[no-any-return]
 

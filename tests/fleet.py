@@ -199,10 +199,11 @@ class Fleet:
         return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *peers, *flags], environ)
 
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
-        """A router to all nodes started so far."""
+        """A router to all nodes started so far; it hands off what it can unless flags say otherwise."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         peers += [word for node in self.decode for word in ("--decode", node.address)]
-        argv = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0", *peers, *flags]
+        named = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0"]
+        argv = [*named, "--policy", "least-loaded", *peers, *flags]
         self.router = Process(self, self._spawn("router", "router", argv))
         return self.router
 

@@ -96,6 +96,7 @@ class NodeDescription(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONNECTED_PEERS_FIELD_NUMBER: _builtins.int
+    CACHE_SAMPLE_BITS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random, drawn at each start"""
@@ -113,6 +114,8 @@ class NodeDescription(_message.Message):
     """"V1" or "V2" """
     max_model_len: _builtins.int
     vocab_size: _builtins.int
+    cache_sample_bits: _builtins.int
+    """Watch tells only of cached blocks whose number ends with so many zero bits"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -137,14 +140,180 @@ class NodeDescription(_message.Message):
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         connected_peers: _abc.Iterable[_builtins.str] | None = ...,
+        cache_sample_bits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeDescription: _TypeAlias = NodeDescription  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class NodeReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """1, 2, … on a stream"""
+    @_builtins.property
+    def description(self) -> Global___NodeDescription:
+        """where it has changed; always in the first report"""
+
+    @_builtins.property
+    def load(self) -> Global___NodeLoad: ...
+    @_builtins.property
+    def cache(self) -> Global___CacheChange: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        description: Global___NodeDescription | None = ...,
+        load: Global___NodeLoad | None = ...,
+        cache: Global___CacheChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeReport: _TypeAlias = NodeReport  # noqa: Y015
+
+@_typing.final
+class NodeLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    BACKLOG_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
+    free_blocks: _builtins.int
+    total_blocks: _builtins.int
+    waiting: _builtins.int
+    """requests without blocks"""
+    running: _builtins.int
+    """requests with blocks: whose KV is on its way, and sequences"""
+    backlog: _builtins.int
+    """prompt tokens that are to be computed here, without what is cached"""
+    @_builtins.property
+    def pace(self) -> Global___Pace: ...
+    def __init__(
+        self,
+        *,
+        free_blocks: _builtins.int = ...,
+        total_blocks: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        running: _builtins.int = ...,
+        backlog: _builtins.int = ...,
+        pace: Global___Pace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "free_blocks", b"free_blocks", "pace", b"pace", "running", b"running", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """Seconds, measured; a line of zeros has not been measured. See pdserve/pace.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompt(self) -> Global___Line: ...
+    @_builtins.property
+    def decode(self) -> Global___Line: ...
+    @_builtins.property
+    def read(self) -> Global___Line: ...
+    def __init__(
+        self,
+        *,
+        prompt: Global___Line | None = ...,
+        decode: Global___Line | None = ...,
+        read: Global___Line | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prompt", b"prompt", "read", b"read"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prompt", b"prompt", "read", b"read"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
+
+@_typing.final
+class Line(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    SLOPE_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    slope: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        slope: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "slope", b"slope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Line: _TypeAlias = Line  # noqa: Y015
+
+@_typing.final
+class CacheChange(_message.Message):
+    """Blocks in the prefix cache, each as 8 bytes, little-endian: the first of its digest (pdserve/hashing.py). Against what
+    this stream has told before; the first report has all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    added: _builtins.bytes
+    removed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        added: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheChange: _TypeAlias = CacheChange  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

@@ -46,6 +46,11 @@ class NodeStub:
                 request_serializer=pdserve_dot_pb_dot_pdserve__pb2.StatusRequest.SerializeToString,
                 response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/pdserve.v1.Node/Watch',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.WatchRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.NodeReport.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -67,6 +72,14 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
+        second. For those who choose among nodes. Ends when the node is told to stop.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +92,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.StatusRequest.FromString,
                     response_serializer=pdserve_dot_pb_dot_pdserve__pb2.NodeStatus.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.WatchRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.NodeReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class Node:
             '/pdserve.v1.Node/Status',
             pdserve_dot_pb_dot_pdserve__pb2.StatusRequest.SerializeToString,
             pdserve_dot_pb_dot_pdserve__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Node/Watch',
+            pdserve_dot_pb_dot_pdserve__pb2.WatchRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.NodeReport.FromString,
             options,
             channel_credentials,
             insecure,

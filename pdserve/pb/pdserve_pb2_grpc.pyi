@@ -43,6 +43,10 @@ class NodeStub:
     """What this node is. Answers while the node is still loading, too."""
     Status: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.StatusRequest, _pdserve_pb2.NodeStatus]
     """What this node holds right now."""
+    Watch: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]
+    """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
+    second. For those who choose among nodes. Ends when the node is told to stop.
+    """
 
 @_typing.type_check_only
 class NodeAsyncStub(NodeStub):
@@ -53,6 +57,10 @@ class NodeAsyncStub(NodeStub):
     """What this node is. Answers while the node is still loading, too."""
     Status: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.StatusRequest, _pdserve_pb2.NodeStatus]  # type: ignore[assignment]
     """What this node holds right now."""
+    Watch: _aio.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]  # type: ignore[assignment]
+    """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
+    second. For those who choose among nodes. Ends when the node is told to stop.
+    """
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ every node"""
@@ -72,6 +80,16 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_pdserve_pb2.NodeStatus, _abc.Awaitable[_pdserve_pb2.NodeStatus]]:
         """What this node holds right now."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _pdserve_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.NodeReport], _abc.AsyncIterator[_pdserve_pb2.NodeReport]]:
+        """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
+        second. For those who choose among nodes. Ends when the node is told to stop.
+        """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.blocks import BlockPool, Use
-from engine.hashing import BlockHashes, next_digest, root_digest
 from engine.runs import FreeRuns
+from pdserve.hashing import BlockHashes, next_digest, root_digest
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.hashing import BlockHashes
 from engine.messages import Mode
 from engine.requests import Request, Sequence
 from engine.waiting import WaitingQueue
+from pdserve.hashing import BlockHashes
 from pdserve.records import SamplingParams
 
 

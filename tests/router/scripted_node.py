@@ -60,6 +60,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             max_model_len=max_model_len,
             vocab_size=vocab_size,
         )
+        self.load = pb.NodeLoad()
         self.port = 0
         self._server: grpc.aio.Server | None = None
         self._loop = asyncio.new_event_loop()
@@ -118,6 +119,13 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
         return self.description
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.NodeReport]:
+        sequence = 0
+        while True:
+            sequence += 1
+            yield pb.NodeReport(sequence=sequence, description=self.description, load=self.load)
+            await asyncio.sleep(0.5)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.NodeStatus:
         return pb.NodeStatus()

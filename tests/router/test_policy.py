@@ -2,52 +2,138 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.cost import Load
 from pdserve.errors import Overloaded
-from router.policy import NodeView, Placement, Snapshot, choose
+from pdserve.pace import Line, Pace
+from router.policy import POLICIES, Ask, NodeView, Placement, Policy, Snapshot, least_loaded, prefix_aware, round_robin
+
+PACE = Pace(prompt=Line(5e-3, 25e-6), decode=Line(5e-3, 20e-6), read=Line(1e-3, 1e-6))
+IDLE = Load(free_blocks=1000, total_blocks=1000, block_size=16)
+ASK = Ask(4000)
 
 
 def decode(name: str, peers: tuple[str, ...] = ("p0", "p1"), **fields: object) -> NodeView:
-    return NodeView(name, "decode", "m", True, "h", connected_peers=frozenset(peers), **fields)  # type: ignore[arg-type]
+    return view(name, "decode", connected_peers=frozenset(peers), **fields)
 
 
 def prefill(name: str, **fields: object) -> NodeView:
-    defaults: dict[str, object] = {"model": "m", "ready": True, "compat_hash": "h"}
-    return NodeView(name, "prefill", **{**defaults, **fields})  # type: ignore[arg-type]
+    return view(name, "prefill", **fields)
 
 
-def test_the_least_loaded_of_each_role() -> None:
-    nodes = (decode("d0", in_flight=3), decode("d1", in_flight=1), prefill("p0", in_flight=2), prefill("p1"))
-    assert choose(Snapshot("m", nodes)) == Placement("d1", "p1")
+def view(name: str, role: str, **fields: object) -> NodeView:
+    load = {key: fields.pop(key) for key in Load.__struct_fields__ if key in fields}
+    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "pace": PACE}
+    return NodeView(name, role, load=msgspec.structs.replace(IDLE, **load), **{**defaults, **fields})  # type: ignore[arg-type]
 
 
-def test_ties_go_round() -> None:
+every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+# ------------------------------------------------------------ each policy
+
+
+def test_round_robin_goes_round() -> None:
+    nodes = (decode("d0", in_flight=9), decode("d1"), prefill("p0"), prefill("p1", backlog=10_000))
+    placements = [round_robin(Snapshot("m", nodes, turn), ASK) for turn in range(3)]
+    assert placements == [Placement("d0", "p0"), Placement("d1", "p1"), Placement("d0", "p0")]
+
+
+def test_the_least_loaded_of_each_role_whoever_loads_it() -> None:
+    nodes = (decode("d0", requests=3), decode("d1", in_flight=1), prefill("p0", in_flight=2), prefill("p1", requests=1))
+    assert least_loaded(Snapshot("m", nodes), ASK) == Placement("d1", "p1")
+
+
+def test_ties_of_the_least_loaded_go_round() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
-    assert [choose(Snapshot("m", nodes, turn)).decode for turn in range(4)] == ["d0", "d1", "d0", "d1"]
+    assert [least_loaded(Snapshot("m", nodes, turn), ASK).decode for turn in range(4)] == ["d0", "d1", "d0", "d1"]
 
 
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    nodes = (decode("d0"), prefill("p0"), prefill("p1"))
+    for turn in range(4):
+        assert prefix_aware(Snapshot("m", nodes, turn), Ask(4000, {"p1": 3200})) == Placement("d0", "p1")
+
+
+def test_a_long_line_outweighs_a_cached_prefix() -> None:
+    nodes = (decode("d0"), prefill("p0"), prefill("p1", backlog=8000))
+    assert prefix_aware(Snapshot("m", nodes), Ask(4000, {"p1": 3200})) == Placement("d0", "p0")
+
+
+def test_what_a_decode_node_has_it_prefills_itself() -> None:
+    nodes = (decode("d0"), decode("d1"), prefill("p0"))
+    assert prefix_aware(Snapshot("m", nodes), Ask(4000, {"d1": 3984})) == Placement("d1", None)
+
+
+def test_a_short_prompt_is_handed_off_where_many_decode() -> None:
+    busy = (decode("d0", requests=60), prefill("p0"))
+    idle = (decode("d0"), prefill("p0"))
+    assert prefix_aware(Snapshot("m", busy), Ask(100)) == Placement("d0", "p0")
+    assert prefix_aware(Snapshot("m", idle), Ask(100)) == Placement("d0", None)
+
+
+def test_a_decode_node_without_room_is_avoided() -> None:
+    nodes = (decode("d0", free_blocks=10), decode("d1", requests=100), prefill("p0"))
+    assert prefix_aware(Snapshot("m", nodes), ASK).decode == "d1"
+
+
+def test_a_slow_node_gets_less() -> None:
+    slow = Pace(prompt=Line(5e-3, 100e-6), decode=PACE.decode, read=PACE.read)
+    nodes = (decode("d0"), prefill("p0", pace=slow), prefill("p1", backlog=3000))
+    assert prefix_aware(Snapshot("m", nodes), ASK) == Placement("d0", "p1")
+
+
+def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> None:
+    slow = Pace(prompt=Line(5e-3, 1e-3), decode=PACE.decode, read=PACE.read)
+    nodes = (decode("d0", pace=Pace()), prefill("p0", pace=slow), prefill("p1", pace=Pace()))
+    assert {prefix_aware(Snapshot("m", nodes, turn), ASK).prefill for turn in range(2)} == {"p0", "p1"}
+
+
+@every_policy
 @pytest.mark.parametrize(
     "unusable",
-    [prefill("p0", ready=False), prefill("p0", model="x"), prefill("p0", compat_hash="y"), prefill("stranger")],
+    [
+        prefill("p0", ready=False),
+        prefill("p0", model="x"),
+        prefill("p0", compat_hash="y"),
+        prefill("p0", version="2"),
+        prefill("stranger"),
+    ],
 )
-def test_without_a_prefill_node_that_fits_the_decode_node_prefills(unusable: NodeView) -> None:
-    assert choose(Snapshot("m", (decode("d0"), unusable))) == Placement("d0", None)
+def test_without_a_prefill_node_that_fits_the_decode_node_prefills(policy: Policy, unusable: NodeView) -> None:
+    assert policy(Snapshot("m", (decode("d0"), unusable)), ASK) == Placement("d0", None)
 
 
-@pytest.mark.parametrize("nodes", [(), (prefill("p0"),), (NodeView("d0", "decode", "m", False),)])
-def test_without_a_decode_node_there_is_no_service(nodes: tuple[NodeView, ...]) -> None:
+@every_policy
+@pytest.mark.parametrize("nodes", [(), (prefill("p0"),), (decode("d0", ready=False),)])
+def test_without_a_decode_node_there_is_no_service(policy: Policy, nodes: tuple[NodeView, ...]) -> None:
     with pytest.raises(Overloaded, match="'m'"):
-        choose(Snapshot("m", nodes))
+        policy(Snapshot("m", nodes), ASK)
 
 
 def test_the_models_that_are_served_are_named() -> None:
     with pytest.raises(Overloaded, match="no decode node of model 'x' is ready; the ready ones serve 'm'"):
-        choose(Snapshot("x", (decode("d0"),)))
+        least_loaded(Snapshot("x", (decode("d0"),)), ASK)
 
 
+# ------------------------------------------------------------ all fleets
+
+lines = st.builds(Line, st.floats(0, 0.1), st.floats(0, 1e-3))
+loads = st.builds(
+    Load,
+    requests=st.integers(0, 300),
+    waiting=st.integers(0, 10),
+    backlog=st.integers(0, 100_000),
+    free_blocks=st.integers(0, 1000),
+    total_blocks=st.just(1000),
+    block_size=st.sampled_from([16, 64]),
+)
 views = st.builds(
     NodeView,
     node_id=st.sampled_from("abcdefgh"),
@@ -55,22 +141,85 @@ views = st.builds(
     model=st.sampled_from("mx"),
     ready=st.booleans(),
     compat_hash=st.sampled_from("hk"),
+    version=st.sampled_from("12"),
     in_flight=st.integers(0, 3),
     connected_peers=st.frozensets(st.sampled_from("abcdefgh")),
+    load=loads,
+    pace=st.builds(Pace, lines, lines, lines),
+)
+snapshots = st.builds(
+    Snapshot,
+    model=st.just("m"),
+    nodes=st.lists(views, max_size=8, unique_by=lambda view: view.node_id).map(tuple),
+    turn=st.integers(0, 2**32),
 )
 
 
-@given(st.lists(views, max_size=8, unique_by=lambda view: view.node_id), st.integers(0, 100))
-def test_only_ready_nodes_that_fit_each_other_are_paired(nodes: list[NodeView], turn: int) -> None:
-    usable = [node for node in nodes if node.role == "decode" and node.ready and node.model == "m"]
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    num_tokens = draw(st.integers(1, 20_000))
+    return Ask(num_tokens, draw(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, num_tokens - 1))))
+
+
+@every_policy
+@given(snapshot=snapshots, ask=asks())
+def test_only_ready_nodes_that_fit_each_other_are_paired(policy: Policy, snapshot: Snapshot, ask: Ask) -> None:
+    usable = snapshot.usable("decode")
     if not usable:
         return
-    placement = choose(Snapshot("m", tuple(nodes), turn))
-    chosen = next(node for node in nodes if node.node_id == placement.decode)
+    placement = policy(snapshot, ask)
+    assert policy(snapshot, ask) == placement
+    chosen = next(node for node in snapshot.nodes if node.node_id == placement.decode)
     assert chosen in usable
-    assert chosen.in_flight == min(node.in_flight for node in usable)
     if placement.prefill is not None:
-        peer = next(node for node in nodes if node.node_id == placement.prefill)
+        peer = next(node for node in snapshot.nodes if node.node_id == placement.prefill)
         assert (peer.role, peer.ready, peer.model) == ("prefill", True, "m")
-        assert peer.compat_hash == chosen.compat_hash
+        assert (peer.compat_hash, peer.version) == (chosen.compat_hash, chosen.version)
         assert peer.node_id in chosen.connected_peers
+
+
+@dataclass(frozen=True)
+class Burden:
+    """What makes a node a worse choice."""
+
+    requests: int
+    backlog: int
+    blocks: int
+    uncached: int
+
+
+burdens = st.builds(Burden, st.integers(0, 100), st.integers(0, 9000), st.integers(0, 700), st.integers(0, 3000))
+
+
+def burdened(node: NodeView, burden: Burden) -> NodeView:
+    load = msgspec.structs.replace(
+        node.load,
+        requests=node.load.requests + burden.requests,
+        backlog=node.load.backlog + burden.backlog,
+        free_blocks=node.load.free_blocks - burden.blocks,
+    )
+    return msgspec.structs.replace(node, load=load)
+
+
+@given(burden=burdens, turn=st.integers(0, 99))
+def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, turn: int) -> None:
+    """Nor is one that is better by so much that it cannot be taken for equal."""
+    cached = {"p0": 3008, "d0": 3008, "p1": 3008 - burden.uncached, "d1": 3008 - burden.uncached}
+    clearly = Burden(burden.requests + 200, burden.backlog + 2000, burden.blocks, burden.uncached)
+    nodes = (burdened(decode("d1"), clearly), decode("d0"), burdened(prefill("p1"), clearly), prefill("p0"))
+    placement = prefix_aware(Snapshot("m", nodes, turn), Ask(4000, cached))
+    assert placement.decode == "d0"
+    assert placement.prefill in (None, "p0")
+
+
+@given(before=burdens, more=burdens, turn=st.integers(0, 99), cached=st.integers(0, 3999))
+def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, turn: int, cached: int) -> None:
+    """Of one P and D that nothing is tied with."""
+
+    def chooses_p1(burden: Burden) -> bool:
+        node = burdened(prefill("p1"), burden)
+        nodes = (decode("d0", requests=90), prefill("p0", backlog=3000), node)
+        return prefix_aware(Snapshot("m", nodes, turn), Ask(4000, {"p1": cached})).prefill == "p1"
+
+    both = Burden(before.requests + more.requests, before.backlog + more.backlog + 200, before.blocks, 0)
+    assert chooses_p1(before) or not chooses_p1(both)

@@ -1,0 +1,67 @@
+"""What a node measures of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.meter import Fit, Meter
+from pdserve.pace import Pace
+from pdserve.records import ScheduledSequence
+
+
+def step(*num_tokens: int) -> tuple[ScheduledSequence, ...]:
+    return tuple(ScheduledSequence(seq, count, 1) for seq, count in enumerate(num_tokens))
+
+
+@given(
+    st.floats(1e-4, 1.0),
+    st.floats(1e-7, 1e-2),
+    st.lists(st.integers(1, 10_000), min_size=2, max_size=40, unique=True),
+)
+def test_points_on_a_line_give_the_line(base: float, slope: float, counts: list[int]) -> None:
+    fit = Fit(0.98)
+    for count in [*counts, 1, 10_000]:
+        fit.add(count, base + slope * count)
+    assert fit.line.base == pytest.approx(base, rel=1e-3, abs=1e-6)
+    assert fit.line.slope == pytest.approx(slope, rel=1e-3, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 10)), max_size=60))
+def test_a_line_never_falls_nor_begins_below_zero(points: list[tuple[int, float]]) -> None:
+    fit = Fit(0.98)
+    for x, y in points:
+        fit.add(x, y)
+    assert fit.line.slope >= 0.0
+    assert fit.line.base >= -1e-9
+
+
+def test_what_is_alike_is_proportional() -> None:
+    fit = Fit(0.98)
+    for _ in range(10):
+        fit.add(500, 0.1)
+    assert fit.line.base == 0.0
+    assert fit.line.slope == pytest.approx(0.1 / 500)
+
+
+def test_it_follows_a_change() -> None:
+    fit = Fit(0.98)
+    for seconds in (0.5, 0.1):
+        for count in range(100, 700):
+            fit.add(count, seconds)
+    assert fit.line.at(400) == pytest.approx(0.1, rel=0.02)
+
+
+def test_prompts_decodes_and_reads_are_told_apart() -> None:
+    meter = Meter()
+    assert meter.pace == Pace()
+    for count in range(1, 40):
+        meter.add_step(step(*[1] * count), 0.005 + 0.001 * count)
+        meter.add_read(count * 100, 0.002 + count * 1e-3)
+    for count in range(100, 4000, 100):
+        meter.add_step(step(1, 1, 1, count), 0.010 + 3 * 0.001 + count * 1e-4)
+    pace = meter.pace
+    assert (pace.decode.base, pace.decode.slope) == pytest.approx((0.005, 0.001))
+    assert (pace.prompt.base, pace.prompt.slope) == pytest.approx((0.010, 1e-4))
+    assert (pace.read.base, pace.read.slope) == pytest.approx((0.002, 1e-5))
