@@ -92,6 +92,11 @@ class NodeProcess(Process):
 
     def restart(self) -> None:
         """Start it again at the same address, with the same flags and variables, after it was killed."""
+        self.spawn_again()
+        self._fleet.wait_ready()
+
+    def spawn_again(self) -> None:
+        """As ``restart``, but nobody waits until everything is ready."""
         self._stops.clear()
         self._fleet.respawn(self)
 
@@ -255,13 +260,12 @@ class Fleet:
             return self._supervisor.spawn(name, module, argv)
 
     def respawn(self, node: NodeProcess) -> None:
-        """Start a killed node again at its address and wait until everything is ready."""
+        """Start a killed node again at its address."""
         args = node.child.process.args
         assert isinstance(args, list)
         argv = args[args.index(node.child.module) + 1 : args.index("--status-fd")]
         port = node.address.rpartition(":")[2]
         node.child = self._spawn(node.child.name, node.child.module, [*argv, "--port", port], node.environ)
-        self.wait_ready()
 
     def _wait_listening(self, node: NodeProcess) -> None:
         self.wait_until(lambda: self._is_alive(node.child) and bool(node.address), START_SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import signal
 import threading
@@ -233,46 +232,3 @@ def complete_patiently(fleet: Fleet, prompt: list[int], max_tokens: int) -> list
             if exc.status not in (502, 503) or time.monotonic() > end:
                 raise
             time.sleep(0.1)
-
-
-def test_a_decode_node_dies(checkpoint: Checkpoint) -> None:
-    """Without migration its clients get an error; P holds nothing for it any more; a second decode node serves on."""
-    flags = ["--lease-seconds", "3"]  # P cannot know whether a node that is gone still reads: it waits for the lease
-    alone = ["--migrations", "0"]
-    with start_fleet(checkpoint.directory, 1, 2, True, flags, HAND_OFF_ALL, alone) as fleet:
-        with ThreadPoolExecutor(6) as pool:
-            streams = [pool.submit(read_stream, fleet.url, new_prompt(200), 400) for _ in range(6)]
-            wait_for(lambda: all(node.status().running > 0 for node in fleet.decode))
-            fleet.decode[0].kill()
-            endings = [stream.result() for stream in streams]
-        errors = [ending for ending in endings if ending.error]
-        assert errors, "no stream was on the node that died"
-        assert not any(ending.done for ending in errors)
-        for node in (fleet.prefill[0], fleet.decode[1]):
-            node.wait_idle(20.0)
-        prompt = new_prompt(100)
-        assert fleet.complete(prompt, 8) == checkpoint.greedy(prompt, 8)
-
-
-@dataclass
-class Ending:
-    tokens: int
-    error: str
-    done: bool  # [DONE] was sent
-
-
-def read_stream(url: str, prompt: list[int], max_tokens: int) -> Ending:
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    ending = Ending(0, "", False)
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as response:
-        if response.status_code != 200:  # it died before the first token
-            return Ending(0, response.read().decode(), False)
-        for line in response.iter_lines():
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
-                ending.done = True
-            elif line.startswith("data: ") and "error" in (event := json.loads(data)):
-                ending.error = event["error"]["message"]
-            elif line.startswith("data: "):
-                ending.tokens += 1
-    return ending

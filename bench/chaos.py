@@ -1,0 +1,79 @@
+"""Kill, stop and restart nodes at random under load: does a client notice?
+
+    python bench/chaos.py --seconds 600                                     4 P + 4 D, simulated
+    python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2       a tiny random checkpoint, on the CPU
+
+Needs what the tests need (pip install -e '.[dev]'); everything runs on this machine. Every request is first asked of
+the undisturbed fleet. Then clients repeat them for so many seconds, while nodes are struck: killed (front or engine),
+terminated, or stopped (all of the node, its front, its engine). A decode node is struck only while another one serves.
+Some clients go away in the middle. The same --seed gives the same requests, and the same faults in the same order.
+
+Ends with status 1 when a client has seen an error or another answer than the undisturbed one, or when a block is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from checkpoints import make_checkpoint
+from fleet import Fleet, add_tokenizer, start_fleet
+from sabotage import Load, Saboteur, faults, new_body
+
+VOCABULARY = 128
+SIMULATED = ("--engine", "simulated")
+GIVEN_BACK = 60.0  # seconds: leases of nodes that are gone have to run out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--prefill", type=int, default=4, metavar="N")
+    parser.add_argument("--decode", type=int, default=4, metavar="N")
+    parser.add_argument("--real", action="store_true", help="nodes with a tiny model instead of simulated ones")
+    parser.add_argument("--clients", type=int, default=16, metavar="N")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="different ones (default %(default)s)")
+    parser.add_argument(
+        "--pause", type=float, default=4.0, metavar="S", help="mean between faults (default %(default)s)"
+    )
+    parser.add_argument("--migrations", type=int, default=50, metavar="N", help="of the router (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    flags = () if args.real else SIMULATED
+    with tempfile.TemporaryDirectory() as directory:
+        model = add_tokenizer(make_checkpoint(Path(directory) / "model", "qwen3"))
+        router = ("--migrations", str(args.migrations))
+        with start_fleet(model, args.prefill, args.decode, True, flags, flags, router) as fleet:
+            return run(fleet, args)
+
+
+def run(fleet: Fleet, args: argparse.Namespace) -> int:
+    chance = random.Random(args.seed)
+    load = Load([new_body(chance, VOCABULARY, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
+    asyncio.run(load.learn(fleet.url, chance))
+    started = time.monotonic()
+    with Saboteur(fleet, faults(args.seed, args.prefill, args.decode, args.pause)) as saboteur:
+        asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
+    lasted = time.monotonic() - started
+    for node in (*fleet.prefill, *fleet.decode):
+        node.wait_idle(GIVEN_BACK)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
+    print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(saboteur.struck.values())} faults")
+    print("\n".join(f"  {what}: {count}" for what, count in sorted(saboteur.struck.items())))
+    metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
+    print("\n".join(line for line in metrics if line.startswith(("pdserve_migrations_total", "pdserve_replayed"))))
+    print("\n".join(load.wrong[:10]))
+    return 1 if load.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Decode nodes die and hang in the middle of answers, which stay those of an undisturbed fleet, token for token.
+
+Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, stop strings; streamed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint
+from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
+from sabotage import Load, Saboteur, faults, new_body
+
+from pdserve.oracle import VARIABLE
+
+VOCABULARY = 128
+INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}  # V2 without a GPU
+SMALL = ("--max-num-seqs", "8", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3"))
+
+
+def new_load(seed: int, count: int, max_prompt: int, max_tokens: int) -> tuple[Load, random.Random]:
+    chance = random.Random(seed)
+    return Load([new_body(chance, VOCABULARY, max_prompt, max_tokens) for _ in range(count)]), chance
+
+
+def migrations(fleet: Fleet) -> float:
+    lines = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdserve_migrations_total"))
+
+
+def check_struck(fleet: Fleet, load: Load, chance: random.Random, strike: Callable[[NodeProcess], None]) -> None:
+    """Have one of two decode nodes struck while it is at work; then the other one has nothing left, and serves."""
+    first, second = fleet.decode
+    asyncio.run(load.learn(fleet.url, chance))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
+        fleet.wait_until(lambda: first.status().running > 0, 20.0)
+        strike(first)
+        fleet.wait_until(lambda: migrations(fleet) > 0, 20.0)
+        running.result()
+    assert not load.wrong, load.wrong[0]
+    assert load.outcomes["exact"] > 6
+    for node in (*fleet.prefill, second):
+        node.wait_idle(30.0)
+
+
+def test_a_decode_node_dies(model: Path) -> None:
+    """P cannot know whether a node that is gone still reads: it waits for the lease, and then holds nothing for it."""
+    flags = ("--lease-seconds", "3")
+    with start_fleet(model, 1, 2, True, flags, ("--handoff-min-tokens", "1")) as fleet:
+        check_struck(fleet, *new_load(seed=1, count=12, max_prompt=200, max_tokens=100), NodeProcess.kill)
+
+
+def test_nodes_die_hang_and_come_back_at_random(model: Path) -> None:
+    """For a longer time: bench/chaos.py."""
+    simulated = ("--engine", "simulated")
+    load, chance = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
+    with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
+        asyncio.run(load.learn(fleet.url, chance))
+        with Saboteur(fleet, faults(7, num_prefill=2, num_decode=3, pause=0.7)):
+            asyncio.run(load.run(fleet.url, clients=8, seconds=8.0, seed=4))
+        assert not load.wrong, load.wrong[0]
+        assert load.outcomes["exact"] > 20
+        assert migrations(fleet) > 0
+        for node in (*fleet.prefill, *fleet.decode):
+            node.wait_idle(60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", ["node", "front", "engine"])
+def test_a_decode_node_hangs(model: Path, part: str) -> None:
+    with start_fleet(model, 1, 2, True, (), ("--handoff-min-tokens", "1")) as fleet:
+        load, chance = new_load(seed=5, count=12, max_prompt=200, max_tokens=100)
+        check_struck(fleet, load, chance, lambda node: node.stop(part))
+        fleet.decode[0].go_on(part)
+        fleet.decode[0].wait_idle(30.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("runners", [("V2", "V2"), ("V2", "V1"), ("V1", "V2")])
+def test_either_runner_goes_on_where_the_other_was(model: Path, runners: Sequence[str]) -> None:
+    with Fleet() as fleet:
+        fleet.start_prefill(model, SMALL)
+        for name in runners:
+            fleet.start_decode(model, (*SMALL, "--handoff-min-tokens", "1"), INTERPRETED if name == "V2" else {})
+        fleet.start_router(model)
+        fleet.wait_ready()
+        check_struck(fleet, *new_load(seed=6, count=6, max_prompt=20, max_tokens=12), NodeProcess.kill)
