@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
 from router.answer import shown_tokens
+from router.connections import hang_up
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
 from router.formats import new_request_id
 from router.gate.admission import Visit
@@ -58,6 +59,7 @@ class GenerateEndpoint:
             await send_error(send, exc)
         except ClientGone:
             outcome = "disconnected"
+            hang_up(scope)
         finally:
             metrics.requests.labels(self._name, outcome).inc()
             if client.name:

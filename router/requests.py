@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError
+from router.bounds import check_lengths, check_shape
 from router.chat.tools import ToolUse, tool_use
 
 MAX_CHOICES = 128
@@ -189,6 +190,8 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     """A typed body. Null is the same as absent. Raises RequestError that names the field."""
     known = kind.__struct_fields__
     fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
+    check_shape(fields)
+    check_lengths(fields)
     for name, value in fields.items():
         if name in known:
             continue

@@ -17,6 +17,7 @@ from pdserve.hub import resolve_model
 from pdserve.process import StatusWriter
 from pdserve.resolve import model_name
 from router.app import create_app
+from router.connections import BoundedConnection
 from router.https import Certificate
 from router.options import RouterOptions
 from router.service import Service
@@ -40,12 +41,13 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     config = uvicorn.Config(
         create_app(service),
         loop="uvloop",
-        http="httptools",
+        http=BoundedConnection,
         ws="none",
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # nothing here depends on who the client is
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )

@@ -1,0 +1,184 @@
+"""What a client may send at most, and how slowly: over real sockets, to a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from router_process import RouterProcess
+from uvicorn.server import ServerState
+
+from router import connections
+from router.connections import BoundedConnection
+
+USER = {"role": "user", "content": "hi"}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"documents": [{"a": nested(200)}]}, None, "more than 100 levels"),
+        ({"chat_template_kwargs": {"prompt": nested(200)}}, None, "more than 100 levels"),
+        ({"documents": [{"a": [[]] * 250_000}]}, None, "more than 200000 values"),
+        ({"messages": [USER] * 10_001}, "messages", "at most 10000"),
+        ({"tools": [{}] * 1025}, "tools", "at most 1024"),
+        ({"chat_template_kwargs": {str(n): n for n in range(65)}}, "chat_template_kwargs", "at most 64"),
+        ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
+        ({"cache_salt": "x" * 1025}, "cache_salt", "at most 1024"),
+        ({"stop": "x" * 4097}, "stop", "at most 4096"),
+        ({"stop": ["a", "x" * 4097]}, "stop", "at most 4096"),
+    ],
+)
+def test_too_much_of_anything_is_named(client: httpx.Client, fields: dict[str, Any], param: str, said: str) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": [USER], **fields})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == param
+
+
+def test_json_that_is_nested_without_end_is_no_json(client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", content=b'{"messages":' + b"[" * 1_000_000)
+    assert response.status_code == 400
+    assert "not valid JSON" in response.json()["error"]["message"]
+
+
+def connect(router: RouterProcess) -> socket.socket:
+    host, _, port = router.url.removeprefix("http://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def answer_to(router: RouterProcess, *parts: bytes) -> bytes:
+    """All that comes back until the router closes the connection."""
+    received = b""
+    with connect(router) as sock:
+        try:
+            for part in parts:
+                sock.sendall(part)
+            while chunk := sock.recv(1 << 16):
+                received += chunk
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return received
+
+
+START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([START, *[b"X: %s\r\n" % (b"y" * 1000)] * 200], id="many headers"),
+        pytest.param([START, b"X: ", *[b"y" * 10_000] * 200], id="a long header"),
+        pytest.param([b"GET /", *[b"y" * 10_000] * 200], id="a long path"),
+        pytest.param([b"\0" * 1000], id="garbage"),
+        pytest.param([START, b"Transfer-Encoding: chunked\r\n\r\n0\r\n", *[b"X: y\r\n" * 1000] * 200], id="trailers"),
+        pytest.param(
+            [START, b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ", *[b"y" * 10_000] * 200], id="a long trailer"
+        ),
+    ],
+)
+def test_headers_without_end_end_the_connection(
+    router: RouterProcess, client: httpx.Client, parts: list[bytes]
+) -> None:
+    """Twenty times what is allowed: it ends long before all has been sent."""
+    answer = answer_to(router, *parts)
+    assert answer == b"" or answer.split(b" ")[1] in (b"400", b"431")
+    assert client.get("/health").status_code == 200
+
+
+class Transport(asyncio.Transport):
+    """What a connection has written, and whether it still stands."""
+
+    def __init__(self) -> None:
+        super().__init__({"sockname": ("127.0.0.1", 1), "peername": ("127.0.0.1", 2)})
+        self.ended = asyncio.Event()
+
+    def abort(self) -> None:
+        self.ended.set()
+
+    close = abort
+
+    def is_closing(self) -> bool:
+        return self.ended.is_set()
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+@pytest.fixture
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADER_SECONDS", "BODY_SECONDS", "UNREAD_SECONDS"):
+        monkeypatch.setattr(connections, name, 0.05)
+
+
+def until_ended(*parts: bytes, unread: bool = False) -> None:
+    """Returns once a connection that has received ``parts``, and hears no more, has been ended."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def run() -> None:
+        transport = Transport()
+        connection = BoundedConnection(uvicorn.Config(app, log_config=None), ServerState(), {})
+        connection.connection_made(transport)
+        for part in parts:
+            connection.data_received(part)
+        if unread:
+            connection.pause_writing()
+        async with asyncio.timeout(20):
+            await transport.ended.wait()
+        connection.connection_lost(None)
+        await asyncio.gather(*connection.tasks)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param([b"GET /hea"], id="half a line"),
+        pytest.param([START, b"X: y\r\n"], id="half of the headers"),
+        pytest.param([START, b"Content-Length: 9\r\n\r\n", b"x"], id="half a body"),
+    ],
+)
+def test_what_stays_incomplete_is_ended(short_times: None, parts: list[bytes]) -> None:
+    until_ended(*parts)
+
+
+def test_what_stays_unread_is_ended(short_times: None) -> None:
+    until_ended(START, b"Content-Length: 0\r\n\r\n", unread=True)
+
+
+def test_a_whole_request_may_take_its_time(client: httpx.Client, router: RouterProcess) -> None:
+    """Byte by byte, but within bounds, and another one behind it."""
+    body = json.dumps({"prompt": [1], "n": 0}).encode()
+    head = START + b"Content-Length: %d\r\n\r\n" % len(body)
+    with connect(router) as sock:
+        for _ in range(2):
+            for byte in head + body:
+                sock.sendall(bytes([byte]))
+            time.sleep(0.01)
+            assert b"n is 0" in sock.recv(1 << 16)
