@@ -3,10 +3,10 @@
     python bench/disconnects.py [--repeat 20]        half a minute
 
 A router, a prefill node and a decode node, simulated: real processes and connections on this machine, and steps of
-20 ms on P and 5 ms on D, two in flight. A request is brought to a stage (tests/departures.py), and its client closes the
-connection. Times are in ms, from then until no node computes or holds anything for it: all blocks are free, and nobody
-waits; where others stay at the nodes, until it is not among those who wait. Blocks that a step in flight writes to are
-free when that has ended: that takes up to 40 ms on P. Needs what the tests need (pip install -e '.[dev]').
+20 ms on P and 5 ms on D, two in flight. A request is brought to a stage (tests/departures.py), and its client closes
+its connection. Times are in ms, from then until no node computes or holds anything for it: all blocks are free, and
+nobody waits; where others stay at the nodes, until it is not among those who wait. Blocks that a step in flight writes
+to are free when that has ended: that takes up to 40 ms on P. Needs what the tests need (pip install -e '.[dev]').
 """
 
 from __future__ import annotations

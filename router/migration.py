@@ -56,7 +56,7 @@ class Migration:
         self._failed_at = 0.0
         self._num_failures = 0
         self._moved = False  # from a node without room to another
-        self._compat_hash = ""  # of the node before: one that differs in it may compute other tokens
+        self._like: NodeView | None = None  # the node before: one of another kind may compute other tokens
         self._reason: PdserveError | None = None
         self._pause = _FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
@@ -101,11 +101,12 @@ class Migration:
         self._metrics.replayed_tokens.inc(num_tokens)
         self._failed.add(node.node_id)
         self._failed_at = perf_counter()
-        self._compat_hash, self._reason, self._pause = node.compat_hash, error, _FIRST_PAUSE
+        self._like, self._reason, self._pause = node, error, _FIRST_PAUSE
         self._try()
 
     def _accepts(self, node: NodeView) -> bool:
-        if node.compat_hash != self._compat_hash:
+        assert self._like is not None
+        if (node.compat_hash, node.version) != (self._like.compat_hash, self._like.version):
             return False
         return node.node_id not in self._failed or perf_counter() > self._failed_at + _AVOIDED
 
