@@ -105,7 +105,7 @@ class RouterClient:
         """Start a request; what comes back is collected in the background."""
         number = len(self._results) + 1 if number is None else number
         result = Generated(number)
-        self._results.setdefault(number, (result, sampling.n))
+        self._results.setdefault(number, (result, len(fields.get("resume", ())) or sampling.n))
         token_ids = prompt if isinstance(prompt, bytes) else pack_tokens(prompt)
         message = pb.Generate(
             request=number,
