@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, RequestTooLong
 from router.chat.messages import check_messages
+from router.chat.rendering import Order, Renderers
 from router.chat.template import RESERVED
 from router.job import Prompt
 from router.requests import ChatBody, CompletionBody, GenerateBody
@@ -21,13 +22,17 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
-    """Applies the chat template and the tokenizer."""
+    """Applies the chat template and the tokenizer. ``max_tokens`` says what the model takes at present."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int]) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._renderers = None if tokenizer.chat_template is None else Renderers(tokenizer.chat_template)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        if self._renderers is not None:
+            await self._renderers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, body: GenerateBody) -> list[Prompt]:
@@ -36,11 +41,22 @@ class PromptEncoder:
             return [await self.encode_chat(body)]
         assert isinstance(body, CompletionBody)
         prompts, special = body.prompts, body.add_special_tokens
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._check_length(text, "prompt")
+        num_chars = sum(map(len, texts))
         return await self._run(num_chars, lambda: [self._encode_one(prompt, special) for prompt in prompts])
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        self._check_length(text, "prompt")
         return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Raises RequestTooLong for what cannot fit, however well it is tokenized: tokenizing it takes long, too."""
+        limit = self._max_tokens() * self._tokenizer.longest_token
+        if len(text) > limit:
+            what = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
+            raise RequestTooLong(f"{what} {limit}; shorten it", field, "context_length_exceeded")
 
     def _encode_one(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
@@ -48,33 +64,24 @@ class PromptEncoder:
         return Prompt(prompt)
 
     async def encode_chat(self, body: ChatBody) -> Prompt:
-        template = self._tokenizer.chat_template
-        if template is None:
+        if self._renderers is None:
             raise RequestError("the model has no chat template; use /v1/completions", "messages")
         reserved = RESERVED.intersection(body.chat_template_kwargs)
         if reserved:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
-        messages = check_messages(body.messages)
-
-        def render() -> Prompt:
-            text = template.render(
-                messages,
-                body.opens_message,
-                body.template_variables,
-                tools=body.tool_use.tools,
-                documents=body.documents,
-                continue_final_message=body.continue_final_message,
-            )
-            return Prompt(self._tokenizer.encode(text, body.add_special_tokens), text)
-
-        num_chars = sum(_length(message) for message in messages) + len(repr(body.tools))
-        return await self._run(num_chars, render)
+        order = Order(
+            check_messages(body.messages),
+            body.opens_message,
+            body.template_variables,
+            body.tool_use.tools,
+            body.documents,
+            body.continue_final_message,
+        )
+        text = await self._renderers.render(order)
+        self._check_length(text, "messages")
+        return await self._run(len(text), lambda: Prompt(self._tokenizer.encode(text, body.add_special_tokens), text))
 
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         if num_chars <= _INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _length(message: Mapping[str, Any]) -> int:
-    return len(message.get("content") or "")

@@ -27,7 +27,7 @@ class Service:
         self.options = options
         self.model = model
         self.tokenizer = tokenizer
-        self.encoder = PromptEncoder(tokenizer)
+        self.encoder = PromptEncoder(tokenizer, lambda: self.fleet.limits().max_model_len)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
         dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
         self.answerer = Answerer(tokenizer, dialect, model)
@@ -50,7 +50,7 @@ class Service:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self.encoder.close()
+        await self.encoder.close()
         await self.fleet.close()
 
     def abort(self) -> None:

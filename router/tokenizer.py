@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
         config = _read_config(model_dir / "tokenizer_config.json")
         return cls(backend, config, _find_template(model_dir, config))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters, of which a text has no more than so many per token."""
+        return max(map(len, self._backend.get_vocab()))
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from pdserve.errors import CheckpointError, RequestError
@@ -34,7 +35,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as exc:
             raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
         self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._has_developer = "developer" in source
 
     def render(
@@ -54,7 +55,7 @@ class ChatTemplate:
         chat = [_normalized(message, self._has_developer) for message in messages]
         if continue_final_message:
             chat[-1]["content"] = _continued(chat[-1]) + _END
-        values = {**self._special_tokens, **(variables or {})}
+        values = {**self.special_tokens, **(variables or {})}
         try:
             text = self._template.render(
                 messages=chat,
@@ -112,12 +113,23 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        # Nothing of a template is computed while it is compiled, be it constant: that happens in the router itself.
+        optimized=False,
+        finalize=_as_it_is,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+@jinja2.pass_context
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    """Wants the context, so that Jinja calls it for no constant at compile time."""
+    return value
 
 
 def _tojson(

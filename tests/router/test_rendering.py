@@ -1,0 +1,110 @@
+"""Templates that are hostile, or are fed to break them: each fails alone, and the next chat is served."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+
+import psutil
+import pytest
+
+from pdserve.errors import RequestError
+from router.chat.rendering import Order, Renderers
+from router.chat.template import ChatTemplate
+
+TEMPLATE = """
+{%- set say = messages[0]['content'] -%}
+{%- if say == 'loop' -%}{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}
+{%- elif say == 'memory' -%}{{ 'x' * 10000000000 }}
+{%- elif say == 'double' -%}
+  {%- set ns = namespace(x='xxxxxxxx') -%}
+  {%- for a in range(60) -%}{%- set ns.x = ns.x ~ ns.x -%}{%- endfor -%}{{ ns.x }}
+{%- elif say == 'format' -%}{{ '{:>9999999999}'.format(1) }}
+{%- elif say == 'recurse' -%}{%- macro f() -%}{{ f() }}{%- endmacro -%}{{ f() }}
+{%- elif say == 'raise' -%}{{ raise_exception('no thanks') }}
+{%- elif say == 'escape' -%}{{ ''.__class__.__mro__ }}
+{%- else -%}{{ say }}{%- endif -%}
+"""
+HOSTILE = {
+    "loop": "does not come to an end",
+    "memory": "too much memory|does not come to an end",
+    "double": "too much memory|does not come to an end",
+    "format": "too much memory|does not come to an end",
+    "recurse": "cannot render",
+    "raise": "no thanks",
+    "escape": "refuses",
+}
+
+
+def order(say: object) -> Order:
+    return Order([{"role": "user", "content": say}], True, {}, None, None, False)
+
+
+def render_all(says: Sequence[object]) -> list[str]:
+    """What each comes to, in turn; an error as its message. Leaves no process behind."""
+
+    async def run() -> list[str]:
+        renderers = Renderers(ChatTemplate(TEMPLATE, {}), seconds=2.0, max_memory=512 << 20)
+        results = []
+        try:
+            for say in says:
+                try:
+                    results.append(await renderers.render(order(say)))
+                except RequestError as exc:
+                    results.append(f"{exc.param}: {exc}")
+        finally:
+            await renderers.close()
+        return results
+
+    before = set(psutil.Process().children())
+    results = asyncio.run(run())
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=20)
+    assert not alive
+    return results
+
+
+def test_what_a_hostile_template_does_ends_with_its_own_request() -> None:
+    says = [part for say in HOSTILE for part in (say, f"after {say}")]
+    results = render_all(says)
+    for say, hostile, after in zip(HOSTILE, results[::2], results[1::2], strict=True):
+        assert hostile.startswith("messages: ")
+        assert re.search(HOSTILE[say], hostile)
+        assert after == f"after {say}"
+
+
+def test_values_arrive_as_they_were_sent() -> None:
+    says = ["", "日本語 🙂 \0\r\n", "x" * 1_000_000, 10**30, 0.1, [1, {"a": None}]]
+    assert render_all(says) == [str(say) for say in says]
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    async def run() -> None:
+        renderers = Renderers(ChatTemplate(TEMPLATE, {}))
+        try:
+            assert await renderers.render(order("one")) == "one"
+            for process in psutil.Process().children():
+                if "router.chat.render_process" in process.cmdline():
+                    process.kill()
+            with pytest.raises(RequestError, match="ended its process"):
+                await renderers.render(order("two"))
+            assert await renderers.render(order("three")) == "three"
+        finally:
+            await renderers.close()
+
+    asyncio.run(run())
+
+
+def test_chats_wait_for_each_other_only_as_long_as_one_may_take() -> None:
+    async def run() -> None:
+        renderers = Renderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
+        try:
+            results = await asyncio.gather(
+                *(renderers.render(order(say)) for say in ["loop", "loop", "one", "two"]), return_exceptions=True
+            )
+        finally:
+            await renderers.close()
+        assert [isinstance(result, RequestError) for result in results] == [True, True, False, False]
+        assert results[2:] == ["one", "two"]
+
+    asyncio.run(run())
