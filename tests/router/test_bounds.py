@@ -57,6 +57,15 @@ def test_json_that_is_nested_without_end_is_no_json(client: httpx.Client) -> Non
     assert "not valid JSON" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("path", "param"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+def test_a_text_that_cannot_fit_is_not_even_tokenized(client: httpx.Client, path: str, param: str) -> None:
+    text = "x" * 1_000_000
+    body = {"prompt": text} if param == "prompt" else {"messages": [{"role": "user", "content": text}]}
+    error = client.post(path, json=body).json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert "characters; the 1000 tokens of the model hold at most" in error["message"]
+
+
 def connect(router: RouterProcess) -> socket.socket:
     host, _, port = router.url.removeprefix("http://").rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
