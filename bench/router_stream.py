@@ -35,13 +35,14 @@ MODEL = "replay"
 class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
     """Sends a token per step to every stream, ``interval`` seconds apart, once all streams are there."""
 
-    def __init__(self, num_streams: int, interval: float) -> None:
+    def __init__(self, name: str, num_streams: int, interval: float) -> None:
+        self._name = name
         self._num_streams = num_streams
         self._interval = interval
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
         return pb.NodeDescription(
-            node_id="replay",
+            node_id=self._name,
             epoch="1",
             role="decode",
             state="ready",
@@ -79,16 +80,20 @@ class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
                 await asyncio.sleep(self._interval)
 
 
-def run_node(num_streams: int, interval: float, pipe: Any) -> None:
+def run_nodes(num_nodes: int, num_streams: int, interval: float, pipe: Any) -> None:
+    """Nodes of ``num_streams`` each; sends their ports over ``pipe``."""
+
     async def serve() -> None:
-        server = grpc.aio.server(options=rpc.server_options())
-        node = ReplayNode(num_streams, interval)
-        pb_grpc.add_DecodeNodeServicer_to_server(node, server)
-        pb_grpc.add_NodeServicer_to_server(node, server)
-        port = rpc.bind(server, "127.0.0.1", 0)
-        await server.start()
-        pipe.send(port)
-        await server.wait_for_termination()
+        servers, ports = [], []
+        for index in range(num_nodes):
+            servers.append(grpc.aio.server(options=rpc.server_options()))
+            node = ReplayNode(f"replay{index}", num_streams, interval)
+            pb_grpc.add_DecodeNodeServicer_to_server(node, servers[-1])
+            pb_grpc.add_NodeServicer_to_server(node, servers[-1])
+            ports.append(rpc.bind(servers[-1], "127.0.0.1", 0))
+            await servers[-1].start()
+        pipe.send(ports)
+        await servers[0].wait_for_termination()
 
     asyncio.run(serve())
 
@@ -108,15 +113,16 @@ async def read_stream(port: int, num_tokens: int, chat: bool) -> int:
     return size
 
 
-def measure(num_streams: int, num_tokens: int, interval: float, chat: bool) -> dict[str, float]:
+def measure(num_streams: int, num_nodes: int, num_tokens: int, interval: float, chat: bool) -> dict[str, float]:
     """Run one setting in processes of its own."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    node = context.Process(target=run_node, args=(num_streams, interval, theirs), daemon=True)
+    node = context.Process(target=run_nodes, args=(num_nodes, num_streams // num_nodes, interval, theirs), daemon=True)
     node.start()
     status, child_status = os.pipe()
     argv = [sys.executable, "-m", "router", str(EMBEDDED_MODEL), "--served-model-name", MODEL, "--port", "0"]
-    argv += ["--decode", f"127.0.0.1:{ours.recv()}", "--status-fd", str(child_status)]
+    argv += [flag for port in ours.recv() for flag in ("--decode", f"127.0.0.1:{port}")]
+    argv += ["--status-fd", str(child_status)]
     router = subprocess.Popen(argv, pass_fds=[child_status], stderr=subprocess.DEVNULL)
     os.close(child_status)
     try:
@@ -142,18 +148,19 @@ def measure(num_streams: int, num_tokens: int, interval: float, chat: bool) -> d
         node.join()
     cpu = after.user + after.system - before.user - before.system
     total = num_streams * num_tokens
-    return {"streams": num_streams, "us_per_token": 1e6 * cpu / total, "tokens_per_s": total / seconds}
+    return {"streams": num_streams, "us_per_token": 1e6 * cpu / total, "nodes": num_nodes, "tokens_per_s": total / seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--nodes", type=int, default=1, help="that share the streams")
     parser.add_argument("--tokens", type=int, default=1000, help="per stream")
     parser.add_argument("--interval", type=float, default=0.005, help="seconds between steps")
     parser.add_argument("--completions", action="store_true", help="instead of chat")
     args = parser.parse_args()
     for num_streams in args.streams:
-        result = measure(num_streams, args.tokens, args.interval, not args.completions)
+        result = measure(num_streams, args.nodes, args.tokens, args.interval, not args.completions)
         print(json.dumps({name: round(value, 1) for name, value in result.items()}), flush=True)
 
 
