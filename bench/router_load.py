@@ -5,7 +5,7 @@
 A fleet of simulated decode nodes, a router and clients, each a process of its own. The clients send their next request
 when the last one has ended.
 
-    streams   completions of ``--tokens`` tokens are read to their end; counted are the tokens that arrived in the window
+    streams   completions of ``--tokens`` tokens are read to their end; tokens that arrive in the window are counted
     short     completions of one token, not streamed, over connections that stay open
     first     half as many streams run, and now and then a request is sent by way of the router, and another straight to
               a node by gRPC. The first token of each is timed; what the router adds is the difference at a percentile
@@ -145,12 +145,14 @@ class Bench:
         """Probes by way of the router and straight to nodes, in turn, beside half the streams."""
         load = Load(self._port, self._args.streams // 2, self._args.tokens, True, seconds + WARM_UP)
         time.sleep(WARM_UP * 2)
+        before, started = self._cpu(), time.perf_counter()
         routed, direct = asyncio.run(self._probe(seconds))
+        cpu = (self._cpu() - before) / (time.perf_counter() - started)
         tokens, _ = load.result()
         for share in (50, 90, 99):
             with_router, without = percentile(routed, share), percentile(direct, share)
             self._say(f"first p{share}", ms=with_router, direct_ms=without, added_ms=with_router - without)
-        self._say("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed))
+        self._say("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed), cpu=cpu)
 
     async def _probe(self, seconds: float) -> tuple[list[float], list[float]]:
         """Milliseconds each."""
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=64, help="of short requests")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each window")
     parser.add_argument("--hold", type=float, default=0.0, help="seconds of the last part; 0: leave it out")
-    parser.add_argument("--costs", default="step=0.006,decode=0.0001", help="of the nodes, as --sim-costs takes them")
+    parser.add_argument("--costs", default="step=0.0065,decode=0.0001", help="of the nodes, as --sim-costs takes them")
     args = parser.parse_args()
     with fleet_of(args.nodes, args.costs) as fleet:
         bench = Bench(fleet, args)

@@ -4,8 +4,8 @@
 
 A decode node that only replays tokens (a process of its own, one message per step for all streams, as real nodes
 send them) feeds a real router; clients read the streams to the end. CPU time is user + system of the router process,
-taken between the first and the last token of all streams; the event loop's thread, which is what a router can be short of,
-also by itself.
+taken between the first and the last token of all streams; that of the event loop's thread also by itself, as it is
+what a router runs short of.
 """
 
 from __future__ import annotations
@@ -149,7 +149,13 @@ def measure(num_streams: int, num_nodes: int, num_tokens: int, interval: float, 
         node.join()
     total = num_streams * num_tokens
     of_all, of_loop = (1e6 * (late - early) / total for early, late in zip(before, after, strict=True))
-    return {"streams": num_streams, "us_per_token": of_all, "us_of_loop": of_loop, "nodes": num_nodes, "tokens_per_s": total / seconds}
+    return {
+        "streams": num_streams,
+        "us_per_token": of_all,
+        "us_of_loop": of_loop,
+        "nodes": num_nodes,
+        "tokens_per_s": total / seconds,
+    }
 
 
 def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:

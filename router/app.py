@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -13,10 +13,11 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from router.endpoint import GenerateEndpoint, read_body
-from router.errors import ClientGone, NotStored, error_object, http_error
+from router.errors import ClientGone, HttpError, NotStored, error_object, http_error, send_answer
 from router.gate.door import Door
 from router.items.body import parse_items
 from router.policy import no_decode_node
@@ -25,6 +26,7 @@ from router.requests import ChatBody, convert, parse_chat, parse_completion, par
 from router.service import Service
 
 VERSION = version("pdserve")
+FAULT = error_object("the router failed at this request; its log says why", "server_error")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -44,7 +46,30 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     model: str | None = None
 
 
-def create_app(service: Service) -> FastAPI:
+class Shortcut:
+    """Sends what generates to its endpoints past the layers of FastAPI, each of which costs a call per chunk.
+
+    FastAPI knows these routes, too: for its schema, and to refuse other methods.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await endpoint(scope, receive, send)
+        except Exception:
+            with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection then
+                await send_answer(send, HttpError(500, FAULT, [(b"content-type", b"application/json")]))
+            raise  # for the log
+
+
+def create_app(service: Service) -> ASGIApp:
     """Starting and stopping the application starts and stops the fleet."""
 
     @asynccontextmanager
@@ -54,22 +79,22 @@ def create_app(service: Service) -> FastAPI:
         await service.close()
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
-    for path, name, parse in (
-        ("/v1/completions", "completions", parse_completion),
-        ("/v1/chat/completions", "chat", parse_chat),
-        ("/v1/responses", "responses", parse_items),
-    ):
-        app.router.routes.append(Route(path, GenerateEndpoint(service, name, parse), methods=["POST"]))
+    endpoints = {
+        "/v1/completions": GenerateEndpoint(service, "completions", parse_completion),
+        "/v1/chat/completions": GenerateEndpoint(service, "chat", parse_chat),
+        "/v1/responses": GenerateEndpoint(service, "responses", parse_items),
+    }
+    app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     _add_stored_responses(app)
     _add_models(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
     _add_error_handlers(app)
-    if service.keys is not None:
-        open_paths = {"/health"} if service.options.protect_metrics else {"/health", "/metrics"}
-        refused = service.metrics.unauthorized.inc
-        app.add_middleware(Door, find=service.keys.client_of, open_paths=open_paths, refused=refused)
-    return app
+    whole = Shortcut(app, endpoints)
+    if service.keys is None:
+        return whole
+    open_paths = {"/health"} if service.options.protect_metrics else {"/health", "/metrics"}
+    return Door(whole, service.keys.client_of, open_paths, refused=service.metrics.unauthorized.inc)
 
 
 def _add_stored_responses(app: FastAPI) -> None:
@@ -175,8 +200,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
 
     async def on_fault(request: Request, exc: Exception) -> Response:
-        body = error_object("the router failed at this request; its log says why", "server_error")
-        return Response(body, 500, media_type="application/json")
+        return Response(FAULT, 500, media_type="application/json")
 
     app.add_exception_handler(PdserveError, on_error)
     app.add_exception_handler(ClientGone, on_client_gone)

@@ -100,7 +100,10 @@ def _retry_after(seconds: float) -> tuple[bytes, bytes]:
 
 
 async def send_error(send: Send, error: PdserveError) -> None:
-    answer = http_error(error)
+    await send_answer(send, http_error(error))
+
+
+async def send_answer(send: Send, answer: HttpError) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
     await send({"type": "http.response.body", "body": answer.body})
 

@@ -66,6 +66,7 @@ class Format(ABC):
         opening = _encode({**self._head, "object": self.chunk_object})[:-1]
         self._chunk_head = b"data: " + opening + b',"choices":['
         self._no_usage = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._goes_on = b',"logprobs":null,"finish_reason":null}' + self._no_usage
 
     @abstractmethod
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
@@ -102,6 +103,10 @@ class Format(ABC):
         parts.append(b"}")
         parts.append(self._no_usage if usage is None else b'],"usage":' + _encode(usage.to_json()) + b"}\n\n")
         return b"".join(parts)
+
+    def text_chunk(self, index: int, text: str) -> bytes:
+        """``chunk`` of a choice that goes on, with nothing else to say: most of them."""
+        return self._chunk_head + self._chunk_choice(index, text, False) + self._goes_on
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk before the end, without choices."""

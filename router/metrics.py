@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
+from router.tally import Tally
+
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -34,12 +36,10 @@ class Metrics:
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
-        self.itl = Histogram(
-            "pdserve_inter_token_latency_seconds",
-            "Between two tokens of a choice, as received.",
-            buckets=_ITL_BUCKETS,
-            registry=self.registry,
+        self.itl = Tally(
+            "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
         )
+        self.registry.register(self.itl)
         self.duration = Histogram(
             "pdserve_request_duration_seconds",
             "From a request's arrival to the end of its response.",

@@ -181,6 +181,8 @@ class StreamResponse(EventResponse):
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         options = self.options
         usage = self.generation.usage if options.continuous_usage else None
+        if not self._detailed and usage is None and not choice.finish_reason:
+            return self.form.text_chunk(choice.index, text)
         if not self._detailed:
             return self.form.chunk(choice.index, text, choice.finish_reason, usage=usage)
         tokens = token_ids = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         backlog=2048,
     )
     config.load()
+    gc.freeze()  # what is there by now stays: collections need not look at it
     if certificate is not None:
         config.ssl = certificate.context
     server = _Server(config, service, status, certificate)
