@@ -183,17 +183,7 @@ class Saboteur:
     def _strike(self, fault: Fault) -> None:
         node = self._node(fault)
         self.struck[f"{fault.role}: {fault.kind}"] += 1
-        what, _, part = fault.kind.partition(" ")
-        if what == "stop":
-            node.stop(part)
-        elif fault.kind == "kill":
-            node.kill()
-        elif fault.kind == "kill engine":
-            node.signal_engine(signal.SIGKILL)
-            node.wait_ended(10.0)
-        else:
-            node.signal(signal.SIGTERM)
-            node.wait_ended(10.0)
+        strike(node, fault.kind)
         self._down[node] = fault, time.monotonic() + fault.lasts
 
     def _bring_back(self, now: float) -> None:
@@ -202,11 +192,31 @@ class Saboteur:
                 continue
             del self._down[node]
             self._recovering.add(node)
-            what, _, part = fault.kind.partition(" ")
-            if what == "stop":
-                node.go_on(part)
-            else:
-                node.spawn_again()
+            repair(node, fault.kind)
+
+
+def strike(node: NodeProcess, kind: str) -> None:
+    """Returns when it has happened."""
+    what, _, part = kind.partition(" ")
+    if what == "stop":
+        node.stop(part)
+    elif kind == "kill":
+        node.kill()
+    elif kind == "kill engine":
+        node.signal_engine(signal.SIGKILL)
+        node.wait_ended(10.0)
+    else:
+        node.signal(signal.SIGTERM)
+        node.wait_ended(10.0)
+
+
+def repair(node: NodeProcess, kind: str) -> None:
+    """Have it go on, or start it again; ``is_ready`` says when it is there."""
+    what, _, part = kind.partition(" ")
+    if what == "stop":
+        node.go_on(part)
+    else:
+        node.spawn_again()
 
 
 def is_ready(node: NodeProcess) -> bool:
