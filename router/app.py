@@ -8,48 +8,31 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.errors import Overloaded, PdserveError, RequestError
-from router.endpoint import GenerateEndpoint, read_body
+from pdserve.errors import Overloaded, PdserveError
+from router.endpoint import GenerateEndpoint
 from router.errors import ClientGone, HttpError, NotStored, error_object, http_error, send_answer
 from router.gate.door import Door
 from router.items.body import parse_items
+from router.openapi.document import openapi_document
 from router.policy import no_decode_node
-from router.prompts import PromptEncoder
-from router.requests import ChatBody, convert, parse_chat, parse_completion, parse_json
+from router.requests import parse_chat, parse_completion
 from router.service import Service
+from router.tokens import add_token_routes, json_response
 
 VERSION = version("pdserve")
 FAULT = error_object("the router failed at this request; its log says why", "server_error")
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    tools: list[dict[str, Any]] = []
-    chat_template_kwargs: dict[str, Any] = {}
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
-    tokens: list[int]
-    model: str | None = None
-
-
 class Shortcut:
     """Sends what generates to its endpoints past the layers of FastAPI, each of which costs a call per chunk.
 
-    FastAPI knows these routes, too: for its schema, and to refuse other methods.
+    FastAPI knows these routes, too, to refuse other methods.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
@@ -78,7 +61,7 @@ def create_app(service: Service) -> ASGIApp:
         yield
         await service.close()
 
-    app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     endpoints = {
         "/v1/completions": GenerateEndpoint(service, "completions", parse_completion),
         "/v1/chat/completions": GenerateEndpoint(service, "chat", parse_chat),
@@ -87,7 +70,7 @@ def create_app(service: Service) -> ASGIApp:
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     _add_stored_responses(app)
     _add_models(app, service)
-    _add_tokens(app, service)
+    add_token_routes(app, service)
     _add_operations(app, service)
     _add_error_handlers(app)
     whole = Shortcut(app, endpoints)
@@ -98,9 +81,10 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_stored_responses(app: FastAPI) -> None:
-    @app.api_route("/v1/responses/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def stored_response(path: str) -> Response:
-        name = path.partition("/")[0]
+    @app.post("/v1/responses/{name}/cancel")
+    @app.get("/v1/responses/{name}/input_items")
+    @app.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])
+    async def stored_response(name: str) -> Response:
         raise NotStored(f"response {name!r} is not here: responses are not stored", "response_id")
 
 
@@ -117,51 +101,12 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [describe()]})
+        return json_response({"object": "list", "data": [describe()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(describe())
-
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
-        service.check_model(body.model)
-        token_ids = await _tokenize(service.encoder, body)
-        strings = [service.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        limit = service.fleet.limits().max_model_len
-        return _json({"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings})
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
-        service.check_model(body.model)
-        size = service.fleet.limits().vocab_size
-        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
-        return _json({"prompt": service.tokenizer.decode(body.tokens)})
-
-
-async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", "prompt")
-    if body.prompt is not None:
-        prompt = await encoder.encode_text(body.prompt, body.add_special_tokens is not False)
-    else:
-        chat = ChatBody(
-            messages=body.messages or [],
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=body.tools,
-            add_special_tokens=body.add_special_tokens is True,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        prompt = await encoder.encode_chat(chat)
-    return list(prompt.token_ids)
+        return json_response(describe())
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
@@ -169,11 +114,17 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         if not service.fleet.ready:
             raise no_decode_node(service.fleet.snapshot())
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/version")
     async def show_version() -> Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
+
+    document = openapi_document(VERSION)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document, media_type="application/json")
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -206,7 +157,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_fault)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

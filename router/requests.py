@@ -186,6 +186,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def other_fields() -> dict[str, dict[str, Any]]:
+    """JSON schemas of the fields that are accepted though they do nothing, by name."""
+    unsupported = {name: {"enum": [*values, None]} for name, values in _UNSUPPORTED.items()}
+    return {**{name: {} for name in _IGNORED}, **unsupported}
+
+
 def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     """A typed body. Null is the same as absent. Raises RequestError that names the field."""
     known = kind.__struct_fields__
@@ -195,7 +201,7 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     for name, value in fields.items():
         if name in known:
             continue
-        if value in _UNSUPPORTED.get(name, ()):
+        if any(_same(value, harmless) for harmless in _UNSUPPORTED.get(name, ())):
             continue
         if name in _UNSUPPORTED:
             raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
@@ -208,6 +214,11 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
         return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from exc
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality as JSON has it: false is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def parse_completion(data: bytes) -> CompletionBody:

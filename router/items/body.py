@@ -49,7 +49,7 @@ class ItemsRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 
 # Fields of a chat that have another form here.
-_CHAT_ONLY = frozenset(
+CHAT_ONLY = frozenset(
     {"messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n"}
     | {"return_token_ids", "include_reasoning", "continue_final_message", "add_generation_prompt"}
 )
@@ -64,7 +64,7 @@ class ItemsBody(ChatBody, kw_only=True, frozen=True):
 def parse_items(data: bytes) -> ItemsBody:
     """Raises RequestError for what is wrong, and for what needs stored responses."""
     fields = parse_json(data)
-    wrong = next((name for name in fields if name in _CHAT_ONLY), None)
+    wrong = next((name for name in fields if name in CHAT_ONLY), None)
     if wrong is not None:
         raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; leave it out", wrong, "unknown_parameter")
     own = {name: value for name, value in fields.items() if name in ItemsRequest.__struct_fields__}
