@@ -12,6 +12,7 @@ import httpx
 import pytest
 import uvicorn
 from router_process import RouterProcess
+from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
 
 from router import connections
@@ -64,6 +65,52 @@ def test_a_text_that_cannot_fit_is_not_even_tokenized(client: httpx.Client, path
     error = client.post(path, json=body).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert "characters; the 1000 tokens of the model hold at most" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefill_node",
+        "node",
+        "decode",
+        "lease",
+        "epoch",
+        "block_ids",
+        "kv_transfer_params",
+        "port",
+        "resume",
+        "timeout_ms",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_no_parameter_names_what_is_behind_the_router(client: httpx.Client, path: str, name: str) -> None:
+    body = {"prompt": [1]} if path == "/v1/completions" else {"messages": [USER]}
+    error = client.post(path, json={**body, name: "x"}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
+
+
+def test_no_header_and_no_part_of_a_parameter_reaches_the_nodes(
+    client: httpx.Client, scripted_node: ScriptedNode
+) -> None:
+    async def answer(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts["names"] = answer
+    body = {"prompt": [1], "cache_salt": "names", "seed": 1, "user": "p9:1", "metadata": {"prefill_node": "p9:1"}}
+    options = {"include_usage": True, "prefill_node": "p9:1", "epoch": "1"}
+    headers = {
+        f"x-{name}": "p9:1" for name in ("prefill-node", "decode-node", "request-id", "lease", "data-parallel-rank")
+    }
+    seen = []
+    for sent, extra in (({}, {}), (headers, {"stream": True, "stream_options": options})):
+        response = client.post("/v1/completions?prefill_node=p9:1", json={**body, **extra}, headers=sent)
+        assert response.status_code == 200
+        message = scripted_node.seen["names"].message
+        assert message.request_id not in ("", "p9:1")
+        message.request, message.request_id, message.timeout_ms = 0, "", 0
+        seen.append(message)
+    assert seen[0] == seen[1]
+    assert seen[0].prefill_node == ""
 
 
 def connect(router: RouterProcess) -> socket.socket:

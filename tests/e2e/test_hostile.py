@@ -1,0 +1,276 @@
+"""Clients and peers that mean no good, against real processes without a device: nothing ends, hangs or is left."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import pack_tokens
+
+SIMULATED = ("--engine", "simulated", "--sim-speed", "100")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    model = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, model / name)
+    with start_fleet(model, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
+        complete(fleet)  # what is made on first use is there from now on
+        yield fleet
+
+
+def complete(fleet: Fleet) -> None:
+    assert len(fleet.complete(list(range(100, 180)), 5)) == 5
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.05)
+
+
+def num_open(fleet: Fleet) -> dict[int, int]:
+    """File descriptors of the processes that speak to others."""
+    assert fleet.router is not None
+    return {p.pid: psutil.Process(p.pid).num_fds() for p in (fleet.router, *fleet.prefill, *fleet.decode)}
+
+
+@pytest.fixture
+def unharmed(fleet: Fleet) -> Iterator[Fleet]:
+    """Checks that after a test all is as it was, and serves."""
+    before = num_open(fleet)
+    yield fleet
+    complete(fleet)
+    for node in (*fleet.prefill, *fleet.decode):
+        node.wait_idle(20.0)
+        assert node.describe().state == "ready"
+    wait_for(lambda: all(count <= before[pid] for pid, count in num_open(fleet).items()))
+    metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text
+    assert "pdserve_requests_in_flight 0.0" in metrics
+
+
+# ---------------------------------------------------------------- clients
+
+
+def body_bytes(**fields: Any) -> bytes:
+    body = json.dumps(
+        {"model": MODEL_NAME, "prompt": [5] * 40, "max_tokens": 40, "ignore_eos": True, **fields}
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def connect(fleet: Fleet) -> socket.socket:
+    assert fleet.router is not None
+    host, _, port = fleet.router.address.rpartition(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30.0)
+    sock.connect((host, int(port)))
+    return sock
+
+
+def test_a_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> None:
+    """Its connection stands, and the nodes are done with it long before its answer would be at an end."""
+    decode = unharmed.decode[0]
+    with connect(unharmed) as sock:
+        sock.sendall(body_bytes(n=32, max_tokens=1900, logprobs=20, stream=True))
+        wait_for(lambda: decode.status().running > 0)
+        decode.wait_idle(30.0)
+        assert decode.counter("output_tokens") < 32 * 1900
+
+
+def test_streams_that_are_broken_off_anywhere(unharmed: Fleet) -> None:
+    rng = random.Random(7)
+    for _ in range(40):
+        with connect(unharmed) as sock:
+            sock.sendall(body_bytes(stream=True, n=rng.choice([1, 4])))
+            if rng.random() < 0.8:
+                sock.recv(rng.randrange(1, 4096))
+            if rng.random() < 0.5:  # a reset instead of an end
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def exchange(sock: socket.socket, data: bytes) -> None:
+    """Send all there is, and read to the end. The router may hang up, but not keep silent until the timeout."""
+    try:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(1 << 16):
+            pass
+    except TimeoutError:
+        raise
+    except OSError:  # it has hung up
+        pass
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(4):
+            case 0:
+                data = data[:at] + rng.randbytes(rng.randrange(1, 9)) + data[at:]
+            case 1:
+                data = data[:at] + data[at + rng.randrange(1, 30) :]
+            case 2:
+                data = data[:at] + data[max(0, at - rng.randrange(1, 200)) :]
+            case 3:
+                data = data[:at] + rng.choice([b"\r\n", b"\0", b"\xff", b'"', b"{", b"[", b"9" * 40]) + data[at + 1 :]
+    return data
+
+
+def test_bytes_that_are_almost_http(unharmed: Fleet) -> None:
+    rng = random.Random(11)
+    seeds = [
+        body_bytes(),
+        body_bytes(stream=True),
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
+        b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{'a':\r\n2\r\n1}\r\n0\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
+    ]
+    for _ in range(200):
+        with connect(unharmed) as sock:
+            exchange(sock, mutated(rng, rng.choice(seeds)))
+
+
+# ---------------------------------------------------------------- peers
+
+EXTREMES: dict[int, tuple[Any, ...]] = {
+    FieldDescriptor.CPPTYPE_INT32: (0, 1, -1, 2**31 - 1, -(2**31)),
+    FieldDescriptor.CPPTYPE_INT64: (0, 1, -1, 2**63 - 1, -(2**63)),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 1, 2, 16, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 1, 2, 16, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_DOUBLE: (0.0, 1.0, -1.0, 0.5, float("inf"), float("nan")),
+    FieldDescriptor.CPPTYPE_FLOAT: (0.0, 1.0, -1.0, float("inf"), float("nan")),
+    FieldDescriptor.CPPTYPE_BOOL: (False, True),
+    FieldDescriptor.CPPTYPE_ENUM: (0, 1, 77),
+}
+STRINGS = ("", "x", "\0", "ü" * 300, "../../etc/passwd", "{")
+TOKENS = (b"", b"\1", pack_tokens([1] * 40), pack_tokens([2**32 - 1]), pack_tokens(range(200)), b"\xff" * 4001)
+
+
+class Fuzzer:
+    """Messages that are messages, and make no sense. Some of their fields are those of a request that does."""
+
+    def __init__(self, seed: int, epoch: str) -> None:
+        self._rng = random.Random(seed)
+        self._epoch = epoch
+
+    def message(self, kind: type[Message], depth: int = 0) -> Message:
+        message = kind()
+        for field in message.DESCRIPTOR.fields:
+            if depth and self._rng.random() < 0.3:
+                continue
+            if field.message_type is not None and field.message_type.GetOptions().map_entry:
+                continue
+            if field.containing_oneof is not None and self._rng.random() < 0.5:
+                continue
+            self._fill(message, field, depth)
+        return self._sensible(message) if self._rng.random() < 0.5 else message
+
+    def _fill(self, message: Message, field: Any, depth: int) -> None:
+        rng = self._rng
+        if field.is_repeated:
+            values = [self._value(field, depth) for _ in range(rng.randrange(4))] if depth < 3 else []
+            if field.message_type is not None:
+                for value in values:
+                    getattr(message, field.name).add().CopyFrom(value)
+            else:
+                getattr(message, field.name).extend(values)
+        elif field.message_type is not None:
+            getattr(message, field.name).CopyFrom(self._value(field, depth))
+        else:
+            setattr(message, field.name, self._value(field, depth))
+
+    def _value(self, field: Any, depth: int) -> Any:
+        if field.message_type is not None:
+            return self.message(GetMessageClass(field.message_type), depth + 1)
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            if field.type == FieldDescriptor.TYPE_BYTES:
+                return self._rng.choice(TOKENS)
+            return self._epoch if field.name == "epoch" else self._rng.choice(STRINGS)
+        return self._rng.choice(EXTREMES[field.cpp_type])
+
+    def _sensible(self, message: Message) -> Message:
+        """With sampling that is served, where there is some, so that more than its checks is reached."""
+        if isinstance(message, pb.Generate | pb.PrefillRequest):
+            served = pb.SamplingParams(max_tokens=20, n=2, top_p=1.0, repetition_penalty=1.0, logprobs=-1)
+            message.sampling.CopyFrom(served)
+            message.token_ids = TOKENS[2]
+            message.timeout_ms = 2000
+            message.request = self._rng.randrange(2**32)
+        return message
+
+
+def methods() -> list[MethodDescriptor]:
+    return [method for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods]
+
+
+def call(node: NodeProcess, method: MethodDescriptor, requests: list[bytes]) -> list[bytes]:
+    """What a node answers, until it has no more to say, ends the call, or some time has passed."""
+    answers: list[bytes] = []
+    details = ""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    channel: Any
+    with grpc.insecure_channel(node.address) as channel:
+        try:
+            for answer in channel.stream_stream(path)(iter(requests), timeout=1.0):
+                answers.append(answer)
+        except grpc.RpcError as exc:
+            details = exc.details() or ""
+    assert not details.startswith("Unexpected") or "DecodeError" in details, "an exception that nobody has foreseen"
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_of_random_fields(unharmed: Fleet, seed: int) -> None:
+    prefill = unharmed.prefill[0]
+    for node in (prefill, *unharmed.decode):
+        fuzzer = Fuzzer(seed, node.describe().epoch)
+        for method in methods():
+            kind = GetMessageClass(method.input_type)
+            num_messages = 30 if method.client_streaming else 1
+            call(node, method, [fuzzer.message(kind).SerializeToString() for _ in range(num_messages)])
+    give_back(prefill)
+
+
+def give_back(prefill: NodeProcess) -> None:
+    """Every lease there can be: nobody knows of them, and they would stay until they expire."""
+    serve = pb.DESCRIPTOR.services_by_name["PrefillNode"].methods_by_name["Serve"]
+    epoch = prefill.describe().epoch
+    releases = [pb.HandoffRequest(release=pb.ReleaseRequest(epoch=epoch, lease=lease)) for lease in range(1000)]
+    call(prefill, serve, [release.SerializeToString() for release in releases])
+
+
+def test_messages_that_are_cut_or_changed(unharmed: Fleet) -> None:
+    rng = random.Random(3)
+    sampling = pb.SamplingParams(max_tokens=20, n=1, top_p=1.0, repetition_penalty=1.0, logprobs=-1)
+    epoch = unharmed.prefill[0].describe().epoch
+    generate = pb.ServeRequest(generate=pb.Generate(request=1, token_ids=TOKENS[2], sampling=sampling))
+    handoff = pb.HandoffRequest(
+        prefill=pb.PrefillRequest(request=1, epoch=epoch, token_ids=TOKENS[2], sampling=sampling)
+    )
+    decode, prefill = (pb.DESCRIPTOR.services_by_name[f"{role}Node"] for role in ("Decode", "Prefill"))
+    for _ in range(40):
+        call(unharmed.decode[0], decode.methods_by_name["Serve"], [mutated(rng, generate.SerializeToString())])
+        call(unharmed.prefill[0], prefill.methods_by_name["Serve"], [mutated(rng, handoff.SerializeToString())])
+    give_back(unharmed.prefill[0])
