@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdserve.config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
+from pdserve.grammar import check_size
 from pdserve.records import SamplingParams
 
 
@@ -59,6 +60,7 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
     _check_range("logprobs", sampling.logprobs, -1, vocab_size)
     _check_ids("logit_bias", "token id", sampling.logit_bias, vocab_size)
     _check_ids("stop_token_ids", "token id", sampling.stop_token_ids, vocab_size)
+    check_size(sampling.grammar)
     for bias in sampling.logit_bias.values():
         _check_range("logit_bias", bias, -math.inf, math.inf)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from engine.constraints import Constraints
 from engine.messages import Output
 from engine.report import Report
 from engine.requests import Request, Sequence
@@ -24,8 +25,11 @@ from pdserve.stopping import finish_reason
 class Choices:
     """Makes sequences of requests, and outputs of samples."""
 
-    def __init__(self, block_size: int, eos_token_ids: Collection[int], report: Report) -> None:
+    def __init__(
+        self, block_size: int, eos_token_ids: Collection[int], constraints: Constraints, report: Report
+    ) -> None:
         self._block_size = block_size
+        self._constraints = constraints
         self._eos_token_ids = frozenset(eos_token_ids)
         self._report = report
         self._next_seq = 1
@@ -34,7 +38,7 @@ class Choices:
         """The sequence that computes the prompt. ``request.branches`` has the choices of a request that is resumed."""
         sampling = request.sampling
         request.stop_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        if sampling.grammar or not sampling.ignore_eos:
             request.stop_ids |= self._eos_token_ids
         choice = min(request.branches, default=0)
         return self._sequence(request, choice, [*request.prompt, *request.branches.pop(choice, ())])
@@ -47,7 +51,10 @@ class Choices:
         if sample.token_id in request.stop_ids or len(token_ids) == sequence.max_length:
             reason = self._reason(request, sample, sequence.num_outputs)
         self._report.outputs.append(Output(request.rid, sequence.choice, sample, reason))
-        return reason is None
+        if reason is not None:
+            return False
+        self._constraints.drawn(sequence)
+        return True
 
     def take_first(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
         """Report the first tokens of all choices. Returns whether the sequence, which is choice 0, goes on.
@@ -61,7 +68,10 @@ class Choices:
             if reason is None:
                 request.branches[choice] = [sample.token_id]
         sequence.token_ids.append(samples[0].token_id)
-        return request.branches.pop(sequence.choice, None) is not None
+        if request.branches.pop(sequence.choice, None) is None:
+            return False
+        self._constraints.drawn(sequence)
+        return True
 
     def take_for_peer(self, request: Request, samples: tuple[Sample, ...]) -> None:
         """Report the first tokens of all choices on P; which of them go on is the peer's to decide."""
@@ -84,6 +94,7 @@ class Choices:
         request.sequences[sequence.choice] = sequence
         sequence.token_ids += live.pop(sequence.choice)
         sequence.length += 1
+        self._constraints.drawn(sequence)
         request.branches = live
         return True
 
@@ -104,6 +115,7 @@ class Choices:
         hashes = BlockHashes(self._block_size, request.cache_salt, tuple(digests))
         sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, len(request.prompt), request.max_length)
         self._next_seq += 1
+        self._constraints.begin(sequence)
         request.sequences[choice] = sequence
         return sequence
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.microbatch import Participants
 from engine.requests import Sequence
-from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan
+from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 # Prompt tokens from which on a step's time grows with their number, by kind of device: nothing is won by more.
 FULL_STEP = {"cpu": 512, "cuda": 8192, "simulated": 8192}
@@ -26,6 +26,7 @@ class StepDraft:
         self._new: list[NewSequence] = []
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
+        self._masks: list[TokenMask] = []
         self.participants = Participants()  # in the order of the plan's ``scheduled``
 
     @property
@@ -48,6 +49,8 @@ class StepDraft:
         num_tokens = min(missing, room)
         num_samples = sequence.samples_due if num_tokens == missing else 0
         self._tell_blocks(sequence)
+        if num_samples:
+            self._add_mask(sequence)
         self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
         self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens
@@ -58,19 +61,29 @@ class StepDraft:
 
     def plan(self, finished: tuple[int, ...], connector: KVConnectorPlan, digests: tuple[DigestOrder, ...]) -> StepPlan:
         new, scheduled, new_blocks = tuple(self._new), tuple(self._scheduled), tuple(self._new_blocks)
-        return StepPlan(self._step, finished, new, scheduled, new_blocks, connector, digests)
+        return StepPlan(self._step, finished, new, scheduled, new_blocks, connector, digests, tuple(self._masks))
 
     def _add_decodes(self, sequences: list[Sequence]) -> None:
         """One token of each, ahead of all prompts. No step is too small for all sequences that may run."""
         for sequence in sequences:
             if sequence.known_blocks != len(sequence.blocks):
                 self._tell_blocks(sequence)
+            if sequence.constraint is not None:
+                self._add_mask(sequence)
             self._scheduled.append(sequence.decode)
             sequence.last_step = self._step
             sequence.num_launched += 1
             sequence.length += 1
         self._tokens_left -= len(sequences)
         self.participants.decodes.extend(sequences)
+
+    def _add_mask(self, sequence: Sequence) -> None:
+        """What the grammar of a sequence that samples allows, which is used up by that."""
+        constraint = sequence.constraint
+        if constraint is not None:
+            assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"
+            self._masks.append(TokenMask(sequence.seq, constraint.mask))
+            constraint.mask = None
 
     def _tell_blocks(self, sequence: Sequence) -> None:
         """The runner is told of all blocks of a sequence; together with the sequence where it does not know that."""

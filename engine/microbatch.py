@@ -32,9 +32,11 @@ class Participants:
 
     @classmethod
     def among(cls, running: Iterable[Sequence]) -> Participants:
-        """Those that miss tokens."""
+        """Those that miss tokens, and need not wait for what their grammar allows."""
         found = cls()
         for sequence in running:
+            if sequence.constraint is not None and sequence.blocked:
+                continue
             missing = sequence.missing
             if missing == 1 and sequence.length > sequence.prompt_len:
                 found.decodes.append(sequence)

@@ -19,6 +19,7 @@ from engine.channel import Channel, ChannelClosed
 from engine.draft import FULL_STEP
 from engine.engine import Engine
 from engine.frames import framed
+from engine.grammars import Grammars
 from engine.heart import Heart
 from engine.messages import Beat, Configure, Ready, Shutdown, StartFailed
 from engine.scheduler import Scheduler
@@ -60,7 +61,10 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
         channel.send(StartFailed(type(exc).__name__ if expected else "EngineDied", text))
         channel.drain()
         return 1
-    engine = Engine(_scheduler(configure.config, ranks.kv_layout), ranks, channel)
+    grammars = Grammars(configure.config.model_dir, configure.config.model, channel.wake)
+    if configure.config.costs is None:
+        grammars.load()
+    engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars), ranks, channel)
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
@@ -80,7 +84,7 @@ def _beat(heart: socket.socket, beat: Beat) -> None:
         heart.send(framed(beat))
 
 
-def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
+def _scheduler(config: NodeConfig, layout: KVLayout, grammars: Grammars) -> Scheduler:
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -91,6 +95,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout) -> Scheduler:
         stages=config.split.pp,
         eos_token_ids=config.model.eos_token_ids,
         kv_checksum=config.kv_checksum,
+        grammars=grammars,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.grammars import Constraint
 from engine.messages import Mode
+from pdserve.grammar import Grammar
 from pdserve.hashing import BlockHashes
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence
 
@@ -26,6 +28,7 @@ class Request:
     announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
     reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
+    grammar: Grammar | None = None  # that of its sampling parameters, compiled
 
     @property
     def max_length(self) -> int:
@@ -60,6 +63,7 @@ class Sequence:
     known_blocks: int = -1  # how many of its blocks the runner was told; -1: it does not know the sequence
     room: int = 0  # tokens that fit into its blocks
     last_step: int = 0  # that it took part in
+    constraint: Constraint | None = None  # of its grammar
     full_at: int = 0  # so many computed tokens fill the next block that is to be offered to the prefix cache
     decode: ScheduledSequence = field(init=False)  # its part of a step while it decodes
 
@@ -75,6 +79,11 @@ class Sequence:
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 when its last token is being sampled."""
         return self.length - self.num_launched if self.length < self.max_length else 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it cannot be scheduled until the mask of its next token is there."""
+        return self.constraint is not None and self.constraint.mask is None
 
     @property
     def in_flight(self) -> bool:

@@ -24,8 +24,10 @@ import msgspec
 
 from engine.blocks import BlockPool
 from engine.choices import Choices
+from engine.constraints import Constraints
 from engine.digests import Announcements, Digests
 from engine.draft import StepDraft
+from engine.grammars import Grammars
 from engine.kv_space import KVSpace
 from engine.messages import Batch, Mode, Status, Submit, Totals
 from engine.meter import Meter
@@ -59,6 +61,7 @@ class Scheduler:
         stages: int = 1,
         eos_token_ids: Collection[int] = (),
         kv_checksum: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
@@ -71,7 +74,8 @@ class Scheduler:
         self.meter = Meter()
         self.transfers = Transfers(self.pool)
         self._kv = KVSpace(self.pool, self.transfers, block_size)
-        self._choices = Choices(block_size, eos_token_ids, self.report)
+        self._constraints = Constraints(grammars, eos_token_ids)
+        self._choices = Choices(block_size, eos_token_ids, self._constraints, self.report)
         self._requests: dict[int, Request] = {}
         self._waiting = WaitingQueue()
         self._digests = Digests(block_size)
@@ -96,15 +100,16 @@ class Scheduler:
             text = f"a prompt of {len(prompt)} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.report.refuse(message.rid, "RequestTooLong", text)
             return
-        if len(self._waiting) >= self._max_waiting:
-            text = f"{len(self._waiting)} requests are waiting, the limit is {self._max_waiting}; come back later"
+        num_waiting = len(self._waiting) + self._constraints.num_waiting
+        if num_waiting >= self._max_waiting:
+            text = f"{num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
             self.report.refuse(message.rid, "Overloaded", text)
             return
         sampling, mode, salt = message.sampling, message.mode, message.cache_salt
         request = Request(message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens)
         request.branches = resume
-        self._requests[request.rid] = request
-        self._waiting.append(self._choices.lead(request))
+        if not self._constraints.holds(request):
+            self._queue(request)
 
     def kv_confirmed(self, rid: int, first: tuple[Sample, ...]) -> None:
         """The KV that was read is P's, unchanged: decode on it, from the second token."""
@@ -134,6 +139,7 @@ class Scheduler:
 
     def cancel(self, rid: int) -> None:
         """Forget a request; what was leased of it stays leased. Unknown ones are ignored."""
+        self._constraints.forget(rid)
         request = self._requests.get(rid)
         for sequence in list(request.sequences.values()) if request is not None else ():
             self._finish(sequence)
@@ -149,10 +155,12 @@ class Scheduler:
     def idle(self) -> bool:
         """True when ``plan`` would have nothing for the runner or the connector, until a command or a result comes."""
         orders = self._forgotten or self.transfers.has_orders or self._digests.has_orders
-        return not (self._running or orders or (self._head is not None and self._kv.fits(self._head)))
+        runs = any(not sequence.blocked for sequence in self._running.values())
+        return not (runs or orders or (self._head is not None and self._kv.fits(self._head)))
 
     def plan(self) -> StepPlan:
         """The next step: decodes, then prompts one after the other, within the token budget."""
+        self._take_grammars()
         self._num_plans += 1
         draft = StepDraft(self._num_plans, self._max_batch_tokens, self._full_step)
         if self._add_running(draft):
@@ -177,6 +185,7 @@ class Scheduler:
         self._digests.arrived(output.step.digests)
         self.reservations.reads_ended(output.connector.finished_recving)
         self.report.peers_changed(output.connector)
+        self._constraints.order()
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
@@ -184,7 +193,8 @@ class Scheduler:
         return self.report.take(self.status(), self.pool.changes) if self.report else None
 
     def status(self) -> Status:
-        requests = len(self._waiting), len(self.reservations), len(self._running)
+        num_waiting = len(self._waiting) + self._constraints.num_waiting
+        requests = num_waiting, len(self.reservations), len(self._running)
         totals = msgspec.structs.replace(self.totals)
         return Status(*self.pool.counts, self.pool.total, *requests, totals, self._backlog(), self.meter.pace)
 
@@ -194,6 +204,20 @@ class Scheduler:
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
+
+    def _take_grammars(self) -> None:
+        """Go on with requests and sequences that have waited for what their grammar allows."""
+        self._constraints.order()
+        ready, failed = self._constraints.take()
+        for request in ready:
+            self._queue(request)
+        for rid, error in failed:
+            self.report.refuse(rid, type(error).__name__, str(error))
+            self.cancel(rid)
+
+    def _queue(self, request: Request) -> None:
+        self._requests[request.rid] = request
+        self._waiting.append(self._choices.lead(request))
 
     def _add_running(self, draft: StepDraft) -> bool:
         """Decodes, with a block for each one's token, then prompts.
@@ -224,9 +248,10 @@ class Scheduler:
 
     @property
     def _head(self) -> Sequence | None:
-        """Who is to be admitted next; None while nobody waits, or as many run as may."""
+        """Who is to be admitted next; None while nobody waits that could go on, or as many run as may."""
         seats = self._max_num_seqs - len(self._running) - len(self.reservations)
-        return self._waiting.head if seats > 0 else None
+        head = self._waiting.head if seats > 0 else None
+        return None if head is None or head.blocked else head
 
     def _admit(self, draft: StepDraft) -> None:
         """Give blocks to waiting sequences in their order, while there is room. Those of a handoff compute nothing."""

@@ -28,6 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the noise together with the choice
     index, the position and the token id, so a request samples the same tokens whatever else is in the batch.
     ``logprobs`` is the number of alternatives to report per token; -1 is none at all, 0 the sampled token only.
+    ``grammar`` is what the whole output has to follow, as llguidance serializes it; empty is none. Where a choice is in
+    it follows from the output tokens so far, so whoever goes on with a choice needs nothing else.
     """
 
     max_tokens: int
@@ -45,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = -1
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:
@@ -191,6 +194,16 @@ class DigestOrder(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
+class TokenMask(msgspec.Struct, frozen=True, array_like=True):
+    """Which tokens a grammar allows next: bit t % 32 of the little-endian uint32 at t // 32 stands for token t.
+
+    For all draws of a sequence in one step. It takes account of ``min_tokens``, and always allows some token.
+    """
+
+    seq: int
+    words: bytes  # 4 × ceil(vocab_size / 32)
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added.
 
@@ -204,6 +217,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
     digests: tuple[DigestOrder, ...] = ()  # of the blocks as they are after this step
+    masks: tuple[TokenMask, ...] = ()  # of each sequence with a grammar that this step draws for
 
     @property
     def has_orders(self) -> bool:

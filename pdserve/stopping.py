@@ -12,11 +12,12 @@ def finish_reason(
 ) -> FinishReason | None:
     """Why a choice ends with ``token_id`` as its ``num_outputs``-th output (counted from 1), or None.
 
-    ``max_tokens`` is taken as already bounded by the model's length.
+    ``max_tokens`` is taken as already bounded by the model's length. A grammar ends with an EOS whatever else is asked
+    for: nothing can follow. Its mask has seen to ``min_tokens``, as far as it can be fulfilled.
     """
-    if num_outputs >= sampling.min_tokens:
+    if num_outputs >= sampling.min_tokens or sampling.grammar:
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if not sampling.ignore_eos and token_id in eos_token_ids:
+        if token_id in eos_token_ids and (sampling.grammar or not sampling.ignore_eos):
             return FinishReason.STOP
     return FinishReason.LENGTH if num_outputs >= sampling.max_tokens else None

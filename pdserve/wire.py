@@ -35,6 +35,7 @@ _SCALARS = (
     "frequency_penalty",
     "ignore_eos",
     "logprobs",
+    "grammar",
 )
 
 

@@ -1,8 +1,9 @@
 """From logits to tokens: adjustments, truncation, and a draw that depends on nothing but the request itself.
 
-Order: logit bias · min_tokens · repetition, presence and frequency penalties · temperature · top-k · top-p · min-p ·
-Gumbel noise (runner/noise.py) · argmax. Greedy rows stop before temperature. Log-probabilities are of the raw logits.
-Each stage touches only the rows that ask for it, so plain greedy decoding costs one argmax.
+Order: logit bias · min_tokens · repetition, presence and frequency penalties · what a grammar allows · temperature ·
+top-k · top-p · min-p · Gumbel noise (runner/noise.py) · argmax. Greedy rows stop before temperature. Log-probabilities
+are of the raw logits. A grammar's mask takes account of min_tokens already. Each stage touches only the rows that ask
+for it, so plain greedy decoding costs one argmax.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class SampleRow:
     choice: int
     tokens: NDArray[np.int32]
     prompt_len: int
+    mask: bytes | None = None  # of the tokens allowed, as TokenMask has it; None: all
 
 
 class Sampler:
@@ -58,9 +60,14 @@ class Sampler:
     def _adjust(self, raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Logits with bias, min_tokens and penalties applied; the raw ones themselves when nobody asked for any."""
         biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
-        forced = [i for i, row in enumerate(rows) if len(row.tokens) - row.prompt_len < row.params.min_tokens]
+        forced = [
+            i
+            for i, row in enumerate(rows)
+            if row.mask is None and len(row.tokens) - row.prompt_len < row.params.min_tokens
+        ]
         penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
-        if not (biased or forced or penalized):
+        masked = [i for i, row in enumerate(rows) if row.mask is not None]
+        if not (biased or forced or penalized or masked):
             return raw
         logits = raw.clone()
         if biased:
@@ -73,7 +80,17 @@ class Sampler:
         if penalized:
             index = self._index(penalized)
             logits[index] = self._penalize(logits[index], [rows[i] for i in penalized])
+        if masked:
+            index = self._index(masked)
+            allowed = self._allowed([rows[i].mask or b"" for i in masked])
+            logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
         return logits
+
+    def _allowed(self, masks: Sequence[bytes]) -> Tensor:
+        """Masks as [masks, vocab_size] bool."""
+        words = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+        bits = torch.from_numpy(np.unpackbits(words, axis=1, bitorder="little")[:, : len(self._token_ids)])
+        return bits.to(self._device).bool()
 
     def _penalize(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Repetition (arXiv 1909.05858, over prompt and output), then presence and frequency (over the output)."""

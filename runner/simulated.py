@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.config import NodeConfig
@@ -49,7 +49,7 @@ class SimulatedRunner:
         assert config.costs is not None
         self._costs = config.costs
         self._layout = config.kv_layout
-        self._vocabulary = Vocabulary(config.model.vocab_size, config.model.eos_token_ids)
+        self._vocabulary = Vocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._busy_until = 0.0
 
@@ -66,8 +66,9 @@ class SimulatedRunner:
         for seq in plan.finished:
             self._sequences.pop(seq, None)
         for new in plan.new:
-            self._sequences[new.seq] = SimulatedSequence(new, self._vocabulary)
-        samples = tuple(sample for item in plan.scheduled for sample in self._draw(item))
+            self._sequences[new.seq] = SimulatedSequence(new)
+        masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
+        samples = tuple(sample for item in plan.scheduled for sample in self._draw(item, masks.get(item.seq)))
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
         return SimulatedStep(StepOutput(plan.step, samples), self._busy_until)
 
@@ -77,19 +78,37 @@ class SimulatedRunner:
     def close(self) -> None:
         self._sequences.clear()
 
-    def _draw(self, item: ScheduledSequence) -> tuple[Sample, ...]:
-        return self._sequences[item.seq].draw(item.num_samples) if item.num_samples else ()
+    def _draw(self, item: ScheduledSequence, vocabulary: Vocabulary | None) -> tuple[Sample, ...]:
+        if not item.num_samples:
+            return ()
+        return self._sequences[item.seq].draw(item.num_samples, vocabulary or self._vocabulary)
 
 
 class Vocabulary:
-    """Token ids, of which those that end a sequence are never drawn."""
+    """Token ids. Those that end a sequence are drawn only where a grammar allows nothing else."""
 
-    def __init__(self, size: int, eos_token_ids: Collection[int]) -> None:
-        self.ids = array("I", (token_id for token_id in range(size) if token_id not in eos_token_ids))
+    def __init__(self, token_ids: Iterable[int], eos_token_ids: Collection[int]) -> None:
+        every = array("I", token_ids)
+        self._eos_token_ids = eos_token_ids
+        self.ids = array("I", (token_id for token_id in every if token_id not in eos_token_ids)) or every
+
+    def allowed(self, mask: bytes) -> Vocabulary:
+        """What ``TokenMask.words`` allows."""
+        bits = int.from_bytes(mask, "little")
+        return Vocabulary(_bits_set(bits), self._eos_token_ids)
 
     def token(self, number: int) -> int:
         """The token id that a large random number stands for."""
         return self.ids[number % len(self.ids)]
+
+
+def _bits_set(bits: int) -> Iterator[int]:
+    """Their indices, the lowest first."""
+    text = bin(bits)[:1:-1]
+    at = text.find("1")
+    while at >= 0:
+        yield at
+        at = text.find("1", at + 1)
 
 
 class SimulatedSequence:
@@ -99,28 +118,25 @@ class SimulatedSequence:
     request whose prompt ends with what was generated before.
     """
 
-    def __init__(self, new: NewSequence, vocabulary: Vocabulary) -> None:
+    def __init__(self, new: NewSequence) -> None:
         self._digest = hashlib.blake2b(array("I", new.token_ids).tobytes(), digest_size=8)
         self._sampling = new.sampling
         self._choice = new.choice
-        self._vocabulary = vocabulary
 
-    def draw(self, num_samples: int) -> tuple[Sample, ...]:
+    def draw(self, num_samples: int, vocabulary: Vocabulary) -> tuple[Sample, ...]:
         """One token, or the first of each choice; the sequence goes on with the first of them."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
-        samples = tuple(self._sample(choice) for choice in choices)
+        samples = tuple(self._sample(choice, vocabulary) for choice in choices)
         self._digest.update(array("I", (samples[0].token_id,)).tobytes())
         return samples
 
-    def _sample(self, choice: int) -> Sample:
+    def _sample(self, choice: int, vocabulary: Vocabulary) -> Sample:
         digest = self._digest.copy()
         if not self._sampling.greedy:
             digest.update(f" {self._sampling.seed} {choice}".encode())
         number = int.from_bytes(digest.digest(), "little")
-        return Sample(self._vocabulary.token(number), self._logprobs(number))
-
-    def _logprobs(self, number: int) -> TokenLogprobs | None:
-        return None if self._sampling.logprobs < 0 else _logprobs(number, self._sampling, self._vocabulary)
+        logprobs = None if self._sampling.logprobs < 0 else _logprobs(number, self._sampling, vocabulary)
+        return Sample(vocabulary.token(number), logprobs)
 
 
 def _logprobs(number: int, sampling: SamplingParams, vocabulary: Vocabulary) -> TokenLogprobs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -24,6 +24,7 @@ DEMANDING = SamplingParams(
     logit_bias={0: 1.0},
     stop_token_ids=(1,),
     logprobs=1,
+    grammar="any",  # the runner sees masks only
 )
 
 
@@ -59,7 +60,9 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)
-    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts)).result()
+    everything = b"\xff" * (4 * -(-config.model.vocab_size // 32))
+    masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
+    runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):
-        runner.launch(StepPlan(-1, scheduled=tokens)).result()
+        runner.launch(StepPlan(-1, scheduled=tokens, masks=masks)).result()
     runner.launch(StepPlan(-1, finished=tuple(seqs))).result()

@@ -67,6 +67,27 @@ def best_of_all_kernel(best_value, best_token, sampled, parts, PARTS: tl.constex
     tl.store(sampled + draw, tl.load(best_token + draw * parts + tl.argmax(value, axis=0)))
 
 
+@triton.jit(do_not_specialize=["logits_stride", "vocab_size", "words_stride"])
+def mask_kernel(
+    logits,  # [draws, logits_stride] float32, changed in place: tokens that a mask does not allow become -inf
+    logits_stride,
+    vocab_size,
+    words,  # [masks, words_stride] int32: bit t % 32 of word t // 32 allows token t
+    words_stride,
+    mask_of_draw,  # [draws] int32, -1 for none
+    PART: tl.constexpr,
+):
+    """What grammars allow. Grid (draws, parts)."""
+    draw = tl.program_id(0)
+    row = tl.load(mask_of_draw + draw)
+    if row >= 0:
+        token = tl.program_id(1) * PART + tl.arange(0, PART)
+        inside = token < vocab_size
+        word = tl.load(words + row.to(tl.int64) * words_stride + token // 32, mask=inside, other=0)
+        at = logits + draw.to(tl.int64) * logits_stride + token
+        tl.store(at, float("-inf"), mask=inside & (((word >> (token % 32)) & 1) == 0))
+
+
 @triton.jit
 def _ordered(value):
     """A uint32 for each float32, in the same order."""

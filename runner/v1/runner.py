@@ -100,7 +100,7 @@ class RunnerV1:
         hidden = self._forward(rows, lengths, sampling)
         self._sequences.num_computed[rows] += lengths
         if sampling and self._world.place.is_last:
-            return FinishedStep(StepOutput(plan.step, self._sample(plan.scheduled, rows, sampling, hidden)))
+            return FinishedStep(StepOutput(plan.step, self._sample(plan, rows, sampling, hidden)))
         self._expect_tokens([plan.scheduled[i].seq for i in sampling], rows[sampling])
         return step_without_samples(plan.step, self._device)
 
@@ -171,14 +171,11 @@ class RunnerV1:
         return self._to_device(np.maximum(np.repeat(prompts, lengths), positions + 1))
 
     def _sample(
-        self,
-        scheduled: tuple[ScheduledSequence, ...],
-        rows: NDArray[np.int64],
-        sampling: list[int],
-        hidden: Tensor,
+        self, plan: StepPlan, rows: NDArray[np.int64], sampling: list[int], hidden: Tensor
     ) -> tuple[Sample, ...]:
         """Draw for the sequences ``sampling``, whose hidden states [sampling, hidden_size] are given."""
-        table = self._sequences
+        table, scheduled = self._sequences, plan.scheduled
+        masks = {mask.seq: mask.words for mask in plan.masks}
         draws: list[SampleRow] = []
         for logits_row, i in enumerate(sampling):
             record = table.record(rows[i])
@@ -186,7 +183,8 @@ class RunnerV1:
             several = scheduled[i].num_samples > 1
             for n in range(scheduled[i].num_samples):
                 choice = n if several else record.choice
-                draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len))
+                mask = masks.get(record.seq)
+                draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask))
         samples = self._sampler.sample(self._loaded.decoder.logits(hidden), draws)
         goes_on, first = [], 0  # each sequence with the first of its samples
         for i in sampling:

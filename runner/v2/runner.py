@@ -26,7 +26,7 @@ from runner.v2.forward import Forward
 from runner.v2.graphs import StepShape
 from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
-from runner.v2.sampler import DeviceSampler, Draw, Sampled, SamplingBatch
+from runner.v2.sampler import DeviceSampler, Draw, Masks, Sampled, SamplingBatch
 from runner.v2.sampler import upload as upload_arrays
 from runner.v2.slots import BatchForm, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
@@ -154,7 +154,7 @@ class RunnerV2:
             self._expect_tokens(plan.scheduled, form)
             return step_without_samples(plan.step, self._device)
         asked = self._ask(plan.scheduled, form)
-        sampled = self._sampler.sample(logits, asked, batch.longest)
+        sampled = self._sampler.sample(logits, asked, batch.longest, self._masks(plan, form))
         self._send_back(form, sampled)
         self._take_in(form, upload, sampled)
         return self._to_host.send(plan.step, asked, sampled)
@@ -196,6 +196,14 @@ class RunnerV2:
             draws += [Draw(row, slot, record.sampling, choice, record.prompt_len) for choice in choices]
         self._asked.append((form, self._sampler.prepare(draws)))
         return self._asked[-1][1]
+
+    def _masks(self, plan: StepPlan, form: BatchForm) -> Masks | None:
+        """What grammars allow the step's draws."""
+        if not plan.masks:
+            return None
+        at = {mask.seq: index for index, mask in enumerate(plan.masks)}
+        of_draw = [at.get(s.seq, -1) for s in form.sampling_of(plan.scheduled) for _ in range(s.num_samples)]
+        return self._sampler.prepare_masks([mask.words for mask in plan.masks], of_draw)
 
     def _take_in(self, form: BatchForm, upload: Upload, sampled: Sampled | None) -> None:
         """Let the state on the device be that after the step."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.records import SamplingParams
-from runner.kernels.sampling import best_of_all_kernel, best_of_parts_kernel, truncate_kernel
+from runner.kernels.sampling import best_of_all_kernel, best_of_parts_kernel, mask_kernel, truncate_kernel
 from runner.noise import choice_keys
 from runner.sampler import MIN_TEMPERATURE
 from runner.v2.state import DeviceState
@@ -90,6 +90,14 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """What grammars allow in one step, on the device."""
+
+    words: Tensor  # [masks, words] int32
+    of_draw: Tensor  # [draws] int32: which of the masks, -1 for none
+
+
+@dataclass(frozen=True)
 class Sampled:
     """Drawn tokens, and log-probabilities with a row for each of the batch's ``logprob_draws``."""
 
@@ -137,18 +145,23 @@ class DeviceSampler:
             num_alternatives={i: min(params[i].logprobs, self._vocab_size) for i in wanted},
         )
 
-    def sample(self, logits: Tensor, batch: SamplingBatch, longest: int) -> Sampled:
+    def prepare_masks(self, masks: Sequence[bytes], of_draw: Sequence[int]) -> Masks:
+        """Put masks on the device, and which of them each draw has. Does not wait for the device."""
+        words = np.frombuffer(b"".join(masks), dtype="<i4").reshape(len(masks), -1)
+        return Masks(*self._upload(words.copy(), np.array(of_draw, dtype=np.int32)))
+
+    def sample(self, logits: Tensor, batch: SamplingBatch, longest: int, masks: Masks | None = None) -> Sampled:
         """Draw from logits [rows, vocab_size]; no sequence of the batch has more than ``longest`` tokens."""
         adjusted, logits_row = logits, batch.logits_row
-        if batch.changes_logits:
-            adjusted = self._adjust(logits[batch.logits_row].float(), batch, longest)
+        if batch.changes_logits or masks is not None:
+            adjusted = self._adjust(logits[batch.logits_row].float(), batch, longest, masks)
             logits_row = torch.arange(adjusted.shape[0], dtype=torch.int32, device=self._device)
         tokens = self._best(adjusted, logits_row, batch)
         return self._with_logprobs(logits, tokens, batch)
 
     # ------------------------------------------------------------ stages
 
-    def _adjust(self, logits: Tensor, batch: SamplingBatch, longest: int) -> Tensor:
+    def _adjust(self, logits: Tensor, batch: SamplingBatch, longest: int, masks: Masks | None) -> Tensor:
         """logits [draws, vocab_size] float32, changed in place."""
         state = self._state
         if batch.bias is not None:
@@ -162,6 +175,16 @@ class DeviceSampler:
         if batch.penalties is not None:
             rows = batch.penalties.rows
             logits[rows] = self._penalize(logits[rows], batch.penalties, longest)
+        if masks is not None:
+            mask_kernel[(logits.shape[0], -(-self._vocab_size // _PART))](
+                logits,
+                logits.stride(0),
+                self._vocab_size,
+                masks.words,
+                masks.words.stride(0),
+                masks.of_draw,
+                PART=_PART,
+            )
         if batch.truncation is not None:
             cut = batch.truncation
             truncate_kernel[(logits.shape[0],)](
@@ -239,7 +262,7 @@ class DeviceSampler:
         pairs = [
             (i, token, draw.slot, draw.prompt_len + draw.params.min_tokens)
             for i, draw in enumerate(draws)
-            if draw.params.min_tokens > 0
+            if draw.params.min_tokens > 0 and not draw.params.grammar  # a grammar's masks have seen to it
             for token in sorted({*self._eos, *draw.params.stop_token_ids})
         ]
         if not pairs:
