@@ -8,13 +8,14 @@ mask does it on a thread with a stack of ``STACK_BYTES``, which the longest gram
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 128 * 1024  # of a grammar
 STACK_BYTES = 256 * 1024 * 1024  # reserved, not used: the deepest recursion of MAX_BYTES took 90 MB
@@ -36,6 +37,51 @@ def check_size(grammar: str) -> None:
     size = len(grammar.encode())
     if size > MAX_BYTES:
         raise RequestError(f"the grammar takes {size} bytes, the limit is {MAX_BYTES}; simplify it", "grammar")
+
+
+# ---------------------------------------------------------------- from other notations
+
+
+def from_json_schema(schema: str, whitespace: str | None = None) -> str:
+    """JSON by a schema, given as text that is JSON. ``whitespace`` is a regex of what may be between its parts."""
+    from llguidance import LLMatcher
+
+    # Whatever "x-guidance" in the schema says: what is not supported is an error.
+    overrides: JsonCompileOptions = {"lenient": False}
+    if whitespace == "":
+        overrides["whitespace_flexible"] = False
+    elif whitespace is not None:
+        overrides["whitespace_pattern"] = whitespace
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def from_regex(regex: str) -> str:
+    """Text that a regex (Rust's syntax) matches as a whole."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def from_ebnf(text: str) -> str:
+    """GBNF, the notation of llama.cpp. Raises RequestError."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    check_size(text)
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as exc:  # whatever its parser meets
+        raise RequestError(_one_line(str(exc)) or "it is nested too deeply", "grammar") from exc
+
+
+def from_structures(structures: Iterable[tuple[str, str, dict[str, Any], str]]) -> str:
+    """Free text with structures, each (trigger, begin, JSON schema, end); ``begin`` starts with the trigger."""
+    from llguidance import StructTag
+
+    tags = [StructTag(trigger=t, begin=begin, grammar=schema, end=end) for t, begin, schema, end in structures]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+# ---------------------------------------------------------------- compiled
 
 
 class Vocabulary:

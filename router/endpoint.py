@@ -83,7 +83,9 @@ class GenerateEndpoint:
         service.check_model(body.model)
         limits = service.fleet.limits()
         prompts = await service.encoder.encode(body)
-        jobs = [make_job(self._with_text(prompt, body), body, limits) for prompt in prompts]
+        structure = body.structure
+        await service.grammars.check(structure)
+        jobs = [make_job(self._with_text(prompt, body), body, limits, structure.grammar) for prompt in prompts]
         reading = service.answerer.reading(body, prompts[0])
         options = GenerationOptions(
             request_id=new_request_id(),

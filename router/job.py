@@ -38,8 +38,8 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
 
 
-def make_job(prompt: Prompt, body: GenerateBody, limits: Limits) -> Job:
-    """Raises RequestError when the model cannot take this."""
+def make_job(prompt: Prompt, body: GenerateBody, limits: Limits, grammar: str = "") -> Job:
+    """``grammar`` is what every output is to follow. Raises RequestError when the model cannot take this."""
     _check_vocabulary("prompt", prompt.token_ids, limits)
     _check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
     bias = _logit_bias(body.logit_bias)
@@ -63,6 +63,7 @@ def make_job(prompt: Prompt, body: GenerateBody, limits: Limits) -> Job:
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         logprobs=body.num_logprobs,
+        grammar=grammar,
     )
     return Job(prompt, sampling)
 

@@ -16,6 +16,7 @@ import msgspec
 from pdserve.errors import RequestError
 from router.bounds import check_lengths, check_shape
 from router.chat.tools import ToolUse, tool_use
+from router.structured.formats import StructuredOutputs, Wanted, wanted_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -86,10 +87,23 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     skip_special_tokens: bool = True
     cache_salt: str = ""
     priority: int = 0  # lower is earlier
+    response_format: dict[str, Any] = {}
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def structure(self) -> Wanted:
+        """What the output has to follow. Raises RequestError."""
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        given = {name: value for name, value in guided.items() if value is not None}
+        return wanted_of(self.response_format, self.structured_outputs, given)
 
     @property
     def output_limit(self) -> int | None:
@@ -134,7 +148,6 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -249,9 +262,6 @@ def check_chat(body: ChatBody) -> None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    kind = body.response_format.get("type", "text")
-    if kind != "text":
-        raise RequestError(f"response_format {kind!r} is not supported yet; use 'text'", "response_format")
     if body.tool_use.forced:
         raise RequestError("tool_choice is not supported yet; leave it out", "tool_choice", "unsupported_parameter")
     if body.continue_final_message and body.opens_message:

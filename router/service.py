@@ -17,6 +17,7 @@ from router.generation import Generation
 from router.metrics import Metrics
 from router.options import RouterOptions
 from router.prompts import PromptEncoder
+from router.structured.checker import GrammarChecker
 from router.tokenizer import Tokenizer
 
 
@@ -28,6 +29,7 @@ class Service:
         self.model = model
         self.tokenizer = tokenizer
         self.encoder = PromptEncoder(tokenizer, lambda: self.fleet.limits().max_model_len)
+        self.grammars = GrammarChecker(tokenizer.to_json)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
         dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
         self.answerer = Answerer(tokenizer, dialect, model)
@@ -51,6 +53,7 @@ class Service:
         if self._watch is not None:
             self._watch.cancel()
         await self.encoder.close()
+        await self.grammars.close()
         await self.fleet.close()
 
     def abort(self) -> None:

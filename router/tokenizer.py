@@ -58,6 +58,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._backend.get_vocab_size())
 
+    def to_json(self) -> str:
+        """As tokenizer.json, with the tokens that only the configuration names."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. ``encode_batch_fast`` leaves out offsets and, unlike ``encode``, releases the GIL."""
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

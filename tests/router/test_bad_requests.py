@@ -74,9 +74,9 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "user"}]}, "messages", "chat template"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0]", "is missing"),
     (
-        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "yaml"}},
         "response_format",
-        "not supported yet",
+        "type 'yaml' is not known",
     ),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5000}, "max_tokens", "> limit 1000"),

@@ -1,0 +1,178 @@
+"""From the fields of a request to a grammar as llguidance serializes it: OpenAI's response_format, vLLM's
+structured_outputs, and the guided_* fields of older clients.
+
+``json_schema_grammar`` and its siblings are for whoever else needs a grammar, such as tool calls. None of them says
+whether a grammar is valid: ``GrammarChecker`` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pdserve import grammar as grammars
+from pdserve.errors import RequestError
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's field; exactly one of the first six."""
+
+    json: dict[str, Any] | str | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False  # in JSON
+    whitespace_pattern: str | None = None  # between the parts of JSON
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A grammar, and the field that asks for it; both empty for none."""
+
+    grammar: str = ""
+    field: str = ""
+
+
+NOTHING = Wanted()
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def json_schema_grammar(schema: dict[str, Any] | str | bool, *, whitespace: str | None = None) -> str:
+    """JSON that follows a schema, given as an object or as its text; ``whitespace`` is a regex, "" for none at all.
+
+    Raises RequestError when the text is no JSON.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise RequestError(f"the schema is not valid JSON: {exc}") from exc
+    return grammars.from_json_schema(msgspec.json.encode(schema).decode(), whitespace)
+
+
+def regex_grammar(regex: str) -> str:
+    """Text that a regex matches as a whole."""
+    return grammars.from_regex(regex)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of these texts."""
+    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def lark_grammar(text: str) -> str:
+    """llguidance's variant of Lark; GBNF and other EBNF (``root ::= …``) is translated. Raises RequestError."""
+    return grammars.from_ebnf(text) if "::=" in text else text
+
+
+def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
+    """Free text in which what follows a trigger is one of the structures, each a begin, a schema and an end.
+
+    vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
+    """
+    try:
+        spec = (
+            msgspec.json.decode(tag, type=_StructuralTag)
+            if isinstance(tag, str)
+            else msgspec.convert(tag, _StructuralTag)
+        )
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RequestError(f"the structural tag is not valid: {exc}") from exc
+    parts = []
+    for structure in spec.structures:
+        trigger = next((trigger for trigger in spec.triggers if trigger and structure.begin.startswith(trigger)), None)
+        if trigger is None:
+            raise RequestError(f"no trigger is the beginning of the structure {structure.begin!r}; add one")
+        parts.append((trigger, structure.begin, structure.schema or ANY_OBJECT, structure.end))
+    if not parts:
+        raise RequestError("the structural tag has no structures; give at least one")
+    return grammars.from_structures(parts)
+
+
+class _Structure(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+    schema: dict[str, Any] = {}
+
+
+class _StructuralTag(msgspec.Struct, frozen=True):
+    structures: list[_Structure]
+    triggers: list[str]
+
+
+def wanted_of(
+    response_format: dict[str, Any],
+    structured_outputs: StructuredOutputs | None,
+    guided: dict[str, Any],
+) -> Wanted:
+    """What the fields ask for together. ``guided`` holds the guided_* fields that are given, without that prefix.
+
+    Raises RequestError that names the field: for two of them, for what is malformed, for what is not known.
+    """
+    asked: list[tuple[str, Callable[[], str]]] = []
+    if response_format.get("type", "text") != "text":
+        asked.append(("response_format", lambda: _of_response_format(response_format)))
+    if structured_outputs is not None:
+        asked.append(("structured_outputs", lambda: _of_structured_outputs(structured_outputs)))
+    for name, value in guided.items():
+        asked.append((f"guided_{name}", lambda name=name, value=value: _GUIDED[name](value)))  # type: ignore[misc]
+    if not asked:
+        return NOTHING
+    if len(asked) > 1:
+        names = " and ".join(name for name, _ in asked)
+        raise RequestError(f"{names} exclude each other; give one of them", asked[-1][0])
+    field, make = asked[0]
+    try:
+        return Wanted(make(), field)
+    except RequestError as exc:
+        raise RequestError(f"{field}: {exc}", field) from exc
+
+
+_GUIDED: dict[str, Callable[[Any], str]] = {
+    "json": json_schema_grammar,
+    "regex": regex_grammar,
+    "choice": lambda choices: _choice(choices),
+    "grammar": lark_grammar,
+}
+
+
+def _of_response_format(value: dict[str, Any]) -> str:
+    match value:
+        case {"type": "json_object"}:
+            return json_schema_grammar(ANY_OBJECT)
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return json_schema_grammar(schema)
+        case {"type": "json_schema"}:
+            raise RequestError("json_schema.schema is missing; give the schema as an object there")
+        case {"type": "structural_tag"}:
+            return structural_tag_grammar(value)
+        case _:
+            raise RequestError(f"type {value['type']!r} is not known; use text, json_object or json_schema")
+
+
+def _of_structured_outputs(value: StructuredOutputs) -> str:
+    whitespace = "" if value.disable_any_whitespace else value.whitespace_pattern
+    makers: dict[str, Callable[[], str]] = {
+        "json": lambda: json_schema_grammar(value.json or False, whitespace=whitespace),
+        "json_object": lambda: json_schema_grammar(ANY_OBJECT, whitespace=whitespace),
+        "regex": lambda: regex_grammar(value.regex or ""),
+        "choice": lambda: _choice(value.choice or []),
+        "grammar": lambda: lark_grammar(value.grammar or ""),
+        "structural_tag": lambda: structural_tag_grammar(value.structural_tag or ""),
+    }
+    given = [name for name in makers if getattr(value, name) not in (None, False)]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise RequestError(f"it must hold exactly one of {', '.join(makers)}; it holds {found}")
+    return makers[given[0]]()
+
+
+def _choice(choices: Sequence[str]) -> str:
+    if not choices or "" in choices:
+        raise RequestError("choice must be a list of at least one text, none of them empty")
+    return choice_grammar(choices)

@@ -1,0 +1,139 @@
+"""Grammars of requests: what the fields ask for, and what becomes of grammars that cannot be compiled in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import small_tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import RequestError
+from pdserve.grammar import MAX_BYTES, Grammar, Vocabulary, start_thread, without
+from router.structured import checker
+from router.structured.checker import GrammarChecker
+from router.structured.formats import (
+    Wanted,
+    choice_grammar,
+    json_schema_grammar,
+    structural_tag_grammar,
+    wanted_of,
+)
+
+TOKENIZER = small_tokenizers.byte_level()
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(TOKENIZER.to_str(), eos_token_ids=[TOKENIZER.token_to_id("<|im_end|>")])
+
+
+def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine function with a checker of its own."""
+
+    async def session() -> None:
+        grammars = GrammarChecker(TOKENIZER.to_str)
+        try:
+            await questions(grammars)
+        finally:
+            await grammars.close()
+
+    asyncio.run(session())
+
+
+def follows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether the text is one that the grammar may end with."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    matcher = Grammar(grammar, vocabulary).matcher()
+    for token_id in ids:
+        mask = matcher.mask()
+        if not mask[token_id // 8] >> token_id % 8 & 1:
+            return False
+        matcher.consume([token_id])
+    end = TOKENIZER.token_to_id("<|im_end|>")
+    return bool(matcher.mask()[end // 8] >> end % 8 & 1)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(value=json_values)
+def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: Vocabulary, value: Any) -> None:
+    grammar = json_schema_grammar({"const": value}, whitespace="")
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    assert follows(vocabulary, grammar, text)
+    assert not follows(vocabulary, grammar, f"[{text}]")
+
+
+@settings(max_examples=30, deadline=None)
+@given(choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
+def test_each_choice_is_allowed_and_nothing_before_its_end(vocabulary: Vocabulary, choices: list[str]) -> None:
+    grammar = choice_grammar(choices)
+    for choice in choices:
+        assert follows(vocabulary, grammar, choice)
+        assert follows(vocabulary, grammar, choice[:-1]) == (choice[:-1] in choices)
+
+
+def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: Vocabulary) -> None:
+    structure = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
+    grammar = structural_tag_grammar({"structures": [structure], "triggers": ["<f"], "type": "structural_tag"})
+    assert follows(vocabulary, grammar, "well: <f=add>12</f> done")
+    assert follows(vocabulary, grammar, "nothing to call")
+    assert not follows(vocabulary, grammar, "<f=add>x</f>")
+    assert not follows(vocabulary, grammar, "<f=sub>1</f>")
+    with pytest.raises(RequestError, match="no trigger"):
+        structural_tag_grammar({"structures": [structure], "triggers": ["<g"]})
+
+
+def test_fields_that_ask_for_nothing() -> None:
+    assert wanted_of({}, None, {}) == Wanted()
+    assert wanted_of({"type": "text"}, None, {}) == Wanted()
+
+
+@given(mask=st.binary(min_size=4, max_size=8), token_ids=st.frozensets(st.integers(0, 31)))
+def test_tokens_are_taken_out_of_a_mask_unless_none_is_left(mask: bytes, token_ids: frozenset[int]) -> None:
+    def tokens(words: bytes) -> set[int]:
+        return {token for token in range(8 * len(words)) if words[token // 8] >> token % 8 & 1}
+
+    assert tokens(without(mask, token_ids)) == (tokens(mask) - token_ids or tokens(mask))
+
+
+def test_the_deepest_grammar_fits_the_stack(vocabulary: Vocabulary) -> None:
+    """Rules that refer to one another as deep as the limit of bytes allows: an overflow would end the process."""
+    depth = 6000
+    chain = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'
+    assert len(chain) < MAX_BYTES
+    ended = threading.Event()
+    found: list[Grammar] = []
+    start_thread(lambda: (found.append(Grammar(chain, vocabulary)), ended.set()), "deep")
+    assert ended.wait(60)
+    assert found
+
+
+def test_what_takes_too_long_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Wanted("start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(6400)) + 'T6400: "a"\n', "guided")
+    quick = Wanted('start: "a"', "guided_grammar")
+
+    async def questions(grammars: GrammarChecker) -> None:
+        await grammars.check(quick)
+        monkeypatch.setattr(checker, "COMPILE_SECONDS", 1e-3)
+        for _ in range(2):  # asked, and remembered
+            with pytest.raises(RequestError, match="guided: it takes more than"):
+                await grammars.check(slow)
+        monkeypatch.undo()
+        await grammars.check(quick)
+        await grammars.check(Wanted('start: "b"', "guided_grammar"))  # by a new worker
+        with pytest.raises(RequestError, match=r"guided_regex: .*unclosed group"):
+            await grammars.check(Wanted('{"grammars":[{"lark_grammar":"start: /(a/"}]}', "guided_regex"))
+
+    ask(questions)
