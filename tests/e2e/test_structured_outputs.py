@@ -39,7 +39,12 @@ pytestmark = pytest.mark.timeout(240)
 
 def checkpoint(directory: Path, num_layers: int) -> Path:
     backend = small_tokenizers.byte_level()
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 384, "vocab_size": 520}
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 384,
+        "vocab_size": 520,
+    }
     eos = backend.token_to_id("<|im_end|>")
     make_checkpoint(directory, "llama", num_hidden_layers=num_layers, eos_token_id=eos, **sizes)
     return small_tokenizers.write(directory, backend, eos_token="<|im_end|>", chat_template=small_tokenizers.CHATML)
