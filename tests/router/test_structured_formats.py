@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
+import queue
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,11 +26,12 @@ from router.structured.formats import (
 )
 
 TOKENIZER = small_tokenizers.byte_level()
+END = int(TOKENIZER.token_to_id("<|im_end|>") or 0)
 
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary(TOKENIZER.to_str(), eos_token_ids=[TOKENIZER.token_to_id("<|im_end|>")])
+    return Vocabulary(TOKENIZER.to_str(), eos_token_ids=[END])
 
 
 def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> None:
@@ -55,8 +56,7 @@ def follows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
         if not mask[token_id // 8] >> token_id % 8 & 1:
             return False
         matcher.consume([token_id])
-    end = TOKENIZER.token_to_id("<|im_end|>")
-    return bool(matcher.mask()[end // 8] >> end % 8 & 1)
+    return bool(matcher.mask()[END // 8] >> END % 8 & 1)
 
 
 # Control characters may be escaped in several ways.
@@ -115,11 +115,9 @@ def test_the_deepest_grammar_fits_the_stack(vocabulary: Vocabulary) -> None:
     depth = 6000
     chain = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'
     assert len(chain) < MAX_BYTES
-    ended = threading.Event()
-    found: list[Grammar] = []
-    start_thread(lambda: (found.append(Grammar(chain, vocabulary)), ended.set()), "deep")
-    assert ended.wait(60)
-    assert found
+    found: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+    start_thread(lambda: found.put(Grammar(chain, vocabulary)), "deep")
+    assert found.get(timeout=60).first_mask
 
 
 def test_what_takes_too_long_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
