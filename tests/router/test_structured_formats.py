@@ -24,8 +24,12 @@ from router.structured.formats import (
     structural_tag_grammar,
     wanted_of,
 )
+from router.token_bytes import byte_table
 
 TOKENIZER = small_tokenizers.byte_level()
+TABLE = byte_table(TOKENIZER)
+assert TABLE is not None
+BYTES = [TABLE.of(token_id) for token_id in range(TOKENIZER.get_vocab_size())]
 END = int(TOKENIZER.token_to_id("<|im_end|>") or 0)
 
 
@@ -48,10 +52,10 @@ def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> Non
 
 
 def follows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
-    """Whether the text is one that the grammar may end with."""
-    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    """Whether the text, a token for each byte, is one that the grammar may end with."""
     matcher = Grammar(grammar, vocabulary).matcher()
-    for token_id in ids:
+    for byte in text.encode():
+        token_id = BYTES.index(bytes([byte]))
         mask = matcher.mask()
         if not mask[token_id // 8] >> token_id % 8 & 1:
             return False
