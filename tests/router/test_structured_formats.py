@@ -24,12 +24,8 @@ from router.structured.formats import (
     structural_tag_grammar,
     wanted_of,
 )
-from router.token_bytes import byte_table
 
 TOKENIZER = small_tokenizers.byte_level()
-TABLE = byte_table(TOKENIZER)
-assert TABLE is not None
-BYTES = [TABLE.of(token_id) for token_id in range(TOKENIZER.get_vocab_size())]
 END = int(TOKENIZER.token_to_id("<|im_end|>") or 0)
 
 
@@ -52,15 +48,14 @@ def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> Non
 
 
 def follows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
-    """Whether the text, a token for each byte, is one that the grammar may end with."""
+    """Whether the grammar may end with this text. Where that is forced its masks may want it in other tokens."""
     matcher = Grammar(grammar, vocabulary).matcher()
-    for byte in text.encode():
-        token_id = BYTES.index(bytes([byte]))
+    matcher.consume(TOKENIZER.encode(text).ids)
+    try:
         mask = matcher.mask()
-        if not mask[token_id // 8] >> token_id % 8 & 1:
-            return False
-        matcher.consume([token_id])
-    return bool(matcher.mask()[END // 8] >> END % 8 & 1)
+    except RequestError:
+        return False
+    return bool(mask[END // 8] >> END % 8 & 1)
 
 
 # Control characters may be escaped in several ways.
