@@ -69,7 +69,7 @@ def test_nodes_die_hang_and_come_back_at_random(model: Path) -> None:
     with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
         asyncio.run(load.learn(fleet.url, chance))
         with Saboteur(fleet, faults(7, num_prefill=2, num_decode=3, pause=0.7)):
-            asyncio.run(load.run(fleet.url, clients=8, seconds=8.0, seed=4))
+            asyncio.run(load.run(fleet.url, clients=8, seconds=6.0, seed=4))
         assert not load.wrong, load.wrong[0]
         assert load.outcomes["exact"] > 20
         assert migrations(fleet) > 0
