@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from checkpoints import make_checkpoint
 from fleet import Fleet, add_tokenizer, start_fleet
-from sabotage import Load, Saboteur, faults, new_body
+from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
-VOCABULARY = 128
 SIMULATED = ("--engine", "simulated")
 GIVEN_BACK = 60.0  # seconds: leases of nodes that are gone have to run out
 
@@ -50,7 +49,7 @@ def main() -> int:
     args = parser.parse_args()
     flags = () if args.real else SIMULATED
     with tempfile.TemporaryDirectory() as directory:
-        model = add_tokenizer(make_checkpoint(Path(directory) / "model", "qwen3"))
+        model = add_tokenizer(make_checkpoint(Path(directory) / "model", "qwen3", vocab_size=VOCABULARY))
         router = ("--migrations", str(args.migrations))
         with start_fleet(model, args.prefill, args.decode, True, flags, flags, router) as fleet:
             return run(fleet, args)
@@ -58,7 +57,7 @@ def main() -> int:
 
 def run(fleet: Fleet, args: argparse.Namespace) -> int:
     chance = random.Random(args.seed)
-    load = Load([new_body(chance, VOCABULARY, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
+    load = Load([new_body(chance, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
     asyncio.run(load.learn(fleet.url, chance))
     started = time.monotonic()
     with Saboteur(fleet, faults(args.seed, args.prefill, args.decode, args.pause)) as saboteur:

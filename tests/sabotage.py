@@ -22,6 +22,13 @@ from answers import Answer, ErrorAnswer, ask
 from fleet import MODEL_NAME, Fleet, NodeProcess
 
 KINDS = ("kill", "kill engine", "terminate", "stop node", "stop front", "stop engine")
+VOCABULARY = 4096  # the embedded tokenizer's
+LOGPROBS = {"logprobs": 2}
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
+GRAMMARS = (
+    {"structured_outputs": {"regex": "[a-z ]{10,200}"}},
+    {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 5}}},
+)
 SETTLED = 3.0  # seconds after which everybody knows that a node is back
 LEAVES = 0.1  # share of the clients that go away in the middle
 
@@ -46,11 +53,11 @@ def faults(seed: int, num_prefill: int, num_decode: int, pause: float, kinds: Se
         yield Fault(chance.uniform(0, 2 * pause), role, index, chance.choice(kinds), chance.uniform(0.5, 6.0))
 
 
-def new_body(chance: random.Random, vocabulary: int, max_prompt: int, max_tokens: int) -> dict[str, Any]:
+def new_body(chance: random.Random, max_prompt: int, max_tokens: int) -> dict[str, Any]:
     """A request of any kind."""
 
     def new_prompt() -> list[int]:
-        return chance.choices(range(3, vocabulary), k=chance.randint(1, max_prompt))
+        return chance.choices(range(3, VOCABULARY), k=chance.randint(1, max_prompt))
 
     body: dict[str, Any] = {
         "model": MODEL_NAME,
@@ -62,7 +69,7 @@ def new_body(chance: random.Random, vocabulary: int, max_prompt: int, max_tokens
         "stream": chance.random() < 0.7,
         "ignore_eos": chance.random() < 0.5,
     }
-    for fields in ({"logprobs": 2}, {"presence_penalty": 0.7, "frequency_penalty": 0.2, "repetition_penalty": 1.2}):
+    for fields in (LOGPROBS, PENALTIES, chance.choice(GRAMMARS)):
         if chance.random() < 0.4:
             body |= fields
     return body

@@ -1,6 +1,7 @@
 """Decode nodes die and hang in the middle of answers, which stay those of an undisturbed fleet, token for token.
 
-Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, stop strings; streamed or not.
+Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, grammars, stop strings; streamed
+or not.
 """
 
 from __future__ import annotations
@@ -15,23 +16,22 @@ import httpx
 import pytest
 from checkpoints import make_checkpoint
 from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
-from sabotage import Load, Saboteur, faults, new_body
+from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
 from pdserve.oracle import VARIABLE
 
-VOCABULARY = 128
 INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}  # V2 without a GPU
 SMALL = ("--max-num-seqs", "8", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3"))
+    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY))
 
 
 def new_load(seed: int, count: int, max_prompt: int, max_tokens: int) -> tuple[Load, random.Random]:
     chance = random.Random(seed)
-    return Load([new_body(chance, VOCABULARY, max_prompt, max_tokens) for _ in range(count)]), chance
+    return Load([new_body(chance, max_prompt, max_tokens) for _ in range(count)]), chance
 
 
 def migrations(fleet: Fleet) -> float:
