@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.chat.dialect import Dialect
+from router.chat.forced import Marker, after_reasoning, forced_calls_grammar
 from router.chat.reading import Reading, find_reading, plain_reading
 from router.chat.responses import ReadChatFormat, ReadChatStream, ReadChatWhole
+from router.chat.tools import ToolUse
 from router.formats import ChatFormat, CompletionFormat, Format
 from router.items.body import ItemsBody
 from router.items.responses import ItemsStream, ItemsWhole, ResponseObject
 from router.job import Job, Prompt
 from router.requests import ChatBody, CompletionBody, GenerateBody
 from router.responses import Response, ResponseOptions, StreamResponse, WholeResponse
+from router.structured.formats import Wanted
 from router.tokenizer import Tokenizer
 
 
@@ -24,11 +27,26 @@ class Answerer:
         self._dialect = dialect
         self._model = model
 
+    def structure(self, body: GenerateBody, prompt: Prompt) -> Wanted:
+        """What the output is held to: what the fields ask for, or calls of tools. Reasoning may come first."""
+        wanted = body.structure
+        if not isinstance(body, ChatBody):
+            return wanted
+        if body.tool_use.forced:
+            wanted = Wanted(forced_calls_grammar(body.tool_use), "tools")
+        rendered = prompt.text or ""
+        reasoning = self._dialect.reasoning_after(rendered)
+        if not wanted.grammar or reasoning is None:
+            return wanted
+        start, end = (Marker(text, self._tokenizer.added_token_id(text)) for text in (reasoning.start, reasoning.end))
+        return Wanted(after_reasoning(wanted.grammar, start, end, reasoning.opened_by(rendered)), wanted.field)
+
     def reading(self, body: GenerateBody, prompt: Prompt) -> Reading | None:
         """None where the output is text and nothing else, and is sent as such."""
         if not isinstance(body, ChatBody):
             return None
-        found = find_reading(body.tool_use, self._dialect, prompt.text or "", body.include_reasoning)
+        use = ToolUse() if body.structure.grammar else body.tool_use  # held to something else, it cannot call
+        found = find_reading(use, self._dialect, prompt.text or "", body.include_reasoning)
         if found is None and isinstance(body, ItemsBody):
             return plain_reading(self._dialect)
         return found

@@ -83,7 +83,7 @@ class GenerateEndpoint:
         service.check_model(body.model)
         limits = service.fleet.limits()
         prompts = await service.encoder.encode(body)
-        structure = body.structure
+        structure = service.answerer.structure(body, prompts[0])
         await service.grammars.check(structure)
         jobs = [make_job(self._with_text(prompt, body), body, limits, structure.grammar) for prompt in prompts]
         reading = service.answerer.reading(body, prompts[0])

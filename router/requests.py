@@ -262,8 +262,9 @@ def check_chat(body: ChatBody) -> None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.tool_use.forced:
-        raise RequestError("tool_choice is not supported yet; leave it out", "tool_choice", "unsupported_parameter")
+    if body.tool_use.forced and body.structure.grammar:
+        field = body.structure.field
+        raise RequestError(f"{field} and a tool_choice that demands calls exclude each other; leave one out", field)
     if body.continue_final_message and body.opens_message:
         remedy = "set add_generation_prompt to false"
         raise RequestError(f"continue_final_message continues the last message; {remedy}", "continue_final_message")

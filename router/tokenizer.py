@@ -75,6 +75,11 @@ class Tokenizer:
         """The vocabulary's own spelling, such as "Ġthe"; empty for an id without entry."""
         return self._backend.id_to_token(token_id) or ""
 
+    def added_token_id(self, text: str) -> int | None:
+        """The id of a token that was added to the vocabulary, special or not; None when there is no such token."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may be a part of a character."""
         if self._bytes is not None:

@@ -61,6 +61,10 @@ class Dialect(msgspec.Struct, frozen=True):
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
+    def reasoning_after(self, prompt: str) -> ReasoningFormat | None:
+        """How reasoning is written in an output that follows this prompt; None where there cannot be any."""
+        return None if self.reasoning is None or self.reasoning.closed_by(prompt) else self.reasoning
+
     def new_call_id(self) -> str:
         short = self.tools is not None and self.tools.short_ids
         return uuid4().hex[:9] if short else "call_" + uuid4().hex[:24]

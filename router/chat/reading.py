@@ -34,7 +34,7 @@ def find_reading(use: ToolUse, dialect: Dialect, prompt: str, include_reasoning:
     if use.tools and dialect.tools is None and not use.forced:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
         raise RequestError(f"how this model writes tool calls is not known; {remedy}", "tools")
-    reasoning = None if dialect.reasoning is None or dialect.reasoning.closed_by(prompt) else dialect.reasoning
+    reasoning = dialect.reasoning_after(prompt)
     if reasoning is None and not use.tools:
         return None
     markers = dialect.tools.markers if dialect.tools and use.tools else ()

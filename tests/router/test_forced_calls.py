@@ -1,0 +1,175 @@
+"""Outputs that have to be tool calls: what their grammars allow, and what clients get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import small_tokenizers
+from fleet import MODEL_NAME, Fleet
+from tokenizers import AddedToken
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.errors import RequestError
+from pdserve.grammar import Grammar, Vocabulary
+from router.chat.forced import Marker, after_reasoning, forced_calls_grammar
+from router.chat.tools import tool_use
+from router.requests import parse_chat
+from router.structured.formats import json_schema_grammar, regex_grammar
+
+COLOUR = {"enum": ["red", "green"]}
+PAINT: Any = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "properties": {"colour": {"$ref": "#/$defs/colour"}, "again": {"type": "boolean"}},
+            "required": ["colour", "again"],
+            "additionalProperties": False,
+            "$defs": {"colour": COLOUR},
+        },
+    },
+}
+STOP: Any = {"type": "function", "function": {"name": "stop"}}
+NAMED: Any = {"type": "function", "function": {"name": "paint"}}
+
+BACKEND = small_tokenizers.byte_level()
+BACKEND.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+BACKEND.add_special_tokens([AddedToken(text, special=True) for text in ("[THINK]", "[/THINK]")])
+EOS = BACKEND.token_to_id("<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(BACKEND.to_str(), eos_token_ids=[EOS])
+
+
+def allows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    """Whether the grammar takes all of a text, and then an end."""
+    matcher = Grammar(grammar, vocabulary).matcher()
+    for token_id in [*BACKEND.encode(text, add_special_tokens=False).ids, EOS]:
+        if not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
+            return False
+        matcher.consume([token_id])
+    return True
+
+
+CALL = '{"name": "paint", "arguments": {"colour": "red", "again": true}}'
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "text", "allowed"),
+    [
+        ("required", True, f"[{CALL}]", True),
+        ("required", True, f'[{CALL}, {{"name": "stop", "arguments": {{}}}}]', True),
+        ("required", False, f"[{CALL}, {CALL}]", False),
+        ("required", True, "[]", False),
+        ("required", True, "red", False),
+        ("required", True, CALL, False),
+        ("required", True, '[{"name": "stop", "arguments": {"colour": "red"}}]', False),
+        ("required", True, '[{"name": "sing", "arguments": {}}]', False),
+        ("required", True, '[{"name": "paint", "arguments": {"colour": "blue", "again": true}}]', False),
+        (NAMED, True, '{"colour": "green", "again": false}', True),
+        (NAMED, True, '{"colour": "green"}', False),
+        (NAMED, True, "[]", False),
+    ],
+)
+def test_what_has_to_be_called(vocabulary: Vocabulary, choice: Any, parallel: bool, text: str, allowed: bool) -> None:
+    grammar = forced_calls_grammar(tool_use([PAINT, STOP], choice, parallel))
+    assert allows(vocabulary, grammar, text) == allowed
+
+
+THINK = (Marker("<think>", BACKEND.token_to_id("<think>")), Marker("</think>", BACKEND.token_to_id("</think>")))
+SPECIAL = (Marker("[THINK]", BACKEND.token_to_id("[THINK]")), Marker("[/THINK]", BACKEND.token_to_id("[/THINK]")))
+SPELT = (Marker("(think)"), Marker("(done)"))
+
+
+@pytest.mark.parametrize("markers", [THINK, SPECIAL, SPELT], ids=["added", "special", "text"])
+@pytest.mark.parametrize(
+    ("grammar", "right"),
+    [
+        (json_schema_grammar(COLOUR), '"red"'),
+        (regex_grammar("[0-9]+"), "123"),
+        ('start: "yes" | "no"', "yes"),
+        (forced_calls_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
+    ],
+)
+def test_a_grammar_begins_after_reasoning(
+    vocabulary: Vocabulary, markers: tuple[Marker, Marker], grammar: str, right: str
+) -> None:
+    start, end = markers
+    thought = "hm {\n\n" + end.text
+    undecided = after_reasoning(grammar, start, end, opened=False)
+    assert allows(vocabulary, undecided, right)
+    assert allows(vocabulary, undecided, start.text + thought + "\n\n" + right)
+    assert not allows(vocabulary, undecided, start.text + thought + "wrong")
+    assert not allows(vocabulary, undecided, start.text + "hm")
+    opened = after_reasoning(grammar, start, end, opened=True)
+    assert allows(vocabulary, opened, thought + right)
+    assert not allows(vocabulary, opened, right)
+
+
+def test_calls_exclude_other_structures() -> None:
+    body = {"messages": [], "tools": [PAINT], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    with pytest.raises(RequestError, match="exclude each other"):
+        parse_chat(json.dumps(body).encode())
+
+
+# ---------------------------------------------------------------- through a router and nodes
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Iterator[openai.OpenAI]:
+    """Simulated nodes say nothing that makes sense, except where a grammar leaves no choice."""
+    flags = ("--engine", "simulated", "--sim-speed", "1000")
+    with Fleet() as fleet:
+        fleet.start_prefill(EMBEDDED_MODEL, flags)
+        fleet.start_decode(EMBEDDED_MODEL, flags)
+        fleet.start_router(EMBEDDED_MODEL)
+        fleet.wait_ready()
+        with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60) as sdk:
+            yield sdk
+
+
+ASK: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Paint!"}], "max_tokens": 2000}
+
+
+def test_a_required_call(sdk: openai.OpenAI) -> None:
+    fields = {**ASK, "tools": [PAINT, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    choice = sdk.chat.completions.create(**fields).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    arguments = json.loads(call.function.arguments)
+    assert arguments == {} if call.function.name == "stop" else arguments["colour"] in ("red", "green")
+    streamed = [
+        (part.function.name, part.function.arguments)
+        for chunk in sdk.chat.completions.create(**fields, stream=True)
+        for part in chunk.choices[0].delta.tool_calls or []
+    ]
+    assert streamed[0][0] == call.function.name
+    assert "".join(arguments for _, arguments in streamed) == call.function.arguments
+
+
+def test_a_named_call(sdk: openai.OpenAI) -> None:
+    choice = sdk.chat.completions.create(**ASK, tools=[PAINT, STOP], tool_choice=NAMED).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert call.function.name == "paint"
+    assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+
+
+def test_a_schema_that_cannot_be_followed_is_refused(sdk: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.chat.completions.create(**ASK, tools=[tool], tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+def test_items_are_held_to_a_schema(sdk: openai.OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "colour", "schema": {"enum": ["red", "green"]}}}
+    response = sdk.responses.create(model=MODEL_NAME, input="Which?", text=text, max_output_tokens=2000)
+    assert json.loads(response.output_text) in ("red", "green")
