@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from pdserve.errors import CheckpointError
-from router.chat.template import ChatTemplate
+from router.chat.template import ChatTemplate, either_template
 from router.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
 from router.token_bytes import byte_table
 
@@ -118,17 +118,24 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _find_template(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names."""
+    """``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names.
+
+    One that is named "tool_use" is taken for requests with tools, as transformers takes it.
+    """
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        tool_use = model_dir / "additional_chat_templates" / "tool_use.jinja"
+        source = path.read_text(encoding="utf-8")
+        return either_template(tool_use.read_text(encoding="utf-8"), source) if tool_use.is_file() else source
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-        if template is None:
+        if "default" not in named:
             names = ", ".join(sorted(named))
             raise CheckpointError(f"{model_dir} has chat templates named {names}, but none named 'default'")
+        template = named["default"]
+        if "tool_use" in named:
+            template = either_template(named["tool_use"], template)
     return template if isinstance(template, str) else None
 
 

@@ -71,6 +71,12 @@ class ChatTemplate:
         return _cut(text) if continue_final_message else text
 
 
+def either_template(with_tools: str, without: str) -> str:
+    """The source of a template that is one of two. A newline at the end of a source is none of the text."""
+    sources = [source.removesuffix("\n") for source in (with_tools, without)]
+    return "{% if tools %}{{ '' }}" + sources[0] + "{% else %}{{ '' }}" + sources[1] + "{% endif %}"
+
+
 def _continued(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str) and content:

@@ -147,12 +147,28 @@ def test_the_jinja_file_comes_before_the_config(tmp_path: Path) -> None:
     assert template.render(CONVERSATIONS["one"]) == "file"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }} default"}]
+TOOL_USE = """
+{%- macro name(tool) %}{{ tool.function.name if tool is mapping else name(tool[0]) }}{% endmacro -%}
+tools {{ name([tools[0]]) }}
+"""
+
+
+def test_of_several_templates_one_is_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": TOOL_USE}, {"name": "default", "template": "\n{{ bos_token }} default\n"}]
     small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), chat_template=named, bos_token="<|begin|>")
     template = Tokenizer.load(tmp_path).chat_template
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert template is not None
-    assert template.render(CONVERSATIONS["one"]) == "<|begin|> default"
+    for tools, said in ((None, "\n<|begin|> default"), ([TOOL], "tools f")):
+        assert theirs.apply_chat_template(CONVERSATIONS["one"], tools=tools, tokenize=False) == said
+        assert template.render(CONVERSATIONS["one"], tools=tools) == said
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    template = Tokenizer.load(tmp_path).chat_template
+    assert template is not None
+    assert template.render(CONVERSATIONS["one"]) == "file"
+    assert template.render(CONVERSATIONS["one"], tools=[TOOL]) == "tools f"
 
 
 def test_text_parts_are_joined() -> None:
