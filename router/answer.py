@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.chat.dialect import Dialect
+from router.chat.dialect import Dialect, Opening
 from router.chat.forced import Marker, after_reasoning, forced_calls_grammar
+from router.chat.messages import join_parts
 from router.chat.reading import Reading, find_reading, plain_reading
 from router.chat.responses import ReadChatFormat, ReadChatStream, ReadChatWhole
 from router.chat.tools import ToolUse
@@ -34,19 +35,23 @@ class Answerer:
             return wanted
         if body.tool_use.forced:
             wanted = Wanted(forced_calls_grammar(body.tool_use), "tools")
-        rendered = prompt.text or ""
-        reasoning = self._dialect.reasoning_after(rendered)
-        if not wanted.grammar or reasoning is None:
+        opening = self._opening(body, prompt)
+        form = opening.reasoning
+        if not wanted.grammar or form is None:
             return wanted
-        start, end = (Marker(text, self._tokenizer.added_token_id(text)) for text in (reasoning.start, reasoning.end))
-        return Wanted(after_reasoning(wanted.grammar, start, end, reasoning.opened_by(rendered)), wanted.field)
+        start, end = (Marker(text, self._tokenizer.added_token_id(text)) for text in (form.start, form.end))
+        return Wanted(after_reasoning(wanted.grammar, start, end, opening.opened), wanted.field)
+
+    def _opening(self, body: ChatBody, prompt: Prompt) -> Opening:
+        continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
+        return self._dialect.opening_after(prompt.text or "", continued)
 
     def reading(self, body: GenerateBody, prompt: Prompt) -> Reading | None:
         """None where the output is text and nothing else, and is sent as such."""
         if not isinstance(body, ChatBody):
             return None
         use = ToolUse() if body.structure.grammar else body.tool_use  # held to something else, it cannot call
-        found = find_reading(use, self._dialect, prompt.text or "", body.include_reasoning)
+        found = find_reading(use, self._dialect, self._opening(body, prompt), body.include_reasoning)
         if found is None and isinstance(body, ItemsBody):
             return plain_reading(self._dialect)
         return found

@@ -95,7 +95,7 @@ class GenerateEndpoint:
             stops=body.stops,
             cache_salt=body.cache_salt,
             priority=visit.priority(body.priority),
-            continues_prompt=isinstance(body, CompletionBody),
+            continues_prompt=body.continues_prompt,
             shown_tokens=shown_tokens(body, reading),
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)

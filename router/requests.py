@@ -115,6 +115,11 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
         """Alternatives per token; -1 for no log-probabilities at all."""
         raise NotImplementedError
 
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the output goes on with the prompt's text, rather than being a text of its own."""
+        return True
+
 
 class CompletionBody(GenerateBody, kw_only=True, frozen=True):
     prompt: str | list[str | int | list[int]]
@@ -158,6 +163,10 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message
 
     @property
     def tool_use(self) -> ToolUse:

@@ -31,13 +31,12 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     start: str
     end: str
 
-    def opened_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends in the start of reasoning."""
-        return prompt.rstrip().endswith(self.start)
 
-    def closed_by(self, prompt: str) -> bool:
-        """Whether it ends in reasoning that is over, as templates write it where reasoning was switched off."""
-        return prompt.rstrip().endswith(self.end)
+class Opening(msgspec.Struct, frozen=True):
+    """How an output may begin: with reasoning or not (None), which the prompt may have ``opened`` already."""
+
+    reasoning: ReasoningFormat | None = None
+    opened: bool = False
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -61,9 +60,20 @@ class Dialect(msgspec.Struct, frozen=True):
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
-    def reasoning_after(self, prompt: str) -> ReasoningFormat | None:
-        """How reasoning is written in an output that follows this prompt; None where there cannot be any."""
-        return None if self.reasoning is None or self.reasoning.closed_by(prompt) else self.reasoning
+    def opening_after(self, prompt: str, continued: str | None = None) -> Opening:
+        """What follows a rendered chat. ``continued`` is the content of a last message that goes on.
+
+        Templates of models that always reason end a prompt in the start of it, and where reasoning is switched off they
+        write some that is over. Elsewhere in a prompt the markers are anybody's text.
+        """
+        form = self.reasoning
+        if form is None:
+            return Opening()
+        if continued is not None:
+            opened = continued.rfind(form.start) > continued.rfind(form.end)
+            return Opening(form, opened=True) if opened else Opening()
+        end = prompt.rstrip()
+        return Opening() if end.endswith(form.end) else Opening(form, end.endswith(form.start))
 
     def new_call_id(self) -> str:
         short = self.tools is not None and self.tools.short_ids

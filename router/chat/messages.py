@@ -33,7 +33,7 @@ def _checked(message: Message, where: str) -> Message:
     for name in ("reasoning", "reasoning_content", "name", "tool_call_id"):
         if not isinstance(message.get(name), str | None):
             raise RequestError(f"{where}.{name} must be a string", where)
-    checked = {**message, "content": _join_parts(message.get("content"), where)}
+    checked = {**message, "content": join_parts(message.get("content"), where)}
     if role == "tool" and checked["content"] is None:
         raise RequestError(f"{where}.content is missing; a message with role 'tool' holds a call's result", where)
     calls = message.get("tool_calls")
@@ -70,7 +70,8 @@ def _object(arguments: Any, where: str) -> dict[str, Any]:
     return arguments
 
 
-def _join_parts(content: Any, where: str) -> str | None:
+def join_parts(content: Any, where: str = "messages") -> str | None:
+    """The text of a message's content; None where it has none."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.chat.dialect import Dialect, ReasoningFormat
+from router.chat.dialect import Dialect, Opening
 from router.chat.pieces import Kind, OutputParser, Piece
 from router.chat.reasoning import PlainText, ReasoningReader
 from router.chat.tool_calls import ListReader, NamedReader
@@ -26,24 +26,22 @@ class Reading(msgspec.Struct, frozen=True):
     include_reasoning: bool = True
 
 
-def find_reading(use: ToolUse, dialect: Dialect, prompt: str, include_reasoning: bool) -> Reading | None:
-    """None where output is text and nothing else. ``prompt`` is the rendered chat.
+def find_reading(use: ToolUse, dialect: Dialect, opening: Opening, include_reasoning: bool) -> Reading | None:
+    """None where output is text and nothing else.
 
     Raises RequestError for tools whose calls could not be told from text.
     """
     if use.tools and dialect.tools is None and not use.forced:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
         raise RequestError(f"how this model writes tool calls is not known; {remedy}", "tools")
-    reasoning = dialect.reasoning_after(prompt)
+    reasoning = opening.reasoning
     if reasoning is None and not use.tools:
         return None
     markers = dialect.tools.markers if dialect.tools and use.tools else ()
-    opened = False
     if reasoning is not None:
-        opened = reasoning.opened_by(prompt)
         markers = (*markers, reasoning.start, reasoning.end)
     return Reading(
-        new_parser=lambda: _parser(use, dialect, reasoning, opened),
+        new_parser=lambda: _parser(use, dialect, opening),
         new_call_id=dialect.new_call_id,
         markers=markers,
         include_reasoning=include_reasoning,
@@ -55,7 +53,7 @@ def plain_reading(dialect: Dialect) -> Reading:
     return Reading(PlainText, dialect.new_call_id, markers=())
 
 
-def _parser(use: ToolUse, dialect: Dialect, reasoning: ReasoningFormat | None, opened: bool) -> OutputParser:
+def _parser(use: ToolUse, dialect: Dialect, opening: Opening) -> OutputParser:
     calls: OutputParser = PlainText()
     if use.named:
         calls = NamedReader([use.named])
@@ -64,7 +62,8 @@ def _parser(use: ToolUse, dialect: Dialect, reasoning: ReasoningFormat | None, o
     elif use.tools:
         assert dialect.tools is not None
         calls = dialect.tools.reader(use.names, use.parallel)
-    return calls if reasoning is None else ReasoningReader(reasoning.start, reasoning.end, opened, calls)
+    form = opening.reasoning
+    return calls if form is None else ReasoningReader(form.start, form.end, opening.opened, calls)
 
 
 class ReadChoice:

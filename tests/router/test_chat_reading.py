@@ -175,6 +175,20 @@ def test_a_message_is_continued(
 
 
 @pytest.mark.parametrize(
+    ("begun", "reasoning", "content"),
+    [("<think>I wa", "s.", " So."), ("<think>I was.</think>S", None, "s.</think> So."), ("S", None, "s.</think> So.")],
+)
+def test_a_continued_message_may_be_in_the_middle_of_reasoning(
+    sdk: openai.OpenAI, say: Any, begun: str, reasoning: str | None, content: str
+) -> None:
+    fields = say("s.</think> So.", continue_final_message=True, add_generation_prompt=False)
+    fields["messages"] = [*ASK, {"role": "assistant", "content": begun}]
+    message = sdk.chat.completions.create(**fields).choices[0].message
+    assert getattr(message, "reasoning", None) == reasoning
+    assert (message.content or "").strip() == content.strip()
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"tools": [{"type": "web_search"}]}, "only 'function'"),
