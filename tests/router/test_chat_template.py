@@ -62,7 +62,10 @@ def test_parity_with_transformers(reference: Any, template: str, conversation: s
         assert ChatTemplate(source, TOKENS).render(messages, generate) == expected
 
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "<b>", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "<b>", "parameters": {"type": "object"}},
+}
 
 
 @pytest.mark.parametrize("end", ["2", "Sure, ", " x\n\n"])

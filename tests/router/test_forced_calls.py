@@ -39,7 +39,7 @@ NAMED: Any = {"type": "function", "function": {"name": "paint"}}
 BACKEND = small_tokenizers.byte_level()
 BACKEND.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
 BACKEND.add_special_tokens([AddedToken(text, special=True) for text in ("[THINK]", "[/THINK]")])
-EOS = BACKEND.token_to_id("<|im_end|>")
+EOS: int = BACKEND.token_to_id("<|im_end|>") or 0
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_a_named_call(sdk: openai.OpenAI) -> None:
 
 
 def test_a_schema_that_cannot_be_followed_is_refused(sdk: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}}
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(**ASK, tools=[tool], tool_choice="required")
     assert caught.value.param == "tools"
