@@ -162,7 +162,8 @@ def test_of_several_templates_one_is_for_tools(tmp_path: Path) -> None:
     template = Tokenizer.load(tmp_path).chat_template
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert template is not None
-    for tools, said in ((None, "\n<|begin|> default"), ([TOOL], "tools f")):
+    cases: Any = [(None, "\n<|begin|> default"), ([TOOL], "tools f")]
+    for tools, said in cases:
         assert theirs.apply_chat_template(CONVERSATIONS["one"], tools=tools, tokenize=False) == said
         assert template.render(CONVERSATIONS["one"], tools=tools) == said
     (tmp_path / "chat_template.jinja").write_text("file")
