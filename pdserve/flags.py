@@ -15,6 +15,7 @@ import msgspec
 
 from pdserve.backends import ATTENTION_BACKENDS
 from pdserve.config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
+from pdserve.discovery.places import check_place
 from pdserve.errors import ConfigError
 from pdserve.simulation import ENGINES, Costs
 
@@ -65,6 +66,14 @@ def parse_size(text: str) -> int:
     if match is None or unit not in SIZE_UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes or a number with K, M, G, KiB, MiB or GiB")
     return int(float(match.group(1)) * SIZE_UNITS[unit])
+
+
+def place(text: str) -> str:
+    """Type of a flag that names a place where nodes are found (pdserve/discovery/places.py)."""
+    try:
+        return check_place(text)
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def positive_int(text: str) -> int:

@@ -22,6 +22,7 @@ from router.items.body import parse_items
 from router.openapi.document import openapi_document
 from router.policy import no_decode_node
 from router.requests import parse_chat, parse_completion
+from router.served_model import ServedModel
 from router.service import Service
 from router.tokens import add_token_routes, json_response
 
@@ -91,29 +92,28 @@ def _add_stored_responses(app: FastAPI) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
-    def describe() -> dict[str, Any]:
+    def describe(model: ServedModel) -> dict[str, Any]:
         try:
-            max_model_len = service.fleet.limits().max_model_len
+            max_model_len = model.fleet.limits().max_model_len
         except Overloaded:  # the list is there while the nodes are not
             max_model_len = None
-        card = {"id": service.model, "object": "model", "created": created, "owned_by": "pdserve"}
-        return {**card, "root": service.options.model, "max_model_len": max_model_len}
+        card = {"id": model.name, "object": "model", "created": created, "owned_by": "pdserve"}
+        return {**card, "root": model.root, "max_model_len": max_model_len}
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [describe()]})
+        return json_response({"object": "list", "data": [describe(model) for model in service.models.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        service.check_model(name)
-        return json_response(describe())
+        return json_response(describe(service.find(name)))
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        if not service.fleet.ready:
-            raise no_decode_node(service.fleet.snapshot())
+        if not service.nodes.ready:
+            raise no_decode_node(next(iter(service.models.values())).fleet.snapshot())
         return json_response({"status": "ok"})
 
     @app.get("/version")

@@ -25,6 +25,7 @@ from router.job import Prompt, make_job
 from router.requests import CompletionBody, GenerateBody, Parser
 from router.responses import BodyResponse, EventResponse, Response
 from router.service import Service
+from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +81,15 @@ class GenerateEndpoint:
         self, body: GenerateBody, send: Send, visit: Visit, arrived: float, gone: asyncio.Future[None]
     ) -> str:
         service = self._service
-        service.check_model(body.model)
-        limits = service.fleet.limits()
-        prompts = await service.encoder.encode(body)
-        structure = service.answerer.structure(body, prompts[0])
-        await service.grammars.check(structure)
-        jobs = [make_job(self._with_text(prompt, body), body, limits, structure.grammar) for prompt in prompts]
-        reading = service.answerer.reading(body, prompts[0])
+        model = service.find(body.model)
+        limits = model.fleet.limits()
+        prompts = await model.encoder.encode(body)
+        structure = model.answerer.structure(body, prompts[0])
+        await model.grammars.check(structure)
+        jobs = [
+            make_job(_with_text(prompt, body, model.tokenizer), body, limits, structure.grammar) for prompt in prompts
+        ]
+        reading = model.answerer.reading(body, prompts[0])
         options = GenerationOptions(
             request_id=new_request_id(),
             arrived=arrived,
@@ -101,27 +104,28 @@ class GenerateEndpoint:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         headers.append((b"x-request-id", options.request_id.encode()))
-        response = service.answerer.response(body, jobs, options.request_id, reading)
-        generation = Generation(jobs, options, service.tokenizer, response, service.metrics)
+        response = model.answerer.response(body, jobs, options.request_id, reading)
+        generation = Generation(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation
-        await generation.prepare(service.fleet)
+        await generation.prepare(model.fleet)
         gone.add_done_callback(lambda _: response.on_disconnect())
         loop = asyncio.get_running_loop()
         deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)
         try:
             with service.running(generation):
-                generation.start(service.fleet)
+                generation.start(model.fleet)
                 return await _answer(send, response, options, headers)
         finally:
             deadline.cancel()
             generation.cancel()
             visit.used(generation.usage.completion_tokens)
 
-    def _with_text(self, prompt: Prompt, body: GenerateBody) -> Prompt:
-        """Echo needs the text of prompts that came as token ids."""
-        if prompt.text is None and isinstance(body, CompletionBody) and body.echo:
-            return Prompt(prompt.token_ids, self._service.tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
-        return prompt
+
+def _with_text(prompt: Prompt, body: GenerateBody, tokenizer: Tokenizer) -> Prompt:
+    """Echo needs the text of prompts that came as token ids."""
+    if prompt.text is None and isinstance(body, CompletionBody) and body.echo:
+        return Prompt(prompt.token_ids, tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
+    return prompt
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

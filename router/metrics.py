@@ -96,7 +96,9 @@ class Metrics:
             "Prompt tokens that a prefix cache was expected to have; pdserve_cached_prompt_tokens is what it had.",
             registry=self.registry,
         )
-        self.nodes_ready = Gauge("pdserve_nodes_ready", "Nodes that are ready.", ["role"], registry=self.registry)
+        self.nodes_ready = Gauge(
+            "pdserve_nodes_ready", "Nodes that are ready.", ["role", "model"], registry=self.registry
+        )
 
     def export(self) -> bytes:
         return generate_latest(self.registry)

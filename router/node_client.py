@@ -45,6 +45,7 @@ class NodeClient:
         role: str,
         prefixes: PrefixIndex,
         on_change: Callable[[], None],
+        on_idle: Callable[[NodeClient], None],
         tls: PeerTls | None = None,
     ) -> None:
         self.address = address
@@ -55,9 +56,11 @@ class NodeClient:
         self._prefixes = prefixes
         self._load = pb.NodeLoad()
         self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
-        self._in_flight = 0  # requests of this router; on P, those that have no token yet
+        self.in_flight = 0  # requests of this router; on P, those that have no token yet
+        self.leaving = False  # it is not listed any more: nothing more is sent there
         self._view: NodeView | None = None  # as of the latest change
         self._on_change = on_change
+        self._on_idle = on_idle
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
@@ -93,14 +96,16 @@ class NodeClient:
 
     def sent(self, uncached_tokens: int, num_tokens: int) -> None:
         """A request goes there: so many prompt tokens to be computed, and so many to have room for."""
-        self._in_flight += 1
+        self.in_flight += 1
         self._sent.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
         self._view = None
 
     def done(self) -> None:
         """It needs the node no more."""
-        self._in_flight -= 1
+        self.in_flight -= 1
         self._view = None
+        if not self.in_flight:
+            self._on_idle(self)
 
     def _look(self, node: pb.NodeDescription) -> NodeView:
         return NodeView(
@@ -111,7 +116,7 @@ class NodeClient:
             compat_hash=node.compat_hash,
             version=node.version,
             connected_peers=frozenset(node.connected_peers),
-            in_flight=self._in_flight,
+            in_flight=self.in_flight,
             load=self._whole_load(node.kv_layout.block_size),
             pace=pace_from_pb(self._load.pace),
         )

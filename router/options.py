@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.flags import CommandParser, add_tls_flag, parse_size, positive_int
+from pdserve.flags import CommandParser, add_tls_flag, parse_size, place, positive_int
+from pdserve.resolve import model_name
 from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 from router.policy import POLICIES, PREFIX_AWARE
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``prefill`` and ``decode`` are addresses, host:port. The tokenizer is read from ``model``."""
+    """``prefill`` and ``decode`` are places (pdserve/discovery/places.py)."""
 
-    model: str  # directory or hub id
-    served_model_name: str | None = None
+    models: tuple[tuple[str, str], ...]  # name in the API; directory or hub id, for tokenizer and chat template
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any
     prefill: tuple[str, ...] = ()
@@ -52,12 +52,21 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id, for tokenizer and chat template")
-    model.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
-    add("--served-model-name", metavar="NAME", help="name in the API (default: that of MODEL)")
+    model.add_argument(
+        "--model",
+        dest="model_flags",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="the same as a flag, with the name in the API that its nodes serve it under; repeatable",
+    )
+    add("--served-model-name", metavar="NAME", help="name of a single MODEL (default: that of its directory)")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0 is any (default %(default)s)")
-    add("--prefill", type=_address, action="append", default=[], metavar="HOST:PORT", help="a prefill node; repeatable")
-    add("--decode", type=_address, action="append", default=[], metavar="HOST:PORT", help="a decode node; repeatable")
+    places: dict[str, Any] = {"type": place, "action": "append", "default": [], "metavar": "PLACE"}
+    where = "host:port, dns://name:port or k8s://namespace/service:port"
+    add("--prefill", **places, help=f"where prefill nodes are: {where}; repeatable")
+    add("--decode", **places, help="where decode nodes are, likewise; repeatable")
     add("--policy", choices=[*POLICIES], default=PREFIX_AWARE, help="how nodes are chosen (default %(default)s)")
     add("--request-timeout", type=_seconds, default=600.0, metavar="S", help="seconds a request may take (default 600)")
     add(
@@ -93,21 +102,38 @@ def router_options_from(args: argparse.Namespace) -> RouterOptions:
     """The RouterOptions that flags added by ``add_router_flags`` ask for. Raises ConfigError."""
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
-    fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__}
-    fields |= {"model": args.model or args.model_flag, "prefill": tuple(args.prefill), "decode": tuple(args.decode)}
-    return RouterOptions(**fields)
+    fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name != "models"}
+    fields |= {"prefill": tuple(args.prefill), "decode": tuple(args.decode)}
+    return RouterOptions(models=_models(args), **fields)
+
+
+def _models(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Names and models, none twice."""
+    given = [("", args.model)] if args.model else [_pair(text) for text in args.model_flags]
+    if args.served_model_name and (len(given) > 1 or given[0][0]):
+        raise ConfigError("--served-model-name is for a single MODEL without NAME; write --model NAME=MODEL for each")
+    pairs = [(name or args.served_model_name or model_name(model), model) for name, model in given]
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two models are named {twice!r}; write --model NAME=MODEL with a name of its own for each")
+    return tuple(pairs)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Name, or "", and model of [NAME=]MODEL."""
+    name, equals, model = text.partition("=")
+    if not equals:
+        return "", text
+    if not name or not model:
+        raise ConfigError(f"--model {text!r} is incomplete; write --model NAME=MODEL")
+    return name, model
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
     return int(text)
-
-
-def _address(text: str) -> str:
-    if not re.fullmatch(r"[^\s/]+:\d{1,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; write host:port")
-    return text
 
 
 def _count(text: str) -> int:

@@ -16,7 +16,6 @@ from pdserve.address import join_address
 from pdserve.errors import CapacityError
 from pdserve.hub import resolve_model
 from pdserve.process import StatusWriter
-from pdserve.resolve import model_name
 from router.app import create_app
 from router.connections import BoundedConnection
 from router.https import Certificate
@@ -37,8 +36,8 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     listener = bind(options.host, options.port)
     status.listening(join_address(*listener.getsockname()[:2]))
     status.loading("tokenizer", -1)
-    tokenizer = Tokenizer.load(resolve_model(options.model))
-    service = Service(options, options.served_model_name or model_name(options.model), tokenizer)
+    tokenizers = {name: (root, Tokenizer.load(resolve_model(root))) for name, root in options.models}
+    service = Service(options, tokenizers)
     config = uvicorn.Config(
         create_app(service),
         loop="uvloop",
@@ -115,10 +114,10 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def _report_ready(self) -> None:
-        fleet = self._service.fleet
+        nodes = self._service.nodes
         self._status.loading("nodes", -1)
-        await fleet.wait_until(lambda: fleet.ready)
+        await nodes.wait_until(lambda: nodes.ready)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_GRACE):
-                await fleet.wait_until(lambda: fleet.complete)
+                await nodes.wait_until(lambda: nodes.complete)
         self._status.ready()

@@ -35,10 +35,10 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
-        service.check_model(body.model)
-        token_ids = await _tokenize(service.encoder, body)
-        strings = [service.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        limit = service.fleet.limits().max_model_len
+        model = service.find(body.model)
+        token_ids = await _tokenize(model.encoder, body)
+        strings = [model.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        limit = model.fleet.limits().max_model_len
         return json_response(
             {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
         )
@@ -46,12 +46,12 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
-        service.check_model(body.model)
-        size = service.fleet.limits().vocab_size
+        model = service.find(body.model)
+        size = model.fleet.limits().vocab_size
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if wrong is not None:
             raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
-        return json_response({"prompt": service.tokenizer.decode(body.tokens)})
+        return json_response({"prompt": model.tokenizer.decode(body.tokens)})
 
 
 async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:

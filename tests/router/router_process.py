@@ -27,12 +27,16 @@ class RouterProcess:
 
 @contextmanager
 def router_process(
-    model_dir: Path, flags: Sequence[str], until: str = "ready", seconds: float = 20.0
+    model_dir: Path | None, flags: Sequence[str], until: str = "ready", seconds: float = 20.0
 ) -> Iterator[RouterProcess]:
-    """Runs until the block ends. Entered once the router has reported the state ``until``."""
+    """Runs until the block ends. Entered once the router has reported the state ``until``.
+
+    Without ``model_dir`` the flags say what it serves.
+    """
     status, child_status = os.pipe()
     lifeline, parent_lifeline = os.pipe()
-    argv = [sys.executable, "-m", "router", str(model_dir), "--served-model-name", MODEL, "--port", "0", *flags]
+    model = [] if model_dir is None else [str(model_dir), "--served-model-name", MODEL]
+    argv = [sys.executable, "-m", "router", *model, "--port", "0", *flags]
     argv += ["--status-fd", str(child_status), "--lifeline-fd", str(lifeline)]
     process = subprocess.Popen(argv, pass_fds=(child_status, lifeline))
     os.close(child_status)

@@ -93,6 +93,10 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         """Run something on the node's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 
+    def do(self, work: Callable[[], None]) -> None:
+        """Have something done on the node's event loop soon."""
+        self._loop.call_soon_threadsafe(work)
+
     def wait_cancelled(self, salt: str, seconds: float = 20.0) -> None:
         """Returns once the router has cancelled the request of a script."""
 

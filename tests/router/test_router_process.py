@@ -28,6 +28,11 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         ([], "required"),
         (["m", "--model", "n"], "not allowed"),
         (["m", "--decode", "nohost"], "host:port"),
+        (["m", "--prefill", "dns://name"], "dns://name:port"),
+        (["m", "--prefill", "k8s://name:80"], "k8s://namespace/service:port"),
+        (["--model", "a=m", "--model", "a=n"], "two models are named 'a'"),
+        (["--model", "=m"], "incomplete"),
+        (["--model", "a=m", "--served-model-name", "b"], "single MODEL"),
         (["m", "--port", "99999"], "65535"),
         (["m", "--max-inflight", "0"], "at least 1"),
         (["m", "--request-timeout", "-1"], "above 0"),
@@ -65,8 +70,10 @@ def test_a_port_in_use_is_one_line(tokenizer_dir: Path) -> None:
 
 def test_flags_become_options() -> None:
     options = parse_options(["--model", "m", "--prefill", "a:1", "--prefill", "b:2", "--decode", "c:3", "--port", "0"])
-    assert (options.model, options.prefill, options.decode, options.port) == ("m", ("a:1", "b:2"), ("c:3",), 0)
-    assert parse_options(["m"]).model == "m"
+    assert (options.models, options.prefill, options.decode) == ((("m", "m"),), ("a:1", "b:2"), ("c:3",))
+    assert options.port == 0
+    assert parse_options(["m", "--served-model-name", "n"]).models == (("n", "m"),)
+    assert parse_options(["--model", "a=m", "--model", "hub/n"]).models == (("a", "m"), ("hub/n", "hub/n"))
 
 
 def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:

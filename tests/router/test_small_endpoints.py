@@ -102,4 +102,4 @@ def test_metrics_count_what_happens(client: httpx.Client, scripted_node: Scripte
     }
     after = [metric(client, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 4, 3, 2, 1, 2, 1]
-    assert 'pdserve_nodes_ready{role="decode"} 1.0' in client.get("/metrics").text
+    assert 'pdserve_nodes_ready{model="small",role="decode"} 1.0' in client.get("/metrics").text

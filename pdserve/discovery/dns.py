@@ -1,0 +1,49 @@
+"""The addresses of a name, asked for again and again: DNS does not tell of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from pdserve.address import join_address
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL = 5.0  # seconds: what CoreDNS lets answers live in Kubernetes
+
+Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
+
+
+class DnsName:
+    """A name that fails to resolve keeps the addresses it had: nodes outlive a DNS server."""
+
+    def __init__(self, name: str, port: int, interval: float = _INTERVAL, resolve: Resolve | None = None) -> None:
+        self._name = name
+        self._port = port
+        self._interval = interval
+        self._resolve = resolve or look_up
+
+    async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
+        known: frozenset[str] | None = None
+        failure = ""
+        while True:
+            try:
+                found = await self._resolve(self._name, self._port)
+            except OSError as exc:
+                if str(exc) != failure:
+                    failure = str(exc)
+                    _log.warning("%s cannot be resolved: %s; what is known of it stays", self._name, failure)
+            else:
+                failure = ""
+                if found != known:
+                    known = found
+                    yield found
+            await asyncio.sleep(self._interval)
+
+
+async def look_up(name: str, port: int) -> frozenset[str]:
+    """All addresses of a name, host:port. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return frozenset(join_address(str(address[0]), port) for *_, address in found)

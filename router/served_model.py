@@ -1,0 +1,30 @@
+"""One of the models that this router serves: how its texts become tokens and back, and its nodes."""
+
+from __future__ import annotations
+
+from router.answer import Answerer
+from router.chat.dialect import find_dialect
+from router.fleet import Fleet
+from router.options import RouterOptions
+from router.prompts import PromptEncoder
+from router.structured.checker import GrammarChecker
+from router.tokenizer import Tokenizer
+
+
+class ServedModel:
+    """``root`` is the directory or hub id that its tokenizer came from."""
+
+    def __init__(self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions) -> None:
+        self.name = name
+        self.root = root
+        self.tokenizer = tokenizer
+        self.fleet = fleet
+        self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len)
+        self.grammars = GrammarChecker(tokenizer.to_json)
+        template = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
+        self.answerer = Answerer(tokenizer, dialect, name)
+
+    async def close(self) -> None:
+        await self.encoder.close()
+        await self.grammars.close()

@@ -1,0 +1,62 @@
+"""Places as flags name them, names in DNS, and all places of a role together."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+
+import pytest
+
+from pdserve.discovery.dns import DnsName, look_up
+from pdserve.discovery.places import Directory, check_place
+from pdserve.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["h:1", "[::1]:9001", "dns://prefill.ai.svc.cluster.local:9001", "k8s://ai/prefill:9001", "k8s://ai/prefill:grpc"],
+)
+def test_places(place: str) -> None:
+    assert check_place(place) == place
+
+
+@pytest.mark.parametrize("place", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1"])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match="write host:port, dns://name:port or k8s://namespace/service:port"):
+        check_place(place)
+
+
+def test_a_name_is_resolved_again_and_a_failure_changes_nothing() -> None:
+    answers: list[set[str] | None] = [None, {"10.0.0.1:1"}, {"10.0.0.1:1"}, None, {"10.0.0.2:1", "[fd00::1]:1"}]
+
+    async def resolve(name: str, port: int) -> frozenset[str]:
+        assert (name, port) == ("name", 1)
+        answer = answers.pop(0)
+        if answer is None:
+            raise OSError("no such name")
+        return frozenset(answer)
+
+    async def run() -> list[frozenset[str]]:
+        source = DnsName("name", 1, interval=0.0, resolve=resolve)
+        async with aclosing(source.addresses()) as found:
+            return [await anext(found), await anext(found)]
+
+    assert asyncio.run(run()) == [{"10.0.0.1:1"}, {"10.0.0.2:1", "[fd00::1]:1"}]
+
+
+def test_a_real_name_has_addresses() -> None:
+    assert "127.0.0.1:5" in asyncio.run(look_up("localhost", 5))
+
+
+def test_all_places_of_a_role_together() -> None:
+    async def run() -> list[set[str]]:
+        told: list[set[str]] = []
+        directory = Directory(["a:1", "dns://127.0.0.1:2", "a:1"], lambda addresses: told.append(set(addresses)))
+        task = asyncio.create_task(directory.run())
+        await directory.complete.wait()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return told
+
+    assert asyncio.run(run())[-1] == {"a:1", "127.0.0.1:2"}

@@ -1,0 +1,139 @@
+"""Nodes that come and go, of several models, under requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from router_process import MODEL, router_process
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.errors import PdserveError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import pack_tokens
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.nodes import Nodes
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.errors: list[PdserveError] = []
+        self.changed = asyncio.Event()
+
+    def on_output(self, output: pb.Output) -> None:
+        self.tokens.append(output.token_id)
+        self.changed.set()
+
+    def on_failure(self, error: PdserveError) -> None:
+        self.errors.append(error)
+        self.changed.set()
+
+    async def token(self) -> int:
+        """The next one."""
+        await self.changed.wait()
+        self.changed.clear()
+        assert not self.errors
+        return self.tokens[-1]
+
+
+@dataclass
+class Pair:
+    """Two nodes, which send a token, and another one after ``go_on``."""
+
+    first: ScriptedNode
+    second: ScriptedNode
+    go_on: Callable[[], None]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(1)
+        await wanted.wait()
+        conversation.token(2, finish="stop")
+
+    nodes = ScriptedNode(MODEL, node_id="d0"), ScriptedNode(MODEL, node_id="d1")
+    wanted = asyncio.Event()
+    for node in nodes:
+        node.scripts["s"] = script
+    yield Pair(*nodes, lambda: nodes[0].do(wanted.set))
+    for node in nodes:
+        node.close()
+
+
+def test_a_node_that_is_not_listed_any_more_ends_what_it_has_begun(pair: Pair) -> None:
+    first, second = pair.first, pair.second
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        fleet = Fleet(MODEL, nodes, "least-loaded", Metrics())
+        nodes.listed("decode", frozenset({first.address}))
+        await nodes.wait_until(lambda: nodes.complete and nodes.ready)
+        old, new = Sink(), Sink()
+        call = fleet.generate(request(), old)
+        assert await old.token() == 1
+
+        nodes.listed("decode", frozenset({second.address}))
+        await nodes.wait_until(lambda: nodes.complete and nodes.ready)
+        assert fleet.generate(request(), new).node.node_id == "d1"
+        pair.go_on()
+        assert await old.token() == 2
+        call.finish()
+        nodes.listed("decode", frozenset({first.address, second.address}))  # back again, as a new one
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+        assert not old.errors
+        await nodes.close()
+
+    asyncio.run(run())
+
+
+def test_a_node_with_two_addresses_is_one(pair: Pair) -> None:
+    first = pair.first
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        nodes.listed("decode", frozenset({first.address, first.address.replace("127.0.0.1", "localhost")}))
+        await nodes.wait_until(lambda: nodes.complete and nodes.ready)
+        assert [view.node_id for view in nodes.views()] == ["d0"]
+        await nodes.close()
+
+    asyncio.run(run())
+
+
+def request() -> pb.Generate:
+    return pb.Generate(token_ids=pack_tokens([1, 2]), cache_salt="s")
+
+
+def test_several_models_behind_one_router(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def answer(conversation: Conversation) -> None:
+        conversation.token(40, finish="length")
+
+    nodes = {name: ScriptedNode(name, node_id=name) for name in ("one", "two", "three")}
+    flags = ["--model", f"one={tokenizer_dir}", "--model", f"two={tokenizer_dir}"]
+    for node in nodes.values():
+        node.scripts["s"] = answer
+        flags += ["--decode", node.address]
+    with router_process(None, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
+        for name in ("two", "one", "two"):
+            body = {"prompt": "x", "cache_salt": "s", "model": name}
+            answered = client.post("/v1/completions", json=body).json()
+            assert answered["model"] == name
+            assert nodes[name].seen.pop("s")
+        assert client.post("/v1/completions", json={"prompt": "x"}).json()["error"]["param"] == "model"
+        refused = client.post("/v1/completions", json={"prompt": "x", "model": "three"})
+        assert refused.status_code == 404
+        assert "'one' or 'two'" in refused.json()["error"]["message"]
+        assert not nodes["three"].seen
+        metrics = client.get("/metrics").text
+        assert 'pdserve_nodes_ready{model="one",role="decode"} 1.0' in metrics
+    for node in nodes.values():
+        node.close()
+    said = [line for line in capfd.readouterr().err.splitlines() if "'three'" in line]
+    assert len(said) == 1
