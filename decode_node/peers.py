@@ -30,7 +30,7 @@ from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
-from pdserve.rpc import error_from_rpc, open_channel
+from pdserve.rpc import Dialer, error_from_rpc
 from pdserve.transports import Connected
 from pdserve.wire import rank_from_pb
 
@@ -69,11 +69,8 @@ class PrefillPeer:
         self.stream: PrefillStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
-        self._channel = open_channel(
-            address, self._timing, node.tls
-        )  # for good: gRPC reconnects it, whoever answers there
-        self._describer = pb_grpc.NodeStub(self._channel)
-        self._stub = pb_grpc.PrefillNodeStub(self._channel)
+        self._dialer = Dialer(address, self._timing, node.tls)  # reconnects, whoever answers there
+        self._use(self._dialer.channel)
         self._node = node
         self._engine = engine
         self._metrics = metrics
@@ -98,7 +95,12 @@ class PrefillPeer:
         self._doubt.set()
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        await self._dialer.close()
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._describer = pb_grpc.NodeStub(channel)
+        self._stub = pb_grpc.PrefillNodeStub(channel)
 
     async def run(self) -> None:
         """Connect and stay connected, for ever."""
@@ -121,6 +123,7 @@ class PrefillPeer:
 
     async def _connect(self) -> None:
         """Raises PeerError, DeadlineExceeded or ConfigError when it cannot be done now."""
+        self._use(await self._dialer.renew())
         description = await self._describe()
         if description.role != "prefill":
             raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")

@@ -67,6 +67,28 @@ def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
 
 
+class Dialer:
+    """A channel to one address for good. It shows the certificate that it was made with: ``renew`` it between calls."""
+
+    def __init__(self, address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._timing = timing
+        self._tls = tls
+        self._version = None if tls is None else tls.version
+        self.channel = open_channel(address, timing, tls)
+
+    async def renew(self) -> grpc.aio.Channel:
+        """The channel, made anew if there is another certificate to show since; calls on the old one are ended."""
+        if self._tls is not None and self._tls.version != self._version:
+            self._version = self._tls.version
+            old, self.channel = self.channel, open_channel(self._address, self._timing, self._tls)
+            await old.close(None)
+        return self.channel
+
+    async def close(self) -> None:
+        await self.channel.close(None)
+
+
 def _keepalive(timing: PeerTiming) -> Options:
     timeout = int(timing.answer_within * 1000)
     return (

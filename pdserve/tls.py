@@ -54,6 +54,13 @@ class PeerTls:
         self._paths = tuple(Path(directory) / name for name in FILES)
         self._stamp = self._look()
         self._pems = self._read()
+        self._used = self._served = self._stamp
+
+    @property
+    def version(self) -> Stamp:
+        """Another one whenever the files have changed and can be used."""
+        self._refresh()
+        return self._used
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of the files as they are now."""
@@ -71,25 +78,27 @@ class PeerTls:
 
     def _fetch(self) -> Any:
         """None for no change, which the types of grpc do not know."""
-        return self._server_configuration() if self._refresh() else None
+        self._refresh()
+        return None if self._used == self._served else self._server_configuration()
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        self._served = self._used
         ca, cert, key = self._pems
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
-    def _refresh(self) -> bool:
-        """Take up files that have changed; returns whether they did. Broken ones leave those of before in force."""
+    def _refresh(self) -> None:
+        """Take up files that have changed. Broken ones leave those of before in force."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
-                return False
+                return
             self._stamp = stamp
             self._pems = self._read()
+            self._used = stamp
         except ConfigError as exc:
             _log.error("%s; the certificate of before stays in use", exc)
-            return False
-        _log.info("%s was read again", self._paths[1])
-        return True
+        else:
+            _log.info("%s was read again", self._paths[1])
 
     def _look(self) -> Stamp:
         return tuple(map(file_stamp, self._paths))

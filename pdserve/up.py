@@ -45,7 +45,7 @@ def up(args: argparse.Namespace) -> int:
             board.close()
         if stop.received:
             return EXIT_INTERRUPTED
-        print(welcome(fleet.url, plan.config), flush=True)
+        print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
         watch(children, PlainBoard(), until=lambda: stop.received)
         print("stopping", file=sys.stderr, flush=True)
     return 0
@@ -205,7 +205,7 @@ def check_port(host: str, port: int) -> None:
         raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
 
 
-def welcome(url: str, config: NodeConfig) -> str:
+def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
     """The URL and a request to copy."""
     body: dict[str, object] = {"model": config.served_model_name}
     if has_chat_template(Path(config.model_dir)):
@@ -214,9 +214,10 @@ def welcome(url: str, config: NodeConfig) -> str:
         path, body["prompt"] = "completions", "Hello"
     body |= {"max_tokens": 32, "stream": True}
     text = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it). Try:\n\n"
-        f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{text}'\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
     )
 
 

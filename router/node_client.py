@@ -14,7 +14,7 @@ from pdserve.cost import Load
 from pdserve.hashing import unpack_numbers
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
-from pdserve.rpc import open_channel
+from pdserve.rpc import Dialer
 from pdserve.tls import PeerTls
 from pdserve.wire import pace_from_pb
 from router.policy import NodeView
@@ -62,13 +62,13 @@ class NodeClient:
         self._on_change = on_change
         self._on_idle = on_idle
         self._tls = tls
-        self._channel: grpc.aio.Channel | None = None
+        self._dialer: Dialer | None = None
         self._task: asyncio.Task[None] | None = None
         self._heard_at = 0.0
 
     def start(self) -> None:
-        self._channel = open_channel(self.address, tls=self._tls)
-        self._task = asyncio.create_task(self._watch(NodeStub(self._channel)), name=f"watch {self.address}")
+        self._dialer = Dialer(self.address, tls=self._tls)
+        self._task = asyncio.create_task(self._watch(self._dialer), name=f"watch {self.address}")
 
     async def close(self) -> None:
         if self._task is not None:
@@ -76,8 +76,8 @@ class NodeClient:
         if self.stream is not None:
             self.stream.close("the router is shutting down")
         self._forget()
-        if self._channel is not None:
-            await self._channel.close(None)
+        if self._dialer is not None:
+            await self._dialer.close()
 
     @property
     def ready(self) -> bool:
@@ -136,9 +136,10 @@ class NodeClient:
 
     # ------------------------------------------------------------ reports
 
-    async def _watch(self, stub: NodeAsyncStub) -> None:
+    async def _watch(self, dialer: Dialer) -> None:
         while True:
             reason = "it ends"
+            stub: NodeAsyncStub = NodeStub(await dialer.renew())
             call = stub.Watch(pb.WatchRequest(), wait_for_ready=True)
             watchdog = asyncio.create_task(self._expect_reports(call))
             try:
@@ -205,9 +206,9 @@ class NodeClient:
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
 
     def _open_stream(self) -> None:
-        assert self._channel is not None
+        assert self._dialer is not None
         assert self.description is not None
-        self.stream = ServeStream(self._channel, self.description.node_id, self._on_stream_end)
+        self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_end)
 
     def _lose(self, reason: str) -> None:
         if self.description is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -65,8 +66,8 @@ def fleet(identity: Path, https: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def describe(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb.NodeStatus:
-    """Ask a node over a connection of its own."""
+def status(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb.NodeStatus:
+    """Ask a node over a connection of its own; None is one without TLS."""
     named = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
     with (
         grpc.insecure_channel(node.address)
@@ -96,7 +97,7 @@ def test_a_prompt_goes_all_the_way(fleet: Fleet, ca: trustme.CA, identity: Path)
         body = {"prompt": list(range(100, 180)), "max_tokens": 5, "ignore_eos": True}
         answer = http.post("/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 5
-    counters = describe(fleet.decode[0], credentials).counters
+    counters = status(fleet.decode[0], credentials).counters
     assert counters["pdserve_handoffs_total"] == 1
     assert counters["pdserve_handoff_recomputes_total"] == 0
 
@@ -113,7 +114,7 @@ def test_strangers_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
             grpc.ssl_channel_credentials(root, key, chain),
         ):
             with pytest.raises(grpc.RpcError) as refused:
-                describe(node, credentials)
+                status(node, credentials)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert fleet.router is not None
     with pytest.raises(httpx.HTTPError):
@@ -125,11 +126,11 @@ def test_strangers_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
 def test_a_server_of_another_ca_is_not_believed(fleet: Fleet, identity: Path, tmp_path: Path) -> None:
     credentials = PeerTls(str(write_identity(tmp_path / "other", trustme.CA()))).channel_credentials()
     with pytest.raises(grpc.RpcError, match="CERTIFICATE_VERIFY_FAILED"):
-        describe(fleet.decode[0], credentials)
+        status(fleet.decode[0], credentials)
 
 
 def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
-    """Connections that stand go on, new ones meet the new CA; after that, files that are broken change nothing."""
+    """Those who connect anew, to a server or as a client, use the new CA; then broken files change nothing."""
     new = trustme.CA()
     write_identity(identity, new)
     write_https(https, new)
@@ -142,15 +143,20 @@ def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: P
             except httpx.ConnectError:
                 return False
 
-        wait_for(answers)
-        for broken in (False, True):
-            if broken:
-                (identity / "cert.pem").write_text("nothing")
-                (https / "cert.pem").write_text("nothing")
-            for node in (*fleet.prefill, *fleet.decode):
-                describe(node, credentials)
-            body = {"prompt": list(range(200, 280)), "max_tokens": 5, "ignore_eos": True}
+        def handed_off() -> bool:
+            before = status(fleet.decode[0], credentials).counters["pdserve_handoffs_total"]
+            body = {"prompt": [next(numbers)] * 80, "max_tokens": 5, "ignore_eos": True}
             assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
+            return status(fleet.decode[0], credentials).counters["pdserve_handoffs_total"] > before
+
+        numbers = itertools.count(100)
+        wait_for(answers)
+        fleet.prefill[0].kill()
+        fleet.prefill[0].restart()  # whoever was connected shows it a certificate of the new CA
+        wait_for(handed_off)
+        for directory in (identity, https):
+            (directory / "cert.pem").write_text("nothing")
+        assert handed_off()
 
 
 def test_wrong_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
