@@ -8,7 +8,7 @@ from typing import Any
 from pdserve.errors import RequestError
 
 MAX_NESTING = 100  # objects and lists within each other
-MAX_ITEMS = 200_000  # of all objects and lists, those of prompts apart, which are bounded by the model
+MAX_ITEMS = 200_000  # of all objects and lists but those that hold token ids
 MAX_LENGTHS = {  # of single fields
     "messages": 10_000,
     "tools": 1024,
@@ -18,13 +18,14 @@ MAX_LENGTHS = {  # of single fields
     "stop_token_ids": 1024,
     "cache_salt": 1024,
 }
+_TOKEN_IDS = ("prompt", "tokens")  # how these may be nested, their types say
 MAX_STOP_CHARS = 4096  # of each stop string
 
 
 def check_shape(fields: Mapping[str, Any]) -> None:
     """Raises RequestError for a body that is nested too deeply, or has too many parts."""
     num_items = 0
-    level = _containers(value for name, value in fields.items() if name != "prompt")
+    level = _containers(value for name, value in fields.items() if name not in _TOKEN_IDS)
     for _ in range(MAX_NESTING):
         num_items += sum(map(len, level))
         if num_items > MAX_ITEMS:
