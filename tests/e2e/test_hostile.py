@@ -241,7 +241,7 @@ def call(node: NodeProcess, method: MethodDescriptor, requests: list[bytes]) -> 
     return answers
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_messages_of_random_fields(unharmed: Fleet, seed: int) -> None:
     prefill = unharmed.prefill[0]
     for node in (prefill, *unharmed.decode):
