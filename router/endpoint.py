@@ -21,7 +21,7 @@ from router.gate.admission import Visit
 from router.gate.allowance import Headers
 from router.gate.door import client_of
 from router.generation import Generation, GenerationOptions
-from router.job import Prompt, make_job
+from router.job import Prompt, make_job, truncated
 from router.requests import CompletionBody, GenerateBody, Parser
 from router.responses import BodyResponse, EventResponse, Response
 from router.service import Service
@@ -83,7 +83,7 @@ class GenerateEndpoint:
         service = self._service
         model = service.find(body.model)
         limits = model.fleet.limits()
-        prompts = await model.encoder.encode(body)
+        prompts = [truncated(prompt, body, limits) for prompt in await model.encoder.encode(body)]
         structure = model.answerer.structure(body, prompts[0])
         await model.grammars.check(structure)
         jobs = [

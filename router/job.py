@@ -38,6 +38,20 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
 
 
+def truncated(prompt: Prompt, body: GenerateBody, limits: Limits) -> Prompt:
+    """The end of a prompt, where the client asks for no more than that.
+
+    As many tokens as the model has room for are those beside the output asked for, or beside one token.
+    """
+    most = body.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, limits.max_model_len - (body.output_limit or 1))
+    if most is None or len(prompt.token_ids) <= most:
+        return prompt
+    # The text of a chat stays: what follows the prompt is read by its end.
+    return Prompt(prompt.token_ids[-most:], prompt.text if isinstance(body, ChatBody) else None)
+
+
 def make_job(prompt: Prompt, body: GenerateBody, limits: Limits, grammar: str = "") -> Job:
     """``grammar`` is what every output is to follow. Raises RequestError when the model cannot take this."""
     _check_vocabulary("prompt", prompt.token_ids, limits)

@@ -93,6 +93,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    truncate_prompt_tokens: int | None = None  # only the last so many are used; -1: as many as the model has room for
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -292,6 +293,8 @@ def check_ranges(body: GenerateBody) -> None:
     _within("repetition_penalty", body.repetition_penalty, 0.0, 100.0, above=True)
     _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:
+        _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
     _within("priority", body.priority, -(2**31), 2**31 - 1)
     _within("n", body.n, 1, MAX_CHOICES)
     for bias in body.logit_bias.values():

@@ -62,6 +62,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "temprature": 1}, "temprature", "did you mean temperature"),
     ({"prompt": [1], "zzzzqq": 1}, "zzzzqq", "unknown parameter zzzzqq"),
     ({"prompt": [1], "seed": 2**70}, "seed", "at most"),
+    ({"prompt": [1], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
     ({"prompt": [1], "stream_options": {"include_usage": 1}}, "stream_options", "expected bool"),
     ({"prompt": [[1]] * 600, "n": 2}, "prompt", "600 prompts × n 2 exceed 1024"),
     ({}, "prompt", "prompt is missing"),

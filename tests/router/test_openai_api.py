@@ -230,3 +230,20 @@ def test_a_client_that_leaves_frees_what_it_held(fleet: Fleet, sdk: openai.OpenA
     stream.close()
     fleet.decode[0].wait_idle()
     fleet.prefill[0].wait_idle()
+
+
+def test_only_the_end_of_a_prompt_is_used(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT)
+    short = complete(sdk, extra={"truncate_prompt_tokens": 3, "return_token_ids": True}, echo=True, max_tokens=4)
+    assert short.choices[0].prompt_token_ids == ids[-3:]
+    assert short.usage.prompt_tokens == 3
+    assert short.choices[0].text.startswith(tokenizer.decode(ids[-3:]))
+    same = complete(sdk, ids[-3:], extra={"return_token_ids": True}, max_tokens=4)
+    assert same.choices[0].token_ids == short.choices[0].token_ids
+    fitting = complete(sdk, list(range(3, 403)), extra={"truncate_prompt_tokens": -1}, max_tokens=4)
+    assert fitting.usage.prompt_tokens == 384 - 4
+    answer = sdk.chat.completions.create(
+        model=MODEL_NAME, messages=MESSAGES, max_tokens=2, extra_body={"truncate_prompt_tokens": 5}
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 5
