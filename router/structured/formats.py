@@ -20,7 +20,7 @@ from pdserve.errors import RequestError
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's field; exactly one of the first six."""
 
-    json: dict[str, Any] | str | bool | None = None
+    json: dict[str, Any] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -42,16 +42,18 @@ NOTHING = Wanted()
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def json_schema_grammar(schema: dict[str, Any] | str | bool, *, whitespace: str | None = None) -> str:
+def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None = None) -> str:
     """JSON that follows a schema, given as an object or as its text; ``whitespace`` is a regex, "" for none at all.
 
-    Raises RequestError when the text is no JSON.
+    Raises RequestError when the text is no JSON, or no object.
     """
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as exc:
             raise RequestError(f"the schema is not valid JSON: {exc}") from exc
+        if not isinstance(schema, dict):
+            raise RequestError(f"a schema must be a JSON object, not {type(schema).__name__}")
     return grammars.from_json_schema(msgspec.json.encode(schema).decode(), whitespace)
 
 
@@ -158,7 +160,7 @@ def _of_response_format(value: dict[str, Any]) -> str:
 def _of_structured_outputs(value: StructuredOutputs) -> str:
     whitespace = "" if value.disable_any_whitespace else value.whitespace_pattern
     makers: dict[str, Callable[[], str]] = {
-        "json": lambda: json_schema_grammar(value.json or False, whitespace=whitespace),
+        "json": lambda: json_schema_grammar({} if value.json is None else value.json, whitespace=whitespace),
         "json_object": lambda: json_schema_grammar(ANY_OBJECT, whitespace=whitespace),
         "regex": lambda: regex_grammar(value.regex or ""),
         "choice": lambda: _choice(value.choice or []),

@@ -174,6 +174,7 @@ def test_others_run_beside_a_demanding_grammar(fleet: Fleet) -> None:
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
         ({"guided_json": {"uniqueItems": True, "x-guidance": {"lenient": True}}}, "guided_json", "uniqueItems"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_json": "[]"}, "guided_json", "must be a JSON object"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
         ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
