@@ -1,0 +1,194 @@
+"""Policies of the router against each other: a trace is replayed to a fleet of simulated nodes, once for each.
+
+    PYTHONPATH=.:tests python bench/replay.py --prefill 4 --decode 4 --requests 400
+
+A trace is in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines of ``timestamp``
+(ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``, one for each 512 tokens of the prompt; prompts with
+equal leading ids have those tokens in common. ``--trace`` replays such a file; else one is made: sessions of several
+turns, each prompt being all that was said before and something new, behind system prompts of which some are popular
+(Zipf).
+
+``--shrink`` makes blocks and lengths so many times shorter and the costs of a token so many times larger, so that a
+fleet needs little CPU for the same times. Each policy gets a fleet of its own, with empty caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from fleet import MODEL_NAME, Fleet
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.simulation import KV_TOKENS, Costs
+from router.policy import POLICIES
+
+BLOCK = 512  # tokens that a hash id stands for
+
+
+@dataclass(frozen=True)
+class Request:
+    """``at`` is in seconds from the beginning, lengths in tokens."""
+
+    at: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass
+class Results:
+    """Of one policy: seconds to the first tokens, and how much of the prompts was cached."""
+
+    ttft: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    local: float = 0.0  # prompts that were prefilled on decode nodes by choice
+    seconds: float = 0.0
+
+    def row(self, policy: str) -> str:
+        cuts = statistics.quantiles(self.ttft, n=100)
+        times = " | ".join(f"{1000 * seconds:.0f}" for seconds in (cuts[49], cuts[89], cuts[98]))
+        hits, local = self.cached_tokens / self.prompt_tokens, self.local / len(self.ttft)
+        return f"| {policy} | {times} | {hits:.0%} | {local:.0%} | {self.seconds:.0f} |"
+
+
+def read_trace(path: Path) -> Iterator[Request]:
+    with path.open() as lines:
+        for line in lines:
+            item = json.loads(line)
+            ids = tuple(item["hash_ids"])
+            yield Request(item["timestamp"] / 1000, item["input_length"], item["output_length"], ids)
+
+
+def make_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
+    """Sessions that begin by a Poisson process; ``rate`` is requests per second on average."""
+    rng = random.Random(seed)
+    ids = iter(range(1 << 40))
+    systems = [[next(ids) for _ in range(rng.randint(1, 6))] for _ in range(20)]
+    weights = [1 / rank for rank in range(1, len(systems) + 1)]
+    turns_mean, requests, begins = 4.0, list[Request](), 0.0
+    while len(requests) < 2 * num_requests:  # the later half of them makes up for sessions that are cut off
+        begins += rng.expovariate(rate / turns_mean)
+        said = list(rng.choices(systems, weights)[0])
+        at = begins
+        for _ in range(max(1, round(rng.expovariate(1 / turns_mean)))):
+            said += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.5, 1.0))))]
+            output = max(8, min(2000, round(rng.lognormvariate(5.3, 0.8))))
+            requests.append(Request(at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
+            said[-1:] = [next(ids) for _ in range(1 + output // BLOCK)]  # the answer follows where the prompt ended
+            at += 5.0 + rng.expovariate(1 / 15.0)  # seconds: it is read, and something is written
+    requests.sort(key=lambda request: request.at)
+    return requests[:num_requests]
+
+
+def prompt_of(request: Request, shrink: int, vocabulary: int = 4000) -> list[int]:
+    """Token ids: each hash id stands for the same ones wherever it is."""
+    size = BLOCK // shrink
+    tokens: list[int] = []
+    for number in request.hash_ids:
+        tokens += random.Random(number).choices(range(3, vocabulary), k=size)
+    return tokens[: max(1, request.input_length // shrink)]
+
+
+@contextmanager
+def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(EMBEDDED_MODEL / name, model / name)
+        config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 18}))
+        heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+        token_bytes = 2 * 2 * heads * config["head_dim"]  # K and V, bfloat16
+        costs, times = Costs(), args.shrink
+        sim = f"prompt-token={costs.prompt_token * times},read-token={costs.read_token * times}"
+        flags = ["--engine", "simulated", "--sim-costs", sim, "--block-size", "16", "--dtype", "bfloat16"]
+        flags += ["--kv-cache-memory", str(KV_TOKENS // times * token_bytes)]
+        flags += ["--max-batch-tokens", str(8192 // times), "--max-waiting", "4096", "--peer-timeout", "30"]
+        with Fleet() as fleet:
+            for start, count in ((fleet.start_prefill, args.prefill), (fleet.start_decode, args.decode)):
+                for _ in range(count):
+                    start(model, flags)
+            fleet.start_router(model, ["--policy", policy])
+            fleet.wait_ready()
+            yield fleet
+
+
+async def replay(url: str, requests: Sequence[Request], shrink: int, speed: float) -> Results:
+    results, began = Results(), time.perf_counter()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+
+        async def send(request: Request) -> None:
+            await asyncio.sleep(max(0.0, request.at / speed - (time.perf_counter() - began)))
+            body = {
+                "model": MODEL_NAME,
+                "prompt": prompt_of(request, shrink),
+                "max_tokens": max(1, request.output_length // shrink),
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            sent, last = time.perf_counter(), ""
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                response.raise_for_status()
+                first = None
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        first, last = first or time.perf_counter(), line
+            assert first is not None
+            usage = json.loads(last.removeprefix("data: "))["usage"]
+            results.ttft.append(first - sent)
+            results.prompt_tokens += usage["prompt_tokens"]
+            results.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+
+        await asyncio.gather(*map(send, requests))
+    results.seconds = time.perf_counter() - began
+    return results
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: made here")
+    parser.add_argument("--requests", type=int, default=400, help="of the trace, from its beginning")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests per second of a trace that is made")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--speed", type=float, default=1.0, help="replay so many times faster")
+    parser.add_argument("--shrink", type=int, default=16, help="see above; divides 512")
+    parser.add_argument("--prefill", type=int, default=4)
+    parser.add_argument("--decode", type=int, default=4)
+    parser.add_argument("--policies", nargs="+", choices=[*POLICIES], default=[*POLICIES])
+    args = parser.parse_args(None if argv is None else list(argv))
+    if args.trace is None:
+        requests = make_trace(args.requests, args.rate, args.seed)
+    else:
+        requests = [request for _, request in zip(range(args.requests), read_trace(args.trace), strict=False)]
+    tokens = sum(request.input_length for request in requests)
+    blocks = {number for request in requests for number in request.hash_ids}
+    named = sum(len(request.hash_ids) for request in requests)
+    print(
+        f"{len(requests)} requests in {requests[-1].at / args.speed:.0f} s, {tokens / len(requests):.0f} prompt tokens"
+    )
+    print(f"each; {1 - len(blocks) / named:.0%} of the blocks came before\n")
+    print("| policy | TTFT p50 (ms) | p90 | p99 | cached | prefilled on D | seconds |\n|---|---|---|---|---|---|---|")
+    for policy in args.policies:
+        with running_fleet(args, policy) as fleet:
+            results = asyncio.run(replay(fleet.url, requests, args.shrink, args.speed))
+            results.local = sum(node.counter("local_prefills") for node in fleet.decode)
+        print(results.row(policy), flush=True)
+
+
+if __name__ == "__main__":
+    main()
