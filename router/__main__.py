@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,9 @@ def run(options: RouterOptions) -> int:
     watch_lifeline(options.lifeline_fd)
     setup_logging("router")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Read when gRPC starts. The processes that a router starts execute a program of their own, and with gRPC's handlers
+    # around a fork one in thirty of their pipes was closed at once.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from router.server import serve  # imported here: a wrong flag is found without waiting for FastAPI
 
     try:
