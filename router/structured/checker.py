@@ -101,7 +101,10 @@ class GrammarChecker:
 async def _exchange(process: Process, text: str) -> str:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(json.dumps(text).encode() + b"\n")
+    try:
+        process.stdin.write(json.dumps(text).encode() + b"\n")
+    except RuntimeError as exc:  # uvloop's, where the process has ended
+        raise EOFError from exc
     await process.stdin.drain()
     line = await process.stdout.readline()
     if not line:
