@@ -25,8 +25,8 @@ def run(options: RouterOptions) -> int:
     watch_lifeline(options.lifeline_fd)
     setup_logging("router")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # Read when gRPC starts. The processes that a router starts execute a program of their own, and with gRPC's handlers
-    # around a fork one in thirty of their pipes was closed at once.
+    # Read when gRPC starts. What a router forks executes another program at once; with gRPC's handlers around a fork
+    # the new process's pipe was closed now and then (4 of 28, on busy cores).
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from router.server import serve  # imported here: a wrong flag is found without waiting for FastAPI
 
