@@ -211,10 +211,12 @@ class NodeClient:
         self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_end)
 
     def _lose(self, reason: str) -> None:
-        if self.description is not None:
+        stops = self.description is not None and self.description.state == "draining"
+        if self.description is not None and not stops:
             logger.warning("node at %s is lost: %s", self.address, reason)
         self._forget()
-        self._end_stream("the node does not answer")
+        if not stops:  # else it ends the stream when it is done with the requests there, or out of time
+            self._end_stream("the node does not answer")
         self._on_change()
 
     def _forget(self) -> None:
