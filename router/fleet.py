@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping, Sequence
 
+from pdserve.cost import TYPICAL
+from pdserve.pace import Pace
 from pdserve.pb import pdserve_pb2 as pb
 from router.call import CallSink
 from router.job import Limits
 from router.metrics import Metrics
 from router.node_client import NodeClient
 from router.nodes import Nodes
-from router.policy import POLICIES, PREFIX_AWARE, Ask, NodeView, Snapshot, no_decode_node
+from router.policy import POLICIES, PREFIX_AWARE, Ask, NodeView, Snapshot, no_decode_node, typical_pace
 from router.prefixes import CachedBlocks, PromptPrefix
 from router.serve_stream import ServeStream
 
 _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
+_TYPICAL_SECONDS = 1.0  # for which the pace of a typical node is not computed anew
 
 
 class Call:
@@ -59,37 +63,41 @@ class Fleet:
         self._nodes = nodes
         self._policy = policy
         self._metrics = metrics
+        self._members = Members({}, model)
+        self._typical = TYPICAL
+        self._typical_until = 0.0  # of time.monotonic
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self._model, self._nodes.views(), self._nodes.turn)
 
     def limits(self) -> Limits:
         """The smallest limits of the ready decode nodes. Raises Overloaded when none is ready."""
-        ready = [node for node in self._mine() if node.role == "decode" and node.ready]
-        described = [node.description for node in ready if node.description]
-        if not described:
+        limits = self._current_members().limits
+        if limits is None:
             raise no_decode_node(self.snapshot())
-        return Limits(min(d.max_model_len for d in described), min(d.vocab_size for d in described))
+        return limits
 
     async def prepare(self, prefix: PromptPrefix) -> None:
         """Have a long prompt's chain computed on a thread, so that it does not hold up other streams."""
         if self._policy == PREFIX_AWARE and prefix.num_tokens > _INLINE_TOKENS:
-            for size in {node.description.kv_layout.block_size for node in self._mine() if node.description}:
-                if size:
-                    await asyncio.to_thread(prefix.numbers, size)
+            for size in list(self._current_members().cached):
+                await asyncio.to_thread(prefix.numbers, size)
 
     def generate(
         self,
         message: pb.Generate,
         sink: CallSink,
-        accepts: Callable[[NodeView], bool] = lambda node: True,
+        accepts: Callable[[NodeView], bool] | None = None,
         prefix: PromptPrefix | None = None,
     ) -> Call:
-        """Place a request at a decode node that is accepted, and send it; ``prefix`` is that of its prompt.
+        """Place a request at a decode node that is accepted (None: any), and send it; ``prefix`` is that of its prompt.
 
         Raises Overloaded when none is ready.
         """
-        snapshot = self.snapshot().among(accepts)
+        views = self._nodes.views()
+        snapshot = Snapshot(self._model, views, self._nodes.turn, self._typical_pace(views))
+        if accepts is not None:
+            snapshot = snapshot.among(accepts)
         ask = self._ask(prefix or PromptPrefix(message.token_ids, message.cache_salt))
         placement = POLICIES[self._policy](snapshot, ask)
         self._nodes.turn += 1
@@ -120,20 +128,43 @@ class Fleet:
         if self._policy != PREFIX_AWARE:
             return Ask(prefix.num_tokens)
         cached: dict[str, int] = {}
-        by_size: dict[int, dict[CachedBlocks, str]] = {}
-        for node in self._mine():
-            if node.description is not None and node.cached is not None:
-                size = node.description.kv_layout.block_size
-                by_size.setdefault(size, {})[node.cached] = node.description.node_id
-        for size, nodes in by_size.items():
-            if size:
-                most = (prefix.num_tokens - 1) // size  # the last token is always computed
-                found = self._nodes.prefixes.match(prefix.numbers(size)[:most], nodes)
-                cached.update((nodes[blocks], count * size) for blocks, count in found.items())
+        for size, nodes in self._current_members().cached.items():
+            most = (prefix.num_tokens - 1) // size  # the last token is always computed
+            found = self._nodes.prefixes.match(prefix.numbers(size)[:most], nodes)
+            cached.update((nodes[blocks], count * size) for blocks, count in found.items())
         return Ask(prefix.num_tokens, cached)
 
-    def _mine(self) -> Iterator[NodeClient]:
-        """All of the model."""
-        for node in self._nodes.known().values():
-            if node.description is not None and node.description.model == self._model:
-                yield node
+    def _current_members(self) -> Members:
+        known = self._nodes.known()
+        if self._members.known is not known:
+            self._members = Members(known, self._model)
+        return self._members
+
+    def _typical_pace(self, views: Sequence[NodeView]) -> Pace:
+        """Looked up now and then: that of a fleet changes slowly."""
+        now = time.monotonic()
+        if now > self._typical_until:
+            self._typical = typical_pace([view for view in views if view.model == self._model])
+            self._typical_until = now + _TYPICAL_SECONDS
+        return self._typical
+
+
+class Members:
+    """The nodes of a model among those that are known, and what follows from it until something changes."""
+
+    def __init__(self, known: Mapping[tuple[str, str], NodeClient], model: str) -> None:
+        self.known = known
+        self.cached: dict[int, dict[CachedBlocks, str]] = {}  # by block size: what nodes have, and their ids
+        described: list[pb.NodeDescription] = []  # ready decode nodes
+        for node in known.values():
+            description = node.description
+            if description is None or description.model != model:
+                continue
+            size = description.kv_layout.block_size
+            if node.cached is not None and size:
+                self.cached.setdefault(size, {})[node.cached] = description.node_id
+            if node.role == "decode" and node.ready:
+                described.append(description)
+        self.limits: Limits | None = None  # the smallest, of a node that is ready
+        if described:
+            self.limits = Limits(min(d.max_model_len for d in described), min(d.vocab_size for d in described))

@@ -139,9 +139,9 @@ class PromptRun:
     def start(self, fleet: Fleet) -> None:
         """Raises PdserveError when no node takes it."""
         self._fleet = fleet
-        self._send(lambda node: True)
+        self._send(None)
 
-    def _send(self, accepts: Accepts) -> None:
+    def _send(self, accepts: Accepts | None) -> None:
         """Have a decode node compute what is missing. Raises Overloaded when none is there."""
         options = self._generation.options
         message = pb.Generate(

@@ -43,11 +43,15 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """``turn`` counts the choices made so far, from some number on; ties go round by it."""
+    """``turn`` counts the choices made so far, from some number on; ties go round by it.
+
+    ``typical`` is what a node that has not measured something is taken to be like: as the others are, where it is None.
+    """
 
     model: str
     nodes: tuple[NodeView, ...]
     turn: int = 0
+    typical: Pace | None = None
 
     def among(self, accepts: Callable[[NodeView], bool]) -> Snapshot:
         """The same with only those decode nodes that are accepted."""
@@ -98,19 +102,20 @@ def least_loaded(snapshot: Snapshot, ask: Ask) -> Placement:
 def prefix_aware(snapshot: Snapshot, ask: Ask) -> Placement:
     """The pair, or the D alone, that costs the least by pdserve/cost.py."""
     decodes, prefills = _decodes(snapshot), snapshot.usable("prefill")
-    typical = _typical([*decodes, *prefills])
+    typical = snapshot.typical or typical_pace([*decodes, *prefills])
     ranked = _ranked(prefills, ask, typical, snapshot.turn)
     options: list[_Option] = []
     for decode in decodes:
         load, pace, lacking = decode.load, _filled(decode.pace, typical), ask.uncached(decode.node_id)
         decoding = cost.of_decoding(load, pace, ask.num_tokens)
         options.append(_Option(decoding + cost.of_local_prompt(load, pace, lacking), decode))
-        best = next((option for option in ranked if decode.reads_from(option.node)), None)
-        if best is not None:
-            seconds = decoding + best.seconds + cost.of_handing_over(pace, lacking)
-            options.append(_Option(seconds, decode, best.node))
-    _, decode, prefill = _in_turn(_cheapest(options), snapshot.turn)
-    return Placement(decode.node_id, None if prefill is None else prefill.node_id)
+        for prefill in ranked:
+            if decode.reads_from(prefill.node):
+                seconds = decoding + prefill.seconds + cost.of_handing_over(pace, lacking)
+                options.append(_Option(seconds, decode, prefill.node))
+                break
+    best = _in_turn(_cheapest(options), snapshot.turn)
+    return Placement(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
 PREFIX_AWARE = "prefix-aware"  # the only one that looks at what is cached
@@ -172,7 +177,7 @@ def _ranked(prefills: list[NodeView], ask: Ask, typical: Pace, turn: int) -> lis
     return options[turn % tied : tied] + options[: turn % tied] + options[tied:]
 
 
-def _typical(nodes: Sequence[NodeView]) -> Pace:
+def typical_pace(nodes: Sequence[NodeView]) -> Pace:
     """The mean of what nodes have measured; what none has is a guess."""
     lines = []
     for name in Pace.__struct_fields__:
@@ -184,4 +189,6 @@ def _typical(nodes: Sequence[NodeView]) -> Pace:
 
 def _filled(pace: Pace, typical: Pace) -> Pace:
     """With what a node has not measured as it is elsewhere."""
+    if pace.prompt.base and pace.decode.base and pace.read.base:  # most are, and this is asked of each at every choice
+        return pace
     return Pace(pace.prompt or typical.prompt, pace.decode or typical.decode, pace.read or typical.read)
