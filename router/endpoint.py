@@ -117,7 +117,7 @@ class GenerateEndpoint:
                 return await _answer(send, response, options, headers)
         finally:
             deadline.cancel()
-            generation.cancel()
+            generation.close()
             visit.used(generation.usage.completion_tokens)
 
 

@@ -105,6 +105,13 @@ class Generation:
         for run in self.runs:
             run.cancel()
 
+    def close(self) -> None:
+        """Let go of everything, once: what refers to each other would be left to the garbage collector, whose pauses
+        all streams feel."""
+        self.cancel()
+        self.runs.clear()
+        del self.consumer
+
     def run_finished(self) -> None:
         self._unfinished -= 1
         if self._unfinished == 0 and not self._ended:

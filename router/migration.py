@@ -63,8 +63,9 @@ class Migration:
         self._over = False
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. Idempotent."""
+        """Nobody waits for it any more: it lets go of whom it has served. Idempotent."""
         self._over = True
+        self._send = self._give_up = _nobody
         if self._timer is not None:
             self._timer.cancel()
 
@@ -122,3 +123,7 @@ class Migration:
             return
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def _nobody(_: object) -> None:
+    """In place of a prompt that is gone."""

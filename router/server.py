@@ -23,6 +23,7 @@ from router.options import RouterOptions
 from router.service import Service
 from router.tokenizer import Tokenizer
 
+_OBJECTS = 20_000  # new ones between two looks for garbage in cycles, of which requests leave none
 _DRAIN_SECONDS = 1.0  # what running requests get to end by themselves once a signal has come
 _GRACEFUL_SECONDS = 1  # what uvicorn then waits for their connections
 _READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
@@ -52,7 +53,8 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         backlog=2048,
     )
     config.load()
-    gc.freeze()  # what is there by now stays: collections need not look at it
+    gc.freeze()  # what is there by now stays
+    gc.set_threshold(_OBJECTS)
     if certificate is not None:
         config.ssl = certificate.context
     server = _Server(config, service, status, certificate)

@@ -1,0 +1,40 @@
+"""A request and its end, within a process."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import SamplingParams
+from router.choice import Choice
+from router.formats import CompletionFormat
+from router.generation import Generation, GenerationOptions
+from router.job import Job, Prompt
+from router.metrics import Metrics
+from router.responses import ResponseOptions, StreamResponse
+from router.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
+
+
+def test_a_request_that_is_over_leaves_no_work_to_the_garbage_collector() -> None:
+    jobs = [Job(Prompt([1, 2, 3]), SamplingParams(max_tokens=4, n=2))]
+    form = CompletionFormat(TOKENIZER, "model", "id", 0, False)
+    response = StreamResponse(form, ResponseOptions(-1, False, False), jobs)
+    options = GenerationOptions(request_id="id", arrived=time.perf_counter(), timeout=1.0, migrations=2)
+    generation = Generation(jobs, options, TOKENIZER, response, Metrics())
+    response.generation = generation
+    choice: Choice = generation.runs[0].choices[0]
+    response.on_delta(choice, "text", pb.Output(has_token=True, token_id=5))
+    left = [weakref.ref(thing) for thing in (generation, response, generation.runs[0])]
+
+    gc.disable()
+    try:
+        generation.close()
+        del generation, response, choice
+        assert [reference() for reference in left] == [None, None, None]
+    finally:
+        gc.enable()
