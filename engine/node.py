@@ -19,17 +19,17 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
 import grpc
 import uvloop
 
+from engine.health import Health, State
 from engine.link import EngineLink
 from engine.messages import Posts, Progress
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
-from engine.node_service import Health, add_node_service, describe
+from engine.node_service import NODE_SERVICE, add_node_service, describe
 from engine.pulse import Watch
 from engine.ranks.flags import Hosted, add_host_flags, hosted_from
 from engine.ranks.host import run_ranks
@@ -51,14 +51,6 @@ from pdserve.tls import PeerTls
 _log = logging.getLogger(__name__)
 
 _STOP_GRACE = 0.5  # seconds that calls in flight get when the node is told to stop
-
-
-class State(StrEnum):
-    LOADING = "loading"
-    CONNECTING = "connecting"
-    READY = "ready"
-    STUCK = "stuck"
-    DRAINING = "draining"
 
 
 class Role(Protocol):
@@ -103,20 +95,18 @@ class Node:
         self.tls = tls  # to speak to other nodes with
         self.epoch = secrets.token_hex(8)
         self.compat_hash = compat_hash(config.compat_fields)
-        self._state = State.LOADING
+        self.state = State.LOADING
+        self.health = Health(server, (NODE_SERVICE, *role.services))
         self.link = EngineLink(config, self.agent if role.uses_connector else "", posts)
         self.watch = Watch(self.link.pulse)
         self.watching = Watching(partial(describe, self))
         self.link.on_batch = self.watching.on_batch
 
-    @property
-    def state(self) -> State:
-        return self._state
-
-    @state.setter
-    def state(self, state: State) -> None:
-        self._state = state
+    async def enter(self, state: State) -> None:
+        """Be in ``state``, and have everybody know."""
+        self.state = state
         self.watching.wake()
+        await self.health.show(state)
 
     @property
     def agent(self) -> str:
@@ -176,22 +166,20 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
-    health = Health(server, role.services)
     add_node_service(node)
     role.attach(node)
     async with _running(node):
+        await node.enter(State.LOADING)
         await server.start()
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node.node_id, node.epoch, address)
         if not await _unless(stop, node.link, _start(node, status)):
             return
-        node.state = State.READY
-        await health.set_serving(True)
+        await node.enter(State.READY)
         status.ready()
         _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config, node.link.kv_layout))
-        await _unless(stop, node.link, _attend(node, health))
-        node.state = State.DRAINING
-        await health.set_serving(False)
+        await _unless(stop, node.link, _attend(node))
+        await node.enter(State.DRAINING)
 
 
 async def _start(node: Node, status: StatusWriter) -> None:
@@ -202,16 +190,15 @@ async def _start(node: Node, status: StatusWriter) -> None:
     started = time.monotonic()
     await node.link.start()
     _log.info("engine ready after %.1f s", time.monotonic() - started)
-    node.state = State.CONNECTING
+    await node.enter(State.CONNECTING)
     await node.role.connect()
 
 
-async def _attend(node: Node, health: Health) -> None:
+async def _attend(node: Node) -> None:
     """Have everybody know, for ever, whether the engine answers."""
 
     async def on_change(trouble: str) -> None:
-        node.state = State.STUCK if trouble else State.READY
-        await health.set_serving(not trouble)
+        await node.enter(State.STUCK if trouble else State.READY)
         if trouble:
             _log.error("%s: no requests are taken until it goes on", trouble)
             node.link.refuse_all(NodeError(f"{node.role.name} node {node.node_id}: {trouble}"))

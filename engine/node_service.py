@@ -1,4 +1,4 @@
-"""The gRPC services that every node has: Node (Describe, Status, Watch), health and reflection."""
+"""The gRPC services that every node has: Node (Describe, Status, Watch) and reflection; health is engine/health.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from engine.watching import sample_bits
@@ -22,23 +22,6 @@ NODE_SERVICE = "pdserve.v1.Node"
 VERSION = version("pdserve")
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class Health:
-    """grpc.health.v1 for the whole server and each of its services; NOT_SERVING until told otherwise."""
-
-    def __init__(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
-        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._names = ("", NODE_SERVICE, *services)
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        reflection.enable_server_reflection(
-            (NODE_SERVICE, *services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
-
-    async def set_serving(self, serving: bool) -> None:
-        kinds = health_pb2.HealthCheckResponse
-        for name in self._names:
-            await self._servicer.set(name, kinds.SERVING if serving else kinds.NOT_SERVING)
 
 
 def describe(node: Node) -> pb.NodeDescription:
@@ -105,3 +88,6 @@ class NodeService(pb_grpc.NodeServicer):
 
 def add_node_service(node: Node) -> None:
     pb_grpc.add_NodeServicer_to_server(NodeService(node), node.server)
+    reflection.enable_server_reflection(
+        (NODE_SERVICE, *node.role.services, health.SERVICE_NAME, reflection.SERVICE_NAME), node.server
+    )

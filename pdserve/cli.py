@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.exits import run_command
-from pdserve.flags import CommandParser, add_node_flags, options_from, port_number, positive_int
+from pdserve.flags import CommandParser, add_node_flags, add_tls_flag, options_from, port_number, positive_int
 
 #: Commands that are processes of their own, with the module that is their program.
 ROLES = {
@@ -39,6 +39,10 @@ def _run(argv: list[str]) -> int:
 
         explain(options_from(args), as_json=args.json)
         return 0
+    if args.command == "probe":
+        from pdserve.probe import probe
+
+        return probe(args)
     if args.command == "key":
         return _make_key(args.name)
     _parser().print_help()
@@ -72,6 +76,7 @@ def _parser() -> CommandParser:
     explain = commands.add_parser("explain", help="say what would run, without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
     explain.add_argument("--json", action="store_true", help="for programs")
+    _add_probe(commands.add_parser("probe", help="ask a node for its health: status 0 when it is well"))
     key = commands.add_parser("key", help="make an API key: what `pdserve router --api-keys FILE` is to hold of it")
     key.add_argument("name", type=_key_name, metavar="NAME", help="of its user, in logs and metrics")
     return parser
@@ -81,6 +86,19 @@ def _key_name(text: str) -> str:
     if not NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no name; use up to 64 letters, digits, '_', '.' and '-'")
     return text
+
+
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT", help="of a node")
+    parser.add_argument(
+        "service",
+        metavar="SERVICE",
+        nargs="?",
+        default="",
+        help="live: its engine goes on; loaded: its model is there; none: it takes requests",
+    )
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds (default %(default)s)")
+    add_tls_flag(parser)
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:

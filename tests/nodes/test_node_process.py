@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,50 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert status == 2
     assert len(lines) == 1
     assert "config.json" in lines[0]
+
+
+def test_it_listens_only_where_a_firewall_expects_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own port, and those that UCX is told to take, as deploy/k8s does."""
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", "20000-20255")
+    with started(checkpoint, "prefill_node") as node:
+        node.wait_for("ready")
+        _, port = node.states[0]["address"].split(":")
+        sockets = (each for process in (psutil.Process(node.process.pid), node.engine()) for each in listening(process))
+        others = set(sockets) - {int(port)}
+    assert others
+    assert others <= set(range(20000, 20256))
+
+
+def listening(process: psutil.Process) -> list[int]:
+    return [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
+def probe(address: str, service: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pdserve", "probe", address, service], capture_output=True).returncode
+
+
+def test_health_tells_loaded_from_connected_and_slow_from_stuck(checkpoint: Path) -> None:
+    """A node without its peers is live and loaded, so nobody restarts it; one whose engine stands still is not live."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        peer = f"127.0.0.1:{nobody.getsockname()[1]}"
+        flags = ("--engine", "simulated", "--prefill", peer, "--peer-timeout", "1")
+        with started(checkpoint, "decode_node", *flags, "--peer-wait", "600") as node:
+            address = node.wait_for("listening")["address"]
+            wait_until(lambda: probe(address, "loaded") == 0)
+            assert (probe(address, "live"), probe(address, "")) == (0, 1)
+        with started(checkpoint, "decode_node", *flags, "--peer-wait", "0.1") as node:
+            node.wait_for("ready")
+            address = node.states[0]["address"]
+            assert probe(address, "") == 0
+            node.engine().suspend()
+            wait_until(lambda: probe(address, "live") == 1)
+            assert (probe(address, "loaded"), probe(address, "")) == (0, 1)
+            node.engine().resume()
+            wait_until(lambda: probe(address, "") == 0)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

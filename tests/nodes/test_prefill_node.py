@@ -214,7 +214,7 @@ def test_describe_health_and_reflection(nodes: Nodes) -> None:
         description = pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
         assert (description.role, description.state, description.node_id) == ("prefill", "ready", nodes.main)
         assert description.kv_layout.block_size == BLOCK
-        for service in ("", "pdserve.v1.PrefillNode", "pdserve.v1.Node"):
+        for service in ("", "live", "loaded", "pdserve.v1.PrefillNode", "pdserve.v1.Node"):
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         services = ProtoReflectionDescriptorDatabase(channel).get_services()

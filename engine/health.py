@@ -1,0 +1,46 @@
+"""What a node says of its health, to probes and to whoever else asks grpc.health.v1.
+
+    service               serves while the node is                        asked by Kubernetes as
+    live                  anything but stuck                              liveness: the step loop goes on
+    loaded                connecting, ready, stuck or draining            startup: weights are there, kernels compiled
+    "" and its services   ready                                           readiness: it takes requests
+
+Neither ``live`` nor ``loaded`` depends on another node: nobody is restarted because a peer is gone.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+LIVE, LOADED = "live", "loaded"
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    CONNECTING = "connecting"
+    READY = "ready"
+    STUCK = "stuck"
+    DRAINING = "draining"
+
+
+class Health:
+    """Says nothing true until ``show`` has been called once."""
+
+    def __init__(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+        """``services`` serve requests, and so only while the node is ready."""
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._services = ("", *services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def show(self, state: State) -> None:
+        await self._set(LIVE, state is not State.STUCK)
+        await self._set(LOADED, state is not State.LOADING)
+        for name in self._services:
+            await self._set(name, state is State.READY)
+
+    async def _set(self, name: str, serves: bool) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        await self._servicer.set(name, kinds.SERVING if serves else kinds.NOT_SERVING)
