@@ -1,0 +1,126 @@
+"""What kubectl makes of the overlays, as plain values, and the pods in it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "k8s"
+OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
+REVISION = "pdserve.dev/revision"
+COMPONENT = "app.kubernetes.io/component"
+
+Manifest = dict[str, Any]
+
+
+def builder() -> list[str]:
+    if shutil.which("kustomize"):
+        return ["kustomize", "build"]
+    if shutil.which("kubectl"):
+        return ["kubectl", "kustomize"]
+    pytest.skip("neither kubectl nor kustomize is here, and no package of PyPI has either", allow_module_level=True)
+
+
+@cache
+def build(overlay: str) -> list[Manifest]:
+    """All objects of an overlay."""
+    built = subprocess.run([*builder(), str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return list(yaml.load_all(built.stdout, yaml.CSafeLoader))
+
+
+def of_kind(overlay: str, kind: str) -> list[Manifest]:
+    return [each for each in build(overlay) if each["kind"] == kind]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A kind of pod, as one of the workloads makes it. ``service`` is where its names in DNS are."""
+
+    name: str
+    replicas: int
+    service: str
+    labels: dict[str, str]
+    spec: Manifest
+
+    @property
+    def role(self) -> str:
+        """router, up, prefill, decode; prefill-ranks and decode-ranks have no front."""
+        return self.labels[COMPONENT]
+
+    @property
+    def is_node(self) -> bool:
+        return self.role in ("prefill", "decode")
+
+    @property
+    def container(self) -> Manifest:
+        (only,) = self.spec["containers"]
+        return only  # type: ignore[no-any-return]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the container sees; addresses and the like, which a cluster gives, are made up."""
+        given = {
+            "metadata.name": f"{self.name}-0",
+            "metadata.namespace": "ai",
+            "status.podIP": "10.1.2.3",
+            f"metadata.labels['{REVISION}']": self.labels.get(REVISION, ""),
+            "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1" if "ranks" in self.role else "0",
+        }
+        values = {"LWS_LEADER_ADDRESS": f"{self.name}-0.{self.name}.ai"}
+        for entry in self.container["env"]:
+            source = entry.get("valueFrom")
+            values[entry["name"]] = entry["value"] if source is None else given[source["fieldRef"]["fieldPath"]]
+        return values
+
+    @property
+    def arguments(self) -> list[str]:
+        """As the container gets them: Kubernetes leaves $(NAME) as it is where there is no such variable."""
+        values = self.environment
+        return [
+            re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], found[0]), word)
+            for word in self.container["args"]
+        ]
+
+    def flags(self, name: str) -> list[str]:
+        return [word.partition("=")[2] for word in self.arguments if word.startswith(f"--{name}=")]
+
+
+def pods(overlay: str) -> Iterator[Pod]:
+    for each in build(overlay):
+        name, spec = each["metadata"]["name"], each.get("spec") or {}
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            template = spec["template"]
+            replicas = spec["replicas"] if "replicas" in spec else _most_replicas(overlay, name)
+            yield _pod(name, replicas, spec.get("serviceName", ""), template)
+        elif each["kind"] == "LeaderWorkerSet":
+            group = spec["leaderWorkerTemplate"]
+            yield _pod(name, spec["replicas"], name, group["leaderTemplate"])
+            yield _pod(name, spec["replicas"] * (group["size"] - 1), name, group["workerTemplate"])
+
+
+def _pod(name: str, replicas: int, service: str, template: Manifest) -> Pod:
+    return Pod(name, replicas, service, template["metadata"]["labels"], template["spec"])
+
+
+def _most_replicas(overlay: str, name: str) -> int:
+    """Of what is scaled."""
+    scaled = [each["spec"] for each in of_kind(overlay, "ScaledObject")]
+    (most,) = [int(each["maxReplicaCount"]) for each in scaled if each["scaleTargetRef"]["name"] == name]
+    return most
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a label selector does; an empty one selects everything."""
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ())
+    )

@@ -1,0 +1,130 @@
+"""Every overlay builds, fits Kubernetes' schemas, and starts programs with flags that they have."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import kubernetes_validate
+import pytest
+from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kind, pods
+
+from decode_node.role import add_flags as add_decode_flags
+from decode_node.role import make_role as make_decode
+from engine.node import role_parser
+from engine.node_flags import front_options_from
+from engine.ranks.flags import hosted_from
+from pdserve.cli import _parser as command_parser
+from pdserve.discovery.places import check_place
+from pdserve.flags import options_from
+from prefill_node.role import add_flags as add_prefill_flags
+from prefill_node.role import make_role as make_prefill
+from router.metrics import Metrics
+from router.options import parse_options
+
+SCHEMAS = "1.33"  # the oldest Kubernetes that the manifests are for: preStop.sleep is on by default since 1.30
+CUSTOM = ("LeaderWorkerSet", "ScaledObject", "PodMonitor")  # whose schemas no package carries
+
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+@each_overlay
+def test_it_fits_the_schemas(overlay: str) -> None:
+    for each in build(overlay):
+        if each["kind"] not in CUSTOM:
+            kubernetes_validate.validate(each, SCHEMAS, strict=True)
+
+
+@each_overlay
+def test_its_pod_templates_fit_the_schema_also_where_that_of_their_kind_is_not_known(overlay: str) -> None:
+    for pod in pods(overlay):
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": pod.name, "labels": pod.labels},
+            "spec": pod.spec,
+        }
+        kubernetes_validate.validate(manifest, SCHEMAS, strict=True)
+
+
+def check_flags(pod: Pod) -> None:
+    """Raises ConfigError where the program would."""
+    command, *words = pod.arguments
+    if command == "router":
+        parse_options(words)
+    elif command == "up":
+        options_from(command_parser().parse_args([command, *words]))
+    else:
+        add, make = {
+            "prefill": (add_prefill_flags, make_prefill),
+            "decode": (add_decode_flags, make_decode),
+        }[command]
+        parser = role_parser(f"pdserve {command}", "")
+        add(parser)
+        args = parser.parse_args(words)
+        options = options_from(args)
+        make(args)
+        front_options_from(args).address(1)
+        assert hosted_from(args, options.num_ranks).leads is not pod.role.endswith("-ranks")
+
+
+@each_overlay
+def test_programs_know_their_flags(overlay: str) -> None:
+    for pod in pods(overlay):
+        assert not [word for word in pod.arguments if "$(" in word]
+        check_flags(pod)
+
+
+@each_overlay
+def test_decode_nodes_have_the_addresses_of_all_prefill_nodes_of_their_revision(overlay: str) -> None:
+    found = {pod.role: pod for pod in pods(overlay)}
+    if "decode" not in found:
+        return
+    prefill, decode = found["prefill"], found["decode"]
+    names = [f"{prefill.name}-{index}.{prefill.service}:9001" for index in range(prefill.replicas)]
+    assert decode.flags("prefill") == names
+    assert prefill.labels[REVISION] == decode.labels[REVISION]
+    assert prefill.name.endswith(prefill.labels[REVISION])
+
+
+@each_overlay
+def test_routers_find_nodes_by_services_that_are_there(overlay: str) -> None:
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    routers = [pod for pod in pods(overlay) if pod.role == "router"]
+    for router in routers:
+        for role in ("prefill", "decode"):
+            (place,) = router.flags(role)
+            service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_place(place)).groups()  # type: ignore[union-attr]
+            assert services[service]["clusterIP"] == "None"
+            nodes = [pod for pod in pods(overlay) if services[service]["selector"].items() <= pod.labels.items()]
+            assert [pod.role for pod in nodes] == [role]
+            assert [each["name"] for each in services[service]["ports"]] == [port]
+
+
+@each_overlay
+def test_router_and_nodes_have_one_model_and_one_image(overlay: str) -> None:
+    found = list(pods(overlay))
+    assert len({(pod.environment["MODEL"], pod.environment["MODEL_NAME"]) for pod in found}) == 1
+    assert len({pod.container["image"] for pod in found}) == 1
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if (KUBERNETES / "overlays" / name / "nodes").is_dir()])
+def test_nodes_are_named_after_what_they_are(overlay: str) -> None:
+    builder()
+    folder = KUBERNETES / "overlays" / overlay / "nodes"
+    checked = subprocess.run([KUBERNETES / "revise", "--check", folder], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_scaling_asks_for_metrics_that_exist() -> None:
+    exported = {sample.name for family in Metrics().registry.collect() for sample in family.samples} | {
+        family.name + suffix for family in Metrics().registry.collect() for suffix in ("_bucket", "_total")
+    }
+    asked = {
+        name
+        for each in of_kind("autoscaling", "ScaledObject")
+        for trigger in each["spec"]["triggers"]
+        for name in re.findall(r"pdserve_\w+", trigger["metadata"]["query"])
+    }
+    assert asked
+    assert asked <= exported

@@ -1,0 +1,194 @@
+"""What every pod of every overlay has to have, whatever else changes."""
+
+from __future__ import annotations
+
+import pytest
+from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods, selects
+
+GRPC = {"prefill": 9001, "decode": 9002}
+HTTP = 8000
+GRACE = {"router": 600, "up": 5, "prefill": 5 + 3 + 1, "decode": 5 + 3}  # seconds: drain, and what a lease may last
+
+each_pod = pytest.mark.parametrize(
+    ("overlay", "pod"),
+    [pytest.param(overlay, pod, id=f"{overlay}-{pod.role}") for overlay in OVERLAYS for pod in pods(overlay)],
+)
+
+
+def probed(probe: Manifest) -> str:
+    """The health service, or the path, that a probe asks for."""
+    if "grpc" in probe:
+        return str(probe["grpc"].get("service", ""))
+    if "httpGet" in probe:
+        return str(probe["httpGet"]["path"])
+    service = probe["exec"]["command"][3]
+    assert probe["exec"]["command"][:2] == ["pdserve", "probe"]
+    return "" if service.startswith("--") else str(service)
+
+
+@each_pod
+def test_probes_mean_something(overlay: str, pod: Pod) -> None:
+    names = ("startupProbe", "livenessProbe", "readinessProbe")
+    if pod.role.endswith("-ranks"):  # no port; the leader is their life and their health
+        assert not pod.container.keys() & {*names}
+        return
+    probes: list[Manifest] = [pod.container[name] for name in names]
+    meant = {"router": ["/version", "/version", "/health"], "up": ["/health", "/version", "/health"]}
+    assert [probed(probe) for probe in probes] == meant.get(pod.role, ["loaded", "live", ""])
+    startup = probes[0]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= (120 if pod.role == "router" else 3600)
+    if pod.is_node:
+        port = GRPC[pod.role]
+        assert all(
+            f"127.0.0.1:{port}" in probe["exec"]["command"] if "exec" in probe else probe["grpc"]["port"] == port
+            for probe in probes
+        )
+
+
+@each_pod
+def test_a_pod_gets_the_time_to_end(overlay: str, pod: Pod) -> None:
+    assert pod.container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
+    assert pod.spec["terminationGracePeriodSeconds"] > GRACE[pod.role.removesuffix("-ranks")]
+
+
+@each_pod
+def test_nothing_runs_as_root_or_may_become_it(overlay: str, pod: Pod) -> None:
+    security = pod.spec["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*pod.spec.get("initContainers", ()), *pod.spec["containers"]):
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["capabilities"]["drop"] == ["ALL"]
+        locks = any(name.startswith("rdma/") for name in container["resources"]["limits"])
+        assert security["capabilities"].get("add", []) == (["IPC_LOCK"] if locks else [])
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
+    assert not [volume for volume in pod.spec["volumes"] if "hostPath" in volume]
+
+
+@each_pod
+def test_only_routers_may_ask_the_api_server(overlay: str, pod: Pod) -> None:
+    assert pod.spec.get("serviceAccountName") == ("router" if pod.role == "router" else None)
+    assert pod.spec.get("automountServiceAccountToken", True) is (pod.role == "router")
+
+
+@each_pod
+def test_memory_is_bounded_and_shared_memory_is_memory(overlay: str, pod: Pod) -> None:
+    resources = pod.container["resources"]
+    assert resources["limits"]["memory"]
+    assert {"cpu", "memory"} <= resources["requests"].keys()
+    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod.container["volumeMounts"]}
+    assert mounts["/tmp"]["emptyDir"]["sizeLimit"]
+    if pod.role != "router":
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert mounts["/dev/shm"]["emptyDir"]["sizeLimit"]
+        on_gpus = overlay != "cpu-demo"
+        assert ("nvidia.com/gpu" in resources["limits"]) is on_gpus
+        assert (pod.flags("device") == ["cuda"]) is on_gpus
+
+
+@each_pod
+def test_nothing_is_there_twice(overlay: str, pod: Pod) -> None:
+    """Patches that apply twice leave what a schema accepts and Kubernetes refuses."""
+    volumes = [volume["name"] for volume in pod.spec["volumes"]]
+    paths = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
+    flags = [word.partition("=")[0] for word in pod.arguments]
+    for names in (volumes, paths, [flag for flag in flags if flag != "--prefill"]):
+        assert len(set(names)) == len(names)
+    assert {mount["name"] for mount in pod.container["volumeMounts"]} == set(volumes)
+
+
+@each_pod
+def test_secrets_are_files(overlay: str, pod: Pod) -> None:
+    container = pod.container
+    assert "envFrom" not in container
+    assert not [entry for entry in container["env"] if "secretKeyRef" in entry.get("valueFrom", {})]
+    secret = {volume["name"] for volume in pod.spec["volumes"] if "secret" in volume}
+    assert all(mount["readOnly"] for mount in container["volumeMounts"] if mount["name"] in secret)
+    if overlay == "mtls":
+        assert pod.flags("grpc-tls") == ["/etc/pdserve/peers"]
+        assert pod.role != "router" or (pod.flags("tls-cert") and pod.flags("tls-key"))
+
+
+@each_pod
+def test_a_disruption_takes_one_at_a_time(overlay: str, pod: Pod) -> None:
+    budgets = [each["spec"] for each in of_kind(overlay, "PodDisruptionBudget")]
+    (budget,) = [each for each in budgets if selects(each["selector"], pod.labels)]
+    assert budget["maxUnavailable"] == 1
+
+
+@each_pod
+def test_pods_of_a_kind_are_spread_over_machines(overlay: str, pod: Pod) -> None:
+    if pod.role == "up":  # is alone
+        return
+    (spread,) = pod.spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert selects(spread["labelSelector"], pod.labels)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_roles_may_read_endpointslices_only(overlay: str) -> None:
+    assert not of_kind(overlay, "ClusterRole")
+    assert not of_kind(overlay, "ClusterRoleBinding")
+    rules = [rule for role in of_kind(overlay, "Role") for rule in role["rules"]]
+    allowed = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    assert rules == ([] if overlay == "single-node" else [allowed])
+
+
+# ---------------------------------------------------------------- the network
+
+
+def opened(overlay: str, labels: dict[str, str], to: Pod) -> set[range | None]:
+    """Ports of ``to`` that network policies let somebody with these labels reach; None where they are all open."""
+    found: set[range | None] = set()
+    for policy in of_kind(overlay, "NetworkPolicy"):
+        spec = policy["spec"]
+        if not selects(spec["podSelector"], to.labels):
+            continue
+        for rule in spec.get("ingress", ()):
+            peers = rule.get("from")
+            if peers is None or any(selects(peer["podSelector"], labels) for peer in peers):
+                ports = rule.get("ports")
+                found |= {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
+    return found
+
+
+@each_pod
+def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
+    stranger = {COMPONENT: "somebody"}
+    if not pod.is_node:
+        expected: set[range | None] = set() if pod.role.endswith("-ranks") else {range(HTTP, HTTP + 1)}
+        assert opened(overlay, stranger, pod) == expected
+        return
+    first, last = map(int, pod.environment["UCX_TCP_PORT_RANGE"].split("-"))
+    grpc, ucx = range(GRPC[pod.role], GRPC[pod.role] + 1), range(first, last + 1)
+    other = next(each for each in pods(overlay) if each.is_node and each.role != pod.role)
+    assert opened(overlay, stranger, pod) == set()
+    assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
+    assert opened(overlay, other.labels, pod) == ({grpc, ucx} if pod.role == "prefill" else {ucx})
+    assert opened(overlay, {**other.labels, REVISION: "rev0"}, pod) == set(), "old P never meets new D"
+
+
+@each_pod
+def test_nothing_is_open_by_default(overlay: str, pod: Pod) -> None:
+    closing = {"Ingress", "Egress"}
+    policies = [each["spec"] for each in of_kind(overlay, "NetworkPolicy")]
+    assert any(set(each["policyTypes"]) == closing and selects(each["podSelector"], pod.labels) for each in policies)
+
+
+@each_pod
+def test_who_may_be_reached_may_be_called(overlay: str, pod: Pod) -> None:
+    """What a node's policy lets out is what its peers' policies let in."""
+    if not pod.is_node:
+        return
+    other = next(each for each in pods(overlay) if each.is_node and each.role != pod.role)
+    leaving: set[range] = set()
+    for policy in of_kind(overlay, "NetworkPolicy"):
+        if selects(policy["spec"]["podSelector"], pod.labels):
+            for rule in policy["spec"].get("egress", ()):
+                if any(selects(peer["podSelector"], other.labels) for peer in rule.get("to", ())):
+                    leaving |= {range(p["port"], p.get("endPort", p["port"]) + 1) for p in rule["ports"]}
+    assert leaving == opened(overlay, pod.labels, other)
