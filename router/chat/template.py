@@ -55,20 +55,30 @@ class ChatTemplate:
         chat = [_normalized(message, self._has_developer) for message in messages]
         if continue_final_message:
             chat[-1]["content"] = _continued(chat[-1]) + _END
-        values = {**self.special_tokens, **(variables or {})}
+        values = {
+            **self.special_tokens,
+            **(variables or {}),
+            "tools": tools or None,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self._template.render(
-                messages=chat,
-                tools=tools or None,
-                documents=documents or None,
-                add_generation_prompt=add_generation_prompt,
-                **values,
-            )
+            text = self._text(chat, values)
+        except RequestError:
+            # Messages that only call tools have no content, and simple templates know only messages that have some.
+            filled = [{"content": "", **message} if "tool_calls" in message else message for message in chat]
+            if filled == chat:
+                raise
+            text = self._text(filled, values)
+        return _cut(text) if continue_final_message else text
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render(messages=messages, **values)
         except jinja2.TemplateError as exc:
             raise RequestError(f"the chat template refuses these messages: {exc}", "messages") from exc
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as exc:
             raise RequestError(f"the chat template cannot render these messages: {exc}", "messages") from exc
-        return _cut(text) if continue_final_message else text
 
 
 def either_template(with_tools: str, without: str) -> str:

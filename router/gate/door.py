@@ -57,4 +57,5 @@ def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 def _refusal(key: bytes | None) -> Unauthorized:
     if key is None:
         return Unauthorized("this router wants an API key; send it as 'Authorization: Bearer KEY'")
-    return Unauthorized("the API key is not known here; check it, or ask the operator for one")
+    # LiteLLM tells a wrong key from other errors by OpenAI's own words, which these are.
+    return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")

@@ -122,6 +122,11 @@ def test_without_a_key_there_is_nothing(http: httpx.Client, path: str, authoriza
     assert KEYS["alice"] not in response.text
 
 
+def test_a_wrong_key_is_refused_in_the_words_that_clients_look_for(http: httpx.Client) -> None:
+    response = http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+    assert response.json()["error"]["message"].startswith("Incorrect API key provided")
+
+
 def test_health_and_metrics_are_open(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
     assert http.get("/metrics").status_code == 200
