@@ -1,0 +1,43 @@
+"""Virtual environments of clients, as scripts/test-clients makes them, and their programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+RUN_SECONDS = 300.0
+
+
+class Environment:
+    """Skips the test where it has not been made."""
+
+    def __init__(self, name: str) -> None:
+        self.root = REPOSITORY / f".venv-clients-{name}"
+        if not self.root.exists():
+            pytest.skip(f"{self.root.name} is missing; scripts/test-clients makes it")
+
+    def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> None:
+        """Run one of its executables, with variables beyond ours. Fails with what it printed when it fails."""
+        program, *arguments = command
+        modules = {"NODE_PATH": str(self.root / "node_modules")}
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ended = subprocess.run(
+            [self._find(str(program)), *arguments],
+            env={**environ, **modules, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_SECONDS,
+        )
+        assert ended.returncode == 0, ended.stdout
+
+    def _find(self, program: str) -> str:
+        """Its own one, or that of the system: Node is not installed into environments."""
+        own = self.root / "bin" / program
+        return str(own) if own.exists() else program

@@ -1,0 +1,101 @@
+"""What LiteLLM does with pdserve, as its provider hosted_vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import unittest
+from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is downloaded by the import
+
+import litellm
+from litellm.exceptions import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
+
+SAY = [{"role": "user", "content": "Say something."}]
+PLACE: dict[str, Any] = {
+    "model": f"hosted_vllm/{os.environ['PDSERVE_MODEL']}",
+    "api_base": os.environ["PDSERVE_URL"],
+    "api_key": os.environ["PDSERVE_KEY"],
+    "num_retries": 0,
+    "timeout": 60,
+}
+#: The model's weights are random: an answer's end would be, too.
+CHAT: dict[str, Any] = {
+    **PLACE,
+    "messages": SAY,
+    "temperature": 0,
+    "max_tokens": 24,
+    "extra_body": {"ignore_eos": True},
+}
+#: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
+STRUCTURED: dict[str, Any] = {**PLACE, "messages": SAY, "temperature": 0, "max_tokens": 500, "frequency_penalty": 2}
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "again": {"type": "boolean"}},
+    "required": ["colour", "again"],
+    "additionalProperties": False,
+}
+PAINT: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
+
+
+class Chat(unittest.TestCase):
+    def test_completion_and_stream(self) -> None:
+        answer = litellm.completion(**CHAT)
+        assert answer.choices[0].message.content
+        assert answer.usage.completion_tokens == 24
+        chunks = list(litellm.completion(**CHAT, stream=True, stream_options={"include_usage": True}))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == answer.choices[0].message.content
+        assert chunks[-1].usage.completion_tokens == 24
+
+    def test_async(self) -> None:
+        answer = asyncio.run(litellm.acompletion(**CHAT))
+        assert answer.choices[0].message.content
+
+    def test_text_completion(self) -> None:
+        fields = {name: value for name, value in CHAT.items() if name != "messages"}
+        answer = litellm.text_completion(prompt="Once", **fields)
+        assert answer.choices[0].text
+        assert answer.usage.completion_tokens == 24
+
+    def test_structure(self) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+        answer = litellm.completion(**STRUCTURED, response_format=form)
+        assert json.loads(answer.choices[0].message.content)["colour"] in ("red", "green")
+
+
+class Tools(unittest.TestCase):
+    def test_a_call_and_its_result(self) -> None:
+        ask = {**STRUCTURED, "tools": [PAINT]}
+        message = litellm.completion(**ask, tool_choice="required", parallel_tool_calls=False).choices[0].message
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        answer = litellm.completion(**{**ask, "messages": [*SAY, message.model_dump(), result], "max_tokens": 8})
+        assert answer.choices[0].finish_reason
+
+    def test_a_streamed_call(self) -> None:
+        named = {"type": "function", "function": {"name": "paint"}}
+        chunks = list(litellm.completion(**STRUCTURED, tools=[PAINT], tool_choice=named, stream=True))
+        (call,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["colour"] in ("red", "green")
+
+
+class Errors(unittest.TestCase):
+    def test_classes(self) -> None:
+        with self.assertRaises(NotFoundError):
+            litellm.completion(**{**CHAT, "model": "hosted_vllm/gpt-5"})
+        with self.assertRaises(BadRequestError):
+            litellm.completion(**{**CHAT, "temperature": -1})
+        with self.assertRaises(AuthenticationError):
+            litellm.completion(**{**CHAT, "api_key": "sk-wrong"})
+        with self.assertRaises(RateLimitError):
+            for _ in range(2):  # one is allowed per minute
+                litellm.completion(**{**CHAT, "api_key": os.environ["PDSERVE_LIMITED_KEY"]})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,245 @@
+"""What the official Python SDK does with pdserve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import unittest
+from typing import Any, Literal
+
+import openai
+from pydantic import BaseModel
+
+MODEL = os.environ["PDSERVE_MODEL"]
+PLACE: dict[str, Any] = {"base_url": os.environ["PDSERVE_URL"], "max_retries": 0, "timeout": 60}
+client = openai.OpenAI(api_key=os.environ["PDSERVE_KEY"], **PLACE)
+
+SAY: list[Any] = [{"role": "user", "content": "Say something."}]
+CHAT: dict[str, Any] = {"model": MODEL, "messages": SAY, "temperature": 0, "max_tokens": 24}
+WHOLE = {"ignore_eos": True}  # the model's weights are random, and so would be the end of its answers
+#: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
+STRUCTURED: dict[str, Any] = {**CHAT, "max_tokens": 500, "frequency_penalty": 2}
+
+
+class Paint(BaseModel):
+    """Paint the wall."""
+
+    colour: Literal["red", "green"]
+    again: bool
+
+
+PAINT: Any = openai.pydantic_function_tool(Paint, name="paint")
+
+
+class Completions(unittest.TestCase):
+    def test_text(self) -> None:
+        answer = client.completions.create(model=MODEL, prompt="Once", max_tokens=24, temperature=0, extra_body=WHOLE)
+        assert answer.choices[0].text
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 24
+
+    def test_stream(self) -> None:
+        fields: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 24, "temperature": 0}
+        whole = client.completions.create(**fields)
+        chunks = client.completions.create(**fields, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+    def test_logprobs(self) -> None:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=4, logprobs=2, temperature=0, extra_body=WHOLE
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert len(logprobs.token_logprobs) == 4
+        assert max(logprobs.token_logprobs) <= 0
+
+
+class Chat(unittest.TestCase):
+    def test_message(self) -> None:
+        answer = client.chat.completions.create(**CHAT, extra_body=WHOLE)
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].message.content
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 24
+
+    def test_stream_with_usage(self) -> None:
+        whole = client.chat.completions.create(**CHAT, extra_body=WHOLE)
+        *pieces, last = client.chat.completions.create(
+            **CHAT, extra_body=WHOLE, stream=True, stream_options={"include_usage": True}
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+        assert text == whole.choices[0].message.content
+        assert pieces[-1].choices[0].finish_reason == "length"
+        assert last.usage == whole.usage
+
+    def test_logprobs(self) -> None:
+        answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, extra_body=WHOLE)
+        assert answer.choices[0].logprobs is not None
+        content = answer.choices[0].logprobs.content
+        assert content is not None
+        assert len(content) == 24
+        for token in content:
+            assert len(token.top_logprobs) == 3
+            assert token.top_logprobs[0].logprob == token.logprob  # greedy
+
+    def test_parse_to_a_pydantic_model(self) -> None:
+        answer = client.chat.completions.parse(**STRUCTURED, response_format=Paint)
+        paint = answer.choices[0].message.parsed
+        assert isinstance(paint, Paint)
+
+    def test_stream_helper_parses_too(self) -> None:
+        with client.chat.completions.stream(**STRUCTURED, response_format=Paint) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_completion()
+        assert {"chunk", "content.delta", "content.done"} <= kinds
+        assert isinstance(answer.choices[0].message.parsed, Paint)
+
+
+WITH_TOOLS: dict[str, Any] = {**STRUCTURED, "tools": [PAINT]}
+
+
+class Tools(unittest.TestCase):
+    def test_auto(self) -> None:
+        answer = client.chat.completions.create(**WITH_TOOLS, tool_choice="auto")
+        assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+    def test_required(self) -> None:
+        answer = client.chat.completions.parse(**WITH_TOOLS, tool_choice="required", parallel_tool_calls=False)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert call.function.name == "paint"
+        assert isinstance(call.function.parsed_arguments, Paint)
+
+    def test_named_and_streamed(self) -> None:
+        named: Any = {"type": "function", "function": {"name": "paint"}}
+        with client.chat.completions.stream(**WITH_TOOLS, tool_choice=named) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_completion()
+        assert "tool_calls.function.arguments.done" in kinds
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Paint)
+
+    def test_the_result_goes_back(self) -> None:
+        first = client.chat.completions.create(**WITH_TOOLS, tool_choice="required", parallel_tool_calls=False)
+        message = first.choices[0].message
+        (call,) = message.tool_calls or []
+        done = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        second = client.chat.completions.create(
+            model=MODEL, messages=[*SAY, message.model_dump(exclude_none=True), done], tools=[PAINT], max_tokens=8
+        )
+        assert second.choices[0].finish_reason is not None
+
+
+ASK: dict[str, Any] = {"model": MODEL, "input": "Say something.", "temperature": 0, "max_output_tokens": 24}
+ASK_STRUCTURED: dict[str, Any] = {**ASK, "max_output_tokens": 500, "extra_body": {"frequency_penalty": 2}}
+
+
+class Responses(unittest.TestCase):
+    def test_text(self) -> None:
+        response = client.responses.create(**ASK, extra_body=WHOLE)
+        assert response.output_text
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage is not None
+        assert response.usage.output_tokens == 24
+
+    def test_stream(self) -> None:
+        whole = client.responses.create(**ASK, extra_body=WHOLE)
+        events = list(client.responses.create(**ASK, extra_body=WHOLE, stream=True))
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == whole.output_text
+        assert events[0].type == "response.created"
+        assert events[-1].type == "response.incomplete"
+
+    def test_parse(self) -> None:
+        response = client.responses.parse(**ASK_STRUCTURED, text_format=Paint)
+        assert isinstance(response.output_parsed, Paint)
+
+    def test_function_and_its_result(self) -> None:
+        function = PAINT["function"]
+        tool: Any = {"type": "function", "name": "paint", "parameters": function["parameters"], "strict": True}
+        ask: dict[str, Any] = {**ASK_STRUCTURED, "tools": [tool]}
+        response = client.responses.create(**ask, tool_choice="required", parallel_tool_calls=False)
+        (call,) = (item for item in response.output if item.type == "function_call")
+        assert json.loads(call.arguments)["colour"] in ("red", "green")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        items: Any = [*SAY, call.model_dump(exclude_none=True), result]
+        answer = client.responses.create(**{**ask, "input": items, "max_output_tokens": 8})
+        assert answer.usage is not None
+
+
+class Models(unittest.TestCase):
+    def test_list_and_retrieve(self) -> None:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+
+
+class Errors(unittest.TestCase):
+    def test_bad_request(self) -> None:
+        with self.assertRaises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**{**CHAT, "temperature": -1})
+        assert caught.exception.param == "temperature"
+
+    def test_not_found(self) -> None:
+        with self.assertRaises(openai.NotFoundError) as caught:
+            client.chat.completions.create(**{**CHAT, "model": "gpt-5"})
+        assert caught.exception.code == "model_not_found"
+
+    def test_authentication(self) -> None:
+        with self.assertRaises(openai.AuthenticationError) as caught:
+            openai.OpenAI(api_key="sk-wrong", **PLACE).models.list()
+        assert caught.exception.code == "invalid_api_key"
+
+    def test_rate_limit(self) -> None:
+        limited = openai.OpenAI(api_key=os.environ["PDSERVE_LIMITED_KEY"], **PLACE)
+        with self.assertRaises(openai.RateLimitError) as caught:
+            for _ in range(2):  # one is allowed per minute
+                limited.chat.completions.create(**CHAT)
+        assert caught.exception.code == "rate_limit_exceeded"
+        assert 1 <= int(caught.exception.response.headers["retry-after"]) <= 60
+
+
+class Async(unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self) -> None:
+        self.client = openai.AsyncOpenAI(api_key=os.environ["PDSERVE_KEY"], **PLACE)
+
+    async def asyncTearDown(self) -> None:
+        await self.client.close()
+
+    async def test_many_at_once(self) -> None:
+        calls = [self.client.chat.completions.create(**CHAT) for _ in range(8)]
+        answers = await asyncio.gather(*calls)
+        assert len({answer.choices[0].message.content for answer in answers}) == 1  # greedy
+
+    async def test_a_cancelled_stream_ends_at_the_nodes(self) -> None:
+        begun = asyncio.Event()
+
+        async def read() -> None:
+            fields = {**CHAT, "max_tokens": 8000}
+            async for _ in await self.client.chat.completions.create(**fields, extra_body=WHOLE, stream=True):
+                begun.set()
+
+        task = asyncio.create_task(read())
+        await begun.wait()
+        assert await self.running() == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.timeout(10):  # by itself it would take longer
+            while await self.running():  # noqa: ASYNC110 - it is another process that changes
+                await asyncio.sleep(0.05)
+
+    async def running(self) -> float:
+        """Requests at the nodes."""
+        text = await self.client.get(os.environ["PDSERVE_URL"].replace("/v1", "/metrics"), cast_to=str)
+        found = re.search("^pdserve_requests_in_flight (.+)$", text, re.MULTILINE)
+        assert found
+        return float(found[1])
+
+
+if __name__ == "__main__":
+    unittest.main()

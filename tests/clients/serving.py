@@ -1,0 +1,51 @@
+"""A service with API keys as clients find it: a router, a prefill node and a decode node, all real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleet import MODEL_NAME, Fleet
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.embedded import EMBEDDED_MODEL
+
+#: Scores are compared with those of transformers.
+REAL_NODES = ("--dtype", "float32")
+#: For load: what they say means nothing, in the time that an H200 would take for an 8B model.
+SIMULATED_NODES = ("--engine", "simulated")
+
+
+@dataclass(frozen=True)
+class Service:
+    url: str  # without /v1
+    key: str
+    limited_key: str  # for a single request per minute
+    model: str = MODEL_NAME
+    model_dir: Path = EMBEDDED_MODEL
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For the programs of programs/."""
+        return {
+            "PDSERVE_URL": f"{self.url}/v1",
+            "PDSERVE_KEY": self.key,
+            "PDSERVE_LIMITED_KEY": self.limited_key,
+            "PDSERVE_MODEL": self.model,
+        }
+
+
+@contextmanager
+def serve(directory: Path, node_flags: Sequence[str]) -> Iterator[Service]:
+    """Until the block ends. ``directory`` is for the file of keys."""
+    key, limited_key = new_key(), new_key()
+    key_file = directory / "keys.toml"
+    key_file.write_text(key_entry("client", key) + key_entry("limited", limited_key) + "requests_per_minute = 1\n")
+    with Fleet() as fleet:
+        fleet.start_prefill(EMBEDDED_MODEL, node_flags)
+        fleet.start_decode(EMBEDDED_MODEL, node_flags)
+        fleet.start_router(EMBEDDED_MODEL, ["--api-keys", str(key_file), "--tool-call-parser", "hermes"])
+        fleet.wait_ready()
+        yield Service(fleet.url, key, limited_key)
