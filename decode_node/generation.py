@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.link import EngineLink, Event, error_of
-from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Submit
+from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Scored, Submit
 from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams
 from pdserve.stopping import finish_reason
-from pdserve.wire import failure_to_pb, logprobs_to_pb
+from pdserve.wire import failure_to_pb, logprobs_to_pb, prompt_logprobs_to_pb
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -21,8 +21,8 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 class OutputSink(Protocol):
     """Where outputs go: the stream of the router that asked."""
 
-    def add(self, request: int) -> pb.Output:
-        """A new output at the end of what is sent next, to be filled in at once."""
+    def add(self, request: int, bulk: int = 0) -> pb.Output:
+        """A new output at the end of what is sent next, to be filled in at once; of ``bulk`` bytes if it is large."""
 
 
 class HandoffSide(Protocol):
@@ -119,6 +119,9 @@ class Generation:
                 self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
             return
         match event:
+            case Scored(_, found):
+                output = self._sink.add(self.number, len(found.table))
+                output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(found))
             case Reserved(_, cached_tokens) if self.handoff is not None:
                 self.handoff.on_reserved(cached_tokens)
             case ReadEnded() if self.handoff is not None:

@@ -30,9 +30,9 @@ class RouterStream:
     def is_idle(self) -> bool:
         return not self.generations and self.outbox.empty
 
-    def add(self, request: int) -> pb.Output:
-        """A new output at the end of what is sent next, to be filled in at once."""
-        output = self.outbox.put().outputs.add()
+    def add(self, request: int, bulk: int = 0) -> pb.Output:
+        """A new output at the end of what is sent next, to be filled in at once; of ``bulk`` bytes if it is large."""
+        output = self.outbox.put(bulk).outputs.add()
         output.request = request
         return output
 
@@ -105,10 +105,11 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         return on_end
 
     def _place(self, generation: Generation, prefill_node: str) -> None:
-        """Hand off, or prefill here."""
+        """Hand off, or prefill here, as is done wherever log-probabilities of the prompt are asked for."""
         settings, counters = self._handoffs.settings, self._handoffs.counters
         peer = self._peers.get(prefill_node) if prefill_node else None
-        if not prefill_node or generation.num_tokens < settings.handoff_min_tokens:
+        scores = generation.sampling.prompt_logprobs >= 0
+        if not prefill_node or scores or generation.num_tokens < settings.handoff_min_tokens:
             counters["pdserve_local_prefills_total"] += 1
             generation.submit(Mode.LOCAL)
         elif peer is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pdserve.config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.grammar import check_size
-from pdserve.records import SamplingParams
+from pdserve.records import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: NodeConfig) -> None:
@@ -58,6 +58,7 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
     _check_range("presence_penalty", sampling.presence_penalty, -math.inf, math.inf)
     _check_range("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf)
     _check_range("logprobs", sampling.logprobs, -1, vocab_size)
+    _check_range("prompt_logprobs", sampling.prompt_logprobs, -1, MAX_PROMPT_LOGPROBS)
     _check_ids("logit_bias", "token id", sampling.logit_bias, vocab_size)
     _check_ids("stop_token_ids", "token id", sampling.stop_token_ids, vocab_size)
     check_size(sampling.grammar)

@@ -57,7 +57,8 @@ class KVSpace:
 
     def look(self, sequence: Sequence) -> None:
         """Find out how much of a prompt that waits is cached. What is hashed for it need not be hashed again."""
-        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.prompt_len - 1))
+        most = min(sequence.prompt_len - 1, sequence.reusable)
+        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
         sequence.expected = len(cached) * self._block_size
 
     def filled(self, sequence: Sequence) -> None:
@@ -98,11 +99,8 @@ class KVSpace:
         return Leased(request.rid, tuple(leased), sequence.prompt_len if complete else end * size)
 
     def _find(self, sequence: Sequence) -> tuple[list[int], int] | None:
-        """The blocks of its cached prefix, and how many more it needs; None if there are too few.
-
-        The last token is always computed: its logits are needed.
-        """
-        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, len(sequence.token_ids) - 1))
+        """The blocks of its cached prefix, and how many more it needs; None if there are too few."""
+        cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
         wanted = self.blocks_for(len(sequence.token_ids)) - len(cached)
         if wanted > self._pool.count(Use.FREE) - self._pool.count_free(cached):
             return None

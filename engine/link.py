@@ -36,6 +36,7 @@ from engine.messages import (
     Ready,
     Refused,
     Reserved,
+    Scored,
     Shutdown,
     StartFailed,
     Status,
@@ -49,7 +50,7 @@ from pdserve.errors import EngineDied, PdserveError
 from pdserve.records import RankKV
 from pdserve.transports import Connected
 
-Event = Output | Reserved | Refused | ReadEnded | Leased
+Event = Output | Scored | Reserved | Refused | ReadEnded | Leased
 Handler = Callable[[Event], None]
 
 _LAST_LINES = 20  # of the engine's stderr, kept for its obituary
@@ -165,7 +166,7 @@ class EngineLink:
         for read in batch.reads:
             self.on_read(read)
         events: Iterable[Event] = itertools.chain(
-            batch.reserved, batch.refused, batch.reads, batch.outputs, batch.leased
+            batch.reserved, batch.refused, batch.reads, batch.scored, batch.outputs, batch.leased
         )
         for event in events:
             if (handler := self._handlers.get(event.rid)) is not None:  # else it was closed meanwhile

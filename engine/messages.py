@@ -32,7 +32,7 @@ import msgspec
 from pdserve.config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.pace import Pace
-from pdserve.records import FinishReason, Peer, RankKV, Sample, SamplingParams
+from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams
 from pdserve.transports import Connected
 
 
@@ -161,6 +161,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0  # on a request's first output
 
 
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of more of a prompt's tokens; all of them are told before its first Output, or with it."""
+
+    rid: int
+    found: PromptLogprobs
+
+
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     cached_tokens: int  # a multiple of block_size, less than the prompt's length
@@ -230,6 +237,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     """What one turn of the step loop has to tell; sent only when there is something."""
 
     status: Status
+    scored: tuple[Scored, ...] = ()  # to be taken in before the outputs
     outputs: tuple[Output, ...] = ()
     reserved: tuple[Reserved, ...] = ()
     refused: tuple[Refused, ...] = ()

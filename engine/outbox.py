@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
@@ -14,19 +15,21 @@ from pdserve.rpc import abort
 M = TypeVar("M")
 
 _MOST_UNSENT = 4096  # entries beyond which nothing that would make for more is taken in
+_MOST_BULK = 4 << 20  # bytes of large entries in a message, far below MAX_MESSAGE_BYTES
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Outbox(Generic[M]):
     """A message that grows until it is sent. A write waits for the peer to read (gRPC's flow control); what comes
-    meanwhile makes up the next message.
+    meanwhile makes up the next message, or several where entries are large.
     """
 
     def __init__(self, kind: Callable[[], M]) -> None:
         self._kind = kind
-        self._message = kind()
+        self._messages = deque([kind()])  # that are to be sent, the oldest first
         self._size = 0  # entries
+        self._bulk = 0  # bytes of large entries in the newest message
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
 
@@ -34,23 +37,33 @@ class Outbox(Generic[M]):
     def empty(self) -> bool:
         return not self._size
 
-    def put(self) -> M:
-        """The message that is sent next, for one entry to be added at once."""
+    def put(self, bulk: int = 0) -> M:
+        """The message that is sent last, for one entry to be added at once; ``bulk`` is its size if that matters."""
         self._size += 1
         self._wake.set()
-        return self._message
+        if bulk:
+            if self._bulk + bulk > _MOST_BULK:
+                self._messages.append(self._kind())
+                self._bulk = 0
+            self._bulk += bulk
+        return self._messages[-1]
 
     def wake(self) -> None:
         """Have ``take`` return, be it with nothing."""
         self._wake.set()
 
     async def take(self) -> M | None:
-        """All there is so far; waits for something, or for being woken."""
+        """All there is so far, or as much as a message holds; waits for something, or for being woken."""
         await self._wake.wait()
         self._wake.clear()
         if self.empty:
             return None
-        message, self._message, self._size = self._message, self._kind(), 0
+        message = self._messages.popleft()
+        if self._messages:  # these are next
+            self._wake.set()
+            return message
+        self._messages.append(self._kind())
+        self._size = self._bulk = 0
         self._taken.set()
         return message
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.blocks import CacheChanges
-from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Status
+from engine.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Scored, Status
 from pdserve.records import KVConnectorOutput
 from pdserve.transports import Connected
 
@@ -15,6 +15,7 @@ from pdserve.transports import Connected
 class Report:
     """Filled by the scheduler during a turn, then sent as one message."""
 
+    scored: list[Scored] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Report:
     def __bool__(self) -> bool:
         return bool(
             self.outputs
+            or self.scored
             or self.reserved
             or self.refused
             or self.reads
@@ -48,6 +50,7 @@ class Report:
         cached, evicted = cache.take() if cache else ((), ())
         batch = Batch(
             status=status,
+            scored=tuple(self.scored),
             outputs=tuple(self.outputs),
             reserved=tuple(self.reserved),
             refused=tuple(self.refused),
@@ -60,7 +63,7 @@ class Report:
         )
         entries: list[Any]
         for entries in (
-            *(self.outputs, self.reserved, self.refused, self.reads),
+            *(self.scored, self.outputs, self.reserved, self.refused, self.reads),
             *(self.leased, self.connected, self.failed_peers),
         ):
             entries.clear()

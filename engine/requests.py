@@ -28,12 +28,18 @@ class Request:
     announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
     reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
+    num_scored: int = 1  # tokens of the prompt whose log-probabilities were told, if asked for; the first has none
     grammar: Grammar | None = None  # that of its sampling parameters, compiled
 
     @property
     def max_length(self) -> int:
         """Tokens of a choice when it ends here at the latest. On P that is with the first token."""
         return len(self.prompt) + (1 if self.mode is Mode.LEASE else self.sampling.max_tokens)
+
+    @property
+    def must_score(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        return self.sampling.prompt_logprobs >= 0 and self.num_scored < len(self.prompt)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +92,14 @@ class Sequence:
         return self.constraint is not None and self.constraint.mask is None
 
     @property
+    def reusable(self) -> int:
+        """How many of its tokens may come from the cache. What has to be computed are the last one, for its logits,
+        and those of the prompt whose logits tell log-probabilities.
+        """
+        request = self.request
+        return request.num_scored - 1 if request.must_score else len(self.token_ids) - 1
+
+    @property
     def in_flight(self) -> bool:
         """Whether a launched step includes it whose result has not been applied."""
         return self.num_launched > self.num_computed
@@ -105,4 +119,5 @@ class Sequence:
             block_ids=tuple(self.blocks),
             sampling=self.request.sampling,
             choice=self.choice,
+            num_scored=self.request.num_scored,
         )

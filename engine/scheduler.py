@@ -17,7 +17,7 @@ Everything here is plain Python over plain values: no device, no transfer, no cl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import chain, islice
 
 import msgspec
@@ -29,7 +29,7 @@ from engine.digests import Announcements, Digests
 from engine.draft import StepDraft
 from engine.grammars import Grammars
 from engine.kv_space import KVSpace
-from engine.messages import Batch, Mode, Status, Submit, Totals
+from engine.messages import Batch, Mode, Scored, Status, Submit, Totals
 from engine.meter import Meter
 from engine.microbatch import StepsInFlight
 from engine.report import Report
@@ -37,7 +37,7 @@ from engine.requests import Request, Sequence
 from engine.reservations import Reservations
 from engine.transfers import Transfers
 from engine.waiting import WaitingQueue
-from pdserve.records import ModelRunnerOutput, Sample, ScheduledSequence, StepPlan
+from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 
 _LOOKS_PER_STEP = 8  # prompts in the queue that are looked up in the cache while the device computes
 
@@ -178,6 +178,7 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Take in what the step produced, and that it took so long."""
+        self._take_scored(output.step.prompt_logprobs)
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples)
             self.meter.add_step(plan.scheduled, seconds)
@@ -283,6 +284,14 @@ class Scheduler:
         for sequence, num_tokens, drawn in step.computed(scheduled, samples):
             if self._add_computed(sequence, num_tokens):
                 self._apply_prompt(sequence, drawn)
+
+    def _take_scored(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
+        """Pass on log-probabilities of prompts, once: they count as told also when KV has to be computed anew."""
+        for seq, logprobs in found:
+            sequence = self._running.get(seq)
+            if sequence is not None:  # else it was cancelled meanwhile
+                sequence.request.num_scored = logprobs.end
+                self.report.scored.append(Scored(sequence.request.rid, logprobs))
 
     def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
         """The KV of ``num_tokens`` more tokens is there. Returns whether anybody still wants the sequence."""

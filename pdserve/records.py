@@ -22,6 +22,9 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_PROMPT_LOGPROBS = 20
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to pick tokens. Fully resolved: what the client left open was filled in by the router.
 
@@ -30,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``logprobs`` is the number of alternatives to report per token; -1 is none at all, 0 the sampled token only.
     ``grammar`` is what the whole output has to follow, as llguidance serializes it; empty is none. Where a choice is in
     it follows from the output tokens so far, so whoever goes on with a choice needs nothing else.
+    ``prompt_logprobs`` is to the prompt's tokens what ``logprobs`` is to the output's, MAX_PROMPT_LOGPROBS at most.
     """
 
     max_tokens: int
@@ -48,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int = -1
     grammar: str = ""
+    prompt_logprobs: int = -1
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +81,27 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of some of a prompt's tokens, each given those before it; so the first token has none.
+
+    ``table`` has 2 + 2 × ``num_top`` words of 32 bits per token, little-endian: the token's log-probability (float),
+    its rank (1 is the best), the ids of the best tokens, and their log-probabilities (float).
+    """
+
+    first: int  # index of the first of them in the prompt
+    num_top: int
+    table: bytes
+
+    @property
+    def end(self) -> int:
+        """Index behind the last of them."""
+        return self.first + len(self.table) // self.row_bytes(self.num_top)
+
+    @staticmethod
+    def row_bytes(num_top: int) -> int:
+        return 4 * (2 + 2 * num_top)
 
 
 # ---------------------------------------------------------------- scheduler → connector
@@ -155,6 +181,7 @@ class NewSequence(msgspec.Struct, frozen=True):
 
     ``token_ids`` holds the prompt (the first ``prompt_len``) and what was generated so far. The KV of the first
     ``num_computed`` tokens is in ``block_ids`` already. ``choice`` is the index among the n choices of its request.
+    Where the sampling parameters ask for prompt_logprobs, those of the first ``num_scored`` tokens need not be told.
     """
 
     seq: int  # unique in this engine's life
@@ -164,6 +191,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     choice: int = 0
+    num_scored: int = 1
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -232,12 +260,14 @@ class StepPlan(msgspec.Struct, frozen=True):
 class StepOutput(msgspec.Struct, frozen=True):
     """What a step produced: of each scheduled sequence its ``num_samples`` samples, in the plan's order.
 
-    ``digests`` has one signed 64-bit number per block of each of the plan's orders.
+    ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` are of the
+    prompt tokens that became known with what was computed, each with its sequence.
     """
 
     step: int
     samples: tuple[Sample, ...] = ()
     digests: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from pdserve.errors import (
 from pdserve.kv import KVLayout, KVShare
 from pdserve.pace import Line, Pace
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
+from pdserve.records import KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
 
 TOKEN_BYTES = 4
 _SWAP = sys.byteorder == "big"
@@ -36,6 +36,7 @@ _SCALARS = (
     "ignore_eos",
     "logprobs",
     "grammar",
+    "prompt_logprobs",
 )
 
 
@@ -76,6 +77,14 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
 
 def logprobs_to_pb(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs)
+
+
+def prompt_logprobs_to_pb(found: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(first=found.first, num_top=found.num_top, table=found.table)
+
+
+def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(message.first, message.num_top, message.table)
 
 
 def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:

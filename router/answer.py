@@ -88,6 +88,7 @@ def _options(body: GenerateBody) -> ResponseOptions:
         num_logprobs=body.num_logprobs,
         echo=isinstance(body, CompletionBody) and body.echo,
         return_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
         include_usage=include_usage,
         continuous_usage=include_usage and body.stream_options.continuous_usage_stats,
     )

@@ -15,17 +15,17 @@ from starlette.types import Receive, Scope, Send
 from pdserve.errors import DeadlineExceeded, PdserveError
 from router.answer import shown_tokens
 from router.connections import hang_up
+from router.echo import with_echo
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
 from router.formats import new_request_id
 from router.gate.admission import Visit
 from router.gate.allowance import Headers
 from router.gate.door import client_of
 from router.generation import Generation, GenerationOptions
-from router.job import Prompt, make_job, truncated
-from router.requests import CompletionBody, GenerateBody, Parser
+from router.job import make_job, truncated
+from router.requests import GenerateBody, Parser
 from router.responses import BodyResponse, EventResponse, Response
 from router.service import Service
-from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,8 @@ class GenerateEndpoint:
         prompts = [truncated(prompt, body, limits) for prompt in await model.encoder.encode(body)]
         structure = model.answerer.structure(body, prompts[0])
         await model.grammars.check(structure)
-        jobs = [
-            make_job(_with_text(prompt, body, model.tokenizer), body, limits, structure.grammar) for prompt in prompts
-        ]
+        prompts = await with_echo(prompts, body, model.tokenizer)
+        jobs = [make_job(prompt, body, limits, structure.grammar) for prompt in prompts]
         reading = model.answerer.reading(body, prompts[0])
         options = GenerationOptions(
             request_id=new_request_id(),
@@ -119,13 +118,6 @@ class GenerateEndpoint:
             deadline.cancel()
             generation.close()
             visit.used(generation.usage.completion_tokens)
-
-
-def _with_text(prompt: Prompt, body: GenerateBody, tokenizer: Tokenizer) -> Prompt:
-    """Echo needs the text of prompts that came as token ids."""
-    if prompt.text is None and isinstance(body, CompletionBody) and body.echo:
-        return Prompt(prompt.token_ids, tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
-    return prompt
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

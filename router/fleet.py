@@ -98,7 +98,11 @@ class Fleet:
         snapshot = Snapshot(self._model, views, self._nodes.turn, self._typical_pace(views))
         if accepts is not None:
             snapshot = snapshot.among(accepts)
-        ask = self._ask(prefix or PromptPrefix(message.token_ids, message.cache_salt))
+        prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
+        if message.sampling.prompt_logprobs >= 0:  # D computes all of the prompt itself
+            snapshot, ask = snapshot.without("prefill"), Ask(prefix.num_tokens)
+        else:
+            ask = self._ask(prefix)
         placement = POLICIES[self._policy](snapshot, ask)
         self._nodes.turn += 1
         known = self._nodes.known()

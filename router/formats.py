@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from router.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from router.prompt_logprobs import PromptScores
 from router.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -112,8 +113,19 @@ class Format(ABC):
         """The last chunk before the end, without choices."""
         return self._chunk_head + b'],"usage":' + _encode(usage.to_json()) + b"}\n\n"
 
-    def whole(self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[Sequence[int]] | None) -> bytes:
-        """A response in one piece. ``prompts`` are their token ids where they were asked for."""
+    def prompt_logprobs(self, scores: PromptScores, num_top: int) -> list[dict[str, Any] | None]:
+        return scores.to_json(self._tokenizer, num_top)
+
+    def whole(
+        self,
+        choices: Sequence[FinishedChoice],
+        usage: Usage,
+        prompts: Sequence[Sequence[int]] | None,
+        prompt_logprobs: Sequence[Any] | None = None,
+    ) -> bytes:
+        """A response in one piece. ``prompts`` are their token ids, ``prompt_logprobs`` of each what
+        ``prompt_logprobs`` makes of it; where they were asked for.
+        """
         body: dict[str, Any] = {**self._head, "object": self.whole_object, "usage": usage.to_json()}
         body["choices"] = []
         for choice in choices:
@@ -123,14 +135,16 @@ class Format(ABC):
                 entry["token_ids"] = choice.token_ids
             body["choices"].append(entry)
         if prompts is not None:
-            self._add_prompts(body, choices, prompts)
+            self._add_of_prompts(body, choices, "prompt_token_ids", prompts)
+        if prompt_logprobs is not None:
+            self._add_of_prompts(body, choices, "prompt_logprobs", prompt_logprobs)
         return _encode(body)
 
     @abstractmethod
-    def _add_prompts(
-        self, body: dict[str, Any], choices: Sequence[FinishedChoice], prompts: Sequence[Sequence[int]]
+    def _add_of_prompts(
+        self, body: dict[str, Any], choices: Sequence[FinishedChoice], name: str, values: Sequence[Any]
     ) -> None:
-        """Put the prompts' token ids where this format has them."""
+        """Put something of each prompt where this format has it."""
 
 
 class CompletionFormat(Format):
@@ -152,11 +166,11 @@ class CompletionFormat(Format):
     def _whole_choice(self, choice: FinishedChoice) -> dict[str, Any]:
         return {"text": choice.text}
 
-    def _add_prompts(
-        self, body: dict[str, Any], choices: Sequence[FinishedChoice], prompts: Sequence[Sequence[int]]
+    def _add_of_prompts(
+        self, body: dict[str, Any], choices: Sequence[FinishedChoice], name: str, values: Sequence[Any]
     ) -> None:
         for entry, choice in zip(body["choices"], choices, strict=True):
-            entry["prompt_token_ids"] = prompts[choice.prompt]
+            entry[name] = values[choice.prompt]
 
 
 class ChatFormat(Format):
@@ -183,10 +197,10 @@ class ChatFormat(Format):
     def _whole_choice(self, choice: FinishedChoice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def _add_prompts(
-        self, body: dict[str, Any], choices: Sequence[FinishedChoice], prompts: Sequence[Sequence[int]]
+    def _add_of_prompts(
+        self, body: dict[str, Any], choices: Sequence[FinishedChoice], name: str, values: Sequence[Any]
     ) -> None:
-        body["prompt_token_ids"] = prompts[0]
+        body[name] = values[0]
 
 
 def new_request_id() -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.errors import NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.wire import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb
 from router.choice import Choice
 from router.fleet import Call, Fleet
 from router.formats import Usage
@@ -19,6 +19,7 @@ from router.job import Job
 from router.metrics import Metrics
 from router.migration import Accepts, Migration
 from router.prefixes import PromptPrefix
+from router.prompt_logprobs import PromptScores
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class PromptRun:
             Choice(first_index + choice, tokenizer.detokenizer(context, options.shown_tokens), options.stops)
             for choice in range(job.sampling.n)
         ]
+        self.scores = PromptScores(job.prompt.token_ids) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
         self._migration = Migration(
             options.request_id, options.migrations, generation.metrics, self._send, generation.fail
@@ -150,11 +152,13 @@ class PromptRun:
 
     def _send(self, accepts: Accepts | None) -> None:
         """Have a decode node compute what is missing. Raises Overloaded when none is there."""
-        options = self._generation.options
+        options, sampling = self._generation.options, self.job.sampling
+        if self._started:  # what there is to say of the prompt has been said
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         message = pb.Generate(
             request_id=options.request_id,
             token_ids=self.prefix.token_ids,
-            sampling=sampling_to_pb(self.job.sampling),
+            sampling=sampling_to_pb(sampling),
             timeout_ms=max(1, int(options.remaining * 1000)),
             cache_salt=options.cache_salt,
             priority=options.priority,
@@ -185,6 +189,14 @@ class PromptRun:
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
+        if self.scores is not None:
+            if output.HasField("prompt_logprobs"):
+                self.scores.add(prompt_logprobs_from_pb(output.prompt_logprobs))
+                return
+            if not self.scores.complete:
+                raise NodeError("the decode node sent a token before all log-probabilities of the prompt")
+            if self.job.silent:
+                output = pb.Output(choice=output.choice, finish_reason="length")
         choice = self.choices[output.choice]
         if choice.finish_reason:  # it met a stop string; these tokens were on their way
             return

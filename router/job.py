@@ -25,17 +25,22 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """``text`` is what the client wrote, where it was text."""
+    """``text`` is what the client wrote, where it was text, and what is echoed, where that was asked for.
+
+    ``offsets`` are where each token begins in it, where that is to be told.
+    """
 
     token_ids: Sequence[int]
     text: str | None = None
+    offsets: Sequence[int] = ()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One prompt with its sampling parameters."""
+    """One prompt with its sampling parameters. ``silent``: no output is asked for, and the one token is not told."""
 
     prompt: Prompt
     sampling: SamplingParams
+    silent: bool = False
 
 
 def truncated(prompt: Prompt, body: GenerateBody, limits: Limits) -> Prompt:
@@ -78,16 +83,17 @@ def make_job(prompt: Prompt, body: GenerateBody, limits: Limits, grammar: str = 
         ignore_eos=body.ignore_eos,
         logprobs=body.num_logprobs,
         grammar=grammar,
+        prompt_logprobs=body.most_prompt_logprobs,
     )
-    return Job(prompt, sampling)
+    return Job(prompt, sampling, body.output_limit == 0)
 
 
 def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
-    """What the client asked for, or a default cut to the room there is."""
+    """What the client asked for, or a default cut to the room there is; one at least, for a node draws one."""
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", _prompt_field(body))
     room = limit - prompt_len
-    wanted = body.output_limit
+    wanted = None if body.output_limit is None else max(body.output_limit, 1)
     if wanted is None:
         wanted = max(room, 1) if isinstance(body, ChatBody) else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
     if wanted > room:

@@ -8,23 +8,33 @@ from typing import Any
 from pdserve.pb import pdserve_pb2 as pb
 from router.tokenizer import Tokenizer
 
-_LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
+LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 
 
 class TokenLogprob:
-    """One output token: its id, where its text begins, its log-probability and the best alternatives."""
+    """One token: its id, where its text begins (in characters), its log-probability and the best alternatives.
+
+    The first token of a prompt has no log-probability.
+    """
 
     __slots__ = ("alternatives", "logprob", "offset", "token_id")
 
-    def __init__(self, output: pb.Output, offset: int) -> None:
+    def __init__(
+        self, token_id: int, offset: int, logprob: float | None, alternatives: Sequence[tuple[int, float]]
+    ) -> None:
+        self.token_id = token_id
+        self.offset = offset
+        self.logprob = logprob
+        self.alternatives = alternatives
+
+    @classmethod
+    def of_output(cls, output: pb.Output, offset: int) -> TokenLogprob:
         found = output.logprobs
-        self.token_id = output.token_id
-        self.offset = offset  # characters
-        self.logprob = max(found.logprob, _LOWEST)
-        self.alternatives = [
-            (token_id, max(logprob, _LOWEST))
+        alternatives = [
+            (token_id, max(logprob, LOWEST))
             for token_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
         ]
+        return cls(output.token_id, offset, max(found.logprob, LOWEST), alternatives)
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
@@ -42,7 +52,9 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top:
     return {"content": [_chat_token(tokenizer, token, num_top) for token in tokens], "refusal": None}
 
 
-def _top(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, float]:
+def _top(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
     best = {_text(tokenizer, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
     best.setdefault(_text(tokenizer, token.token_id), token.logprob)
     return best
@@ -50,6 +62,7 @@ def _top(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, f
 
 def _chat_token(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, Any]:
     top = [_entry(tokenizer, token_id, logprob) for token_id, logprob in token.alternatives[:num_top]]
+    assert token.logprob is not None, "a chat tells of output tokens only"
     return {**_entry(tokenizer, token.token_id, token.logprob), "top_logprobs": top}
 
 

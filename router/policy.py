@@ -58,6 +58,9 @@ class Snapshot(msgspec.Struct, frozen=True):
         nodes = tuple(node for node in self.nodes if node.role != "decode" or accepts(node))
         return msgspec.structs.replace(self, nodes=nodes)
 
+    def without(self, role: str) -> Snapshot:
+        return msgspec.structs.replace(self, nodes=tuple(node for node in self.nodes if node.role != role))
+
     def usable(self, role: str) -> list[NodeView]:
         return [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
 

@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.bounds import check_lengths, check_shape
 from router.chat.tools import ToolUse, tool_use
 from router.structured.formats import StructuredOutputs, Wanted, wanted_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = MAX_PROMPT_LOGPROBS
 
 # OpenAI's own fields that change nothing here.
 _IGNORED = frozenset(
@@ -93,6 +94,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None  # only the last so many are used; -1: as many as the model has room for
 
     @property
@@ -117,6 +119,11 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
         raise NotImplementedError
 
     @property
+    def most_prompt_logprobs(self) -> int:
+        """Alternatives per token of the prompt, as many as any part of the answer needs; -1 where none does."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def continues_prompt(self) -> bool:
         """Whether the output goes on with the prompt's text, rather than being a text of its own."""
         return True
@@ -132,6 +139,10 @@ class CompletionBody(GenerateBody, kw_only=True, frozen=True):
     @property
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def most_prompt_logprobs(self) -> int:
+        return max(super().most_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -251,8 +262,6 @@ def parse_completion(data: bytes) -> CompletionBody:
         _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo together with logprobs is not supported yet; leave one of them out", "echo")
     num_choices = len(body.prompts) * body.n
     if num_choices > 8 * MAX_CHOICES:
         raise RequestError(f"{len(body.prompts)} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
@@ -282,8 +291,12 @@ def check_chat(body: ChatBody) -> None:
 
 def check_ranges(body: GenerateBody) -> None:
     """Everything about one field that does not depend on the model or the prompt."""
-    if body.output_limit is not None:
-        _within("max_tokens", body.output_limit, 1, math.inf)
+    if body.prompt_logprobs is not None:
+        _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+        if body.stream:
+            raise RequestError("prompt_logprobs are not sent in streams; leave out one of both", "prompt_logprobs")
+    if body.output_limit is not None:  # nothing but the prompt is of use where its log-probabilities are asked for
+        _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     _within("min_tokens", body.min_tokens, 0, math.inf)
     _within("temperature", body.temperature, 0.0, 2.0)
     _within("top_p", body.top_p, 0.0, 1.0, above=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ class ResponseOptions(msgspec.Struct, frozen=True):
     num_logprobs: int
     echo: bool
     return_token_ids: bool
+    prompt_logprobs: int | None = None
     include_usage: bool = False
     continuous_usage: bool = False
 
@@ -67,6 +69,13 @@ class Response(ABC):
         if not options.echo:
             return ""
         return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
+
+    def _echoed_tokens(self, options: ResponseOptions, prompt: int) -> list[TokenLogprob] | None:
+        """The prompt's tokens, where their log-probabilities are to precede those of the output."""
+        scores = self.generation.runs[prompt].scores
+        if not options.echo or options.num_logprobs < 0 or scores is None:
+            return None
+        return scores.tokens(self.jobs[prompt].prompt.offsets)
 
 
 class BodyResponse(Response):
@@ -131,13 +140,30 @@ class WholeResponse(BodyResponse):
         if output.has_token:
             whole.token_ids.append(output.token_id)
             if whole.logprobs is not None:
-                whole.logprobs.append(TokenLogprob(output, choice.token_offset))
+                at = choice.token_offset + len(self._echoed(self.options, choice.index))
+                whole.logprobs.append(TokenLogprob.of_output(output, at))
 
     def body(self) -> bytes:
         for whole, texts in zip(self._choices, self._texts, strict=True):
             whole.text = "".join(texts)
+        self._prepend_prompts()
         prompts = [job.prompt.token_ids for job in self.jobs] if self.options.return_token_ids else None
-        return self.form.whole(self._choices, self.generation.usage, prompts)
+        return self.form.whole(self._choices, self.generation.usage, prompts, self._prompt_logprobs())
+
+    def _prepend_prompts(self) -> None:
+        """To the log-probabilities of each choice, where that is asked for."""
+        echoed = [self._echoed_tokens(self.options, prompt) for prompt in range(len(self.jobs))]
+        for whole in self._choices:
+            tokens = echoed[whole.prompt]
+            if tokens is not None and whole.logprobs is not None:
+                whole.logprobs = tokens + whole.logprobs
+
+    def _prompt_logprobs(self) -> list[Any] | None:
+        num_top = self.options.prompt_logprobs
+        if num_top is None:
+            return None
+        scores = (run.scores for run in self.generation.runs)
+        return [self.form.prompt_logprobs(found, num_top) for found in scores if found is not None]
 
 
 class StreamResponse(EventResponse):
@@ -175,8 +201,9 @@ class StreamResponse(EventResponse):
         prompt_ids = list(job.prompt.token_ids) if self.options.return_token_ids else None
         self._chunks.append(self.form.first(index, prompt_ids))
         echoed = self._echoed(self.options, index)
-        if echoed:
-            self._chunks.append(self.form.chunk(index, echoed, ""))
+        tokens = self._echoed_tokens(self.options, self._prompt_of(index))
+        if echoed or tokens:
+            self._chunks.append(self.form.chunk(index, echoed, "", tokens))
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         options = self.options
@@ -187,7 +214,8 @@ class StreamResponse(EventResponse):
             return self.form.chunk(choice.index, text, choice.finish_reason, usage=usage)
         tokens = token_ids = None
         if options.num_logprobs >= 0:
-            tokens = [TokenLogprob(output, choice.token_offset)] if output.has_token else []
+            at = choice.token_offset + len(self._echoed(options, choice.index))
+            tokens = [TokenLogprob.of_output(output, at)] if output.has_token else []
         if options.return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
         return self.form.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)

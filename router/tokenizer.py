@@ -68,6 +68,18 @@ class Tokenizer:
         ids: list[int] = encodings[0].ids
         return ids
 
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in the text, in characters, each token of ``encode`` begins; one that was added takes no place.
+
+        Some tokenizers count the space in front of a word to no token; here it belongs to the word.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        offsets, end = [], 0
+        for (start, stop), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            offsets.append(end if added else min(start, end))
+            end = end if added else max(stop, end)
+        return offsets
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import time
 from array import array
 from collections.abc import Collection, Iterable, Iterator
@@ -19,6 +20,7 @@ from pdserve.kv import KVLayout
 from pdserve.records import (
     KVRegion,
     NewSequence,
+    PromptLogprobs,
     Sample,
     SamplingParams,
     ScheduledSequence,
@@ -26,6 +28,7 @@ from pdserve.records import (
     StepPlan,
     TokenLogprobs,
 )
+from runner.prompt_targets import PromptTargets, Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,10 @@ class SimulatedRunner:
         assert config.costs is not None
         self._costs = config.costs
         self._layout = config.kv_layout
+        self._vocab_size = config.model.vocab_size
         self._vocabulary = Vocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
+        self._targets = PromptTargets()
         self._busy_until = 0.0
 
     @property
@@ -65,12 +70,15 @@ class SimulatedRunner:
         assert not plan.digests, "there is no KV to take digests of; resolve refuses --kv-checksum"
         for seq in plan.finished:
             self._sequences.pop(seq, None)
+            self._targets.forget(seq)
         for new in plan.new:
             self._sequences[new.seq] = SimulatedSequence(new)
+            self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
         samples = tuple(sample for item in plan.scheduled for sample in self._draw(item, masks.get(item.seq)))
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
-        return SimulatedStep(StepOutput(plan.step, samples), self._busy_until)
+        scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
+        return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
 
     def reload_weights(self, model_dir: str) -> None:
         """It has none."""
@@ -82,6 +90,17 @@ class SimulatedRunner:
         if not item.num_samples:
             return ()
         return self._sequences[item.seq].draw(item.num_samples, vocabulary or self._vocabulary)
+
+    def _score(self, targets: Targets) -> PromptLogprobs:
+        """Each token was the best one; those after it by id come next."""
+        vocab_size = self._vocab_size
+        row = struct.Struct(f"<fI{targets.num_top}I{targets.num_top}f")
+        values = [(rank + 1) * math.log(0.5) for rank in range(targets.num_top)]
+        table = b"".join(
+            row.pack(math.log(0.5), 1, *((token + rank) % vocab_size for rank in range(targets.num_top)), *values)
+            for token in targets.token_ids
+        )
+        return PromptLogprobs(targets.first, targets.num_top, table)
 
 
 class Vocabulary:

@@ -24,6 +24,7 @@ DEMANDING = SamplingParams(
     logit_bias={0: 1.0},
     stop_token_ids=(1,),
     logprobs=1,
+    prompt_logprobs=1,
     grammar="any",  # the runner sees masks only
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewBlocks, NewSequence, Sample, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, SamplingParams, ScheduledSequence, StepPlan
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -37,6 +37,7 @@ class Stepper:
         self.free = list(range(runner.kv_layout.num_blocks))
         random.Random(seed).shuffle(self.free)
         self.live: dict[int, Running] = {}
+        self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
         self._known: set[int] = set()
         self._finished: list[int] = []
         self._next = 0
@@ -90,6 +91,8 @@ class Stepper:
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
         assert len(output.samples) == sum(item.num_samples for item in scheduled)
+        for seq, found in output.prompt_logprobs:
+            self.scored.setdefault(seq, []).append(found)
         samples = iter(output.samples)
         for item in scheduled:
             sequence = self.live[item.seq]

@@ -152,7 +152,8 @@ class Aggregator:
         reports = self._steps.pop(step)
         assert len(reports) == len(self._ranks), f"step {step} has not ended on every rank"
         digests = _add_up(reports[rank].digests for rank in self._digesting)
-        return ModelRunnerOutput(StepOutput(step, reports[self._sampling_rank].samples, digests), self.take_news())
+        drawn = reports[self._sampling_rank]
+        return ModelRunnerOutput(StepOutput(step, drawn.samples, digests, drawn.prompt_logprobs), self.take_news())
 
     def take_news(self) -> KVConnectorOutput:
         """All news since the last call."""

@@ -50,7 +50,16 @@ class ItemsRequest(msgspec.Struct, kw_only=True, frozen=True):
 
 # Fields of a chat that have another form here.
 CHAT_ONLY = frozenset(
-    {"messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n"}
+    {
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "logprobs",
+        "response_format",
+        "reasoning_effort",
+        "n",
+        "prompt_logprobs",
+    }
     | {"return_token_ids", "include_reasoning", "continue_final_message", "add_generation_prompt"}
 )
 

@@ -93,7 +93,7 @@ class _Output:
     def _logprobs(self, choice: Choice, output: pb.Output) -> list[Fields]:
         if self._num_logprobs < 0 or not output.has_token:
             return []
-        token = TokenLogprob(output, choice.token_offset)
+        token = TokenLogprob.of_output(output, choice.token_offset)
         entries: list[Fields] = chat_logprobs(self._tokenizer, [token], self._num_logprobs)["content"]
         return entries
 

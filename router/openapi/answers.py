@@ -48,6 +48,15 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(Struct):
     index: int
     text: str
@@ -55,6 +64,7 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -117,6 +127,7 @@ class ChatCompletion(Struct):
     choices: list[ChatChoice]
     usage: UsageAnswer
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 # ---------------------------------------------------------------- /v1/responses

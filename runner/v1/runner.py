@@ -20,6 +20,8 @@ from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
 from runner.pending import FinishedStep, step_without_samples
+from runner.prompt_logprobs import follow
+from runner.prompt_targets import PromptTargets
 from runner.returning import ReturningTokens
 from runner.sampler import Sampler, SampleRow
 from runner.stages import Stages
@@ -39,6 +41,7 @@ class RunnerV1:
         self._max_in_flight = config.split.pp
         self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
         self._returning = ReturningTokens(self._stages.tokens_in)
+        self._targets = PromptTargets()  # on the last stage, else none
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout
         if config.measure_kv_memory:
@@ -97,8 +100,17 @@ class RunnerV1:
         rows = self._sequences.rows(plan.scheduled)
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
         sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
-        hidden = self._forward(rows, lengths, sampling)
+        last_tokens = lengths.cumsum()[sampling] - 1
+        targets = self._targets.take(plan.scheduled)
+        hidden = self._forward(rows, lengths, None if targets else last_tokens)
         self._sequences.num_computed[rows] += lengths
+        if not targets:
+            return self._end(plan, rows, sampling, hidden)
+        step = self._end(plan, rows, sampling, hidden[self._to_device(last_tokens)])
+        return follow(step, targets, hidden, self._loaded.decoder.logits)
+
+    def _end(self, plan: StepPlan, rows: NDArray[np.int64], sampling: list[int], hidden: Tensor) -> PendingStep:
+        """Draw for the sequences ``sampling``, whose hidden states are given, or leave it to the last stage."""
         if sampling and self._world.place.is_last:
             return FinishedStep(StepOutput(plan.step, self._sample(plan, rows, sampling, hidden)))
         self._expect_tokens([plan.scheduled[i].seq for i in sampling], rows[sampling])
@@ -123,15 +135,18 @@ class RunnerV1:
         for seq in plan.finished:
             self._sequences.remove(seq)
             self._returning.forget(seq)
+            self._targets.forget(seq)
         for new in plan.new:
             self._sequences.add(new)
+            if self._world.place.is_last:
+                self._targets.add(new)
         for more in plan.new_blocks:
             self._sequences.add_blocks(more.seq, more.block_ids)
 
-    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], sampling: list[int]) -> Tensor:
+    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], wanted: NDArray[np.int64] | None) -> Tensor:
         """Compute the next ``lengths`` tokens of each sequence.
 
-        On the last stage: of those that sample, the last hidden state.
+        On the last stage: the hidden states of the tokens ``wanted``, or of all.
         """
         table = self._sequences
         starts = table.num_computed[rows]
@@ -155,8 +170,8 @@ class RunnerV1:
         )
         device_positions = self._to_device(positions)
         rope_lengths = self._rope_lengths(rows, lengths, positions)
-        keeps_all = len(sampling) == len(positions) or not self._world.place.is_last
-        keep = None if keeps_all else self._to_device(query_starts[1:][sampling] - 1)
+        keeps_all = wanted is None or len(wanted) == len(positions) or not self._world.place.is_last
+        keep = None if wanted is None or keeps_all else self._to_device(wanted)
         return self._stages.compute(
             lambda start: self._loaded.decoder(start, device_positions, rope_lengths, self._attention, keep),
             self._to_device(table.token_ids[token_rows, positions]),

@@ -72,6 +72,15 @@ class Forward:
             hidden = hidden.index_select(0, keep)
         return self._loaded.decoder.logits(hidden)
 
+    def run_whole(self, batch: ScheduledBatch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states of all tokens [tokens, hidden_size], and the logits, on the last stage; without a graph."""
+        tokens = batch.form.num_tokens
+        self._backend.plan(self._inputs.attention_batch(batch))
+        hidden = self._stages.compute(lambda start: self._layers(start, None), self._inputs.input_ids[:tokens])
+        if not len(last_tokens):
+            return hidden, hidden
+        return hidden, self._loaded.decoder.logits(hidden.index_select(0, last_tokens))
+
     def _layers(self, start: Tensor, keep: Tensor | None) -> Tensor:
         return self._loaded.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
@@ -20,6 +21,8 @@ from runner.kv_cache import KVCache
 from runner.kv_room import layout_that_fits
 from runner.loading import LoadedModel
 from runner.pending import FinishedStep, step_without_samples
+from runner.prompt_logprobs import follow
+from runner.prompt_targets import PromptTargets
 from runner.returning import ReturningTokens
 from runner.stages import Stages
 from runner.v2.forward import Forward
@@ -28,7 +31,7 @@ from runner.v2.inputs import StepInputs
 from runner.v2.pending import ToHost
 from runner.v2.sampler import DeviceSampler, Draw, Masks, Sampled, SamplingBatch
 from runner.v2.sampler import upload as upload_arrays
-from runner.v2.slots import BatchForm, Slots
+from runner.v2.slots import BatchForm, ScheduledBatch, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
 from runner.warmup import run_largest_steps, run_small_steps
 from runner.world import World
@@ -48,6 +51,7 @@ class RunnerV2:
         self._max_in_flight = config.split.pp + 1
         self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
         self._returning = ReturningTokens(self._stages.tokens_in)
+        self._targets = PromptTargets()  # on the last stage, else none
         layout = config.kv_layout
         if config.measure_kv_memory:
             progress("measuring memory", -1.0)
@@ -141,15 +145,24 @@ class RunnerV2:
             return FinishedStep(StepOutput(plan.step))
         batch = self._slots.schedule(plan.scheduled)
         form, is_last = batch.form, self._world.place.is_last
-        shape = self._forward.shape_for(form)
+        targets = self._targets.take(plan.scheduled)
+        shape = None if targets else self._forward.shape_for(form)
         draw_of_row = form.draw_of_row if is_last else np.full_like(form.draw_of_row, -1)  # others draw nothing
         returned = [self._state.places(r.rows, r.positions, r.wanted) for r in self._returning.due(plan.scheduled)]
         upload = self._uploader.send(form.slots, form.query_starts, draw_of_row, form.last_tokens, *returned)
         self._uploader.apply(upload, self._state)
         self._take_returned(upload, returned)
         self._inputs.build(batch, shape or StepShape(form.num_seqs, form.num_tokens), self._state, upload)
-        logits = self._forward.run(batch, upload.array(_LAST_TOKENS, len(form.sampling)), shape)
-        if not (is_last and len(form.sampling)):
+        last_tokens = upload.array(_LAST_TOKENS, len(form.sampling))
+        if not targets:
+            return self._end(plan, batch, upload, self._forward.run(batch, last_tokens, shape))
+        hidden, logits = self._forward.run_whole(batch, last_tokens)
+        return follow(self._end(plan, batch, upload, logits), targets, hidden, self._loaded.decoder.logits)
+
+    def _end(self, plan: StepPlan, batch: ScheduledBatch, upload: Upload, logits: Tensor) -> PendingStep:
+        """Sample, or leave it to the last stage, and let the state follow. ``logits`` are of the rows that sample."""
+        form = batch.form
+        if not (self._world.place.is_last and len(form.sampling)):
             self._take_in(form, upload, None)
             self._expect_tokens(plan.scheduled, form)
             return step_without_samples(plan.step, self._device)
@@ -178,8 +191,11 @@ class RunnerV2:
         for seq in plan.finished:
             self._slots.remove(seq)
             self._returning.forget(seq)
+            self._targets.forget(seq)
         for new in plan.new:
             self._slots.add(new)
+            if self._world.place.is_last:
+                self._targets.add(new)
         for more in plan.new_blocks:
             self._slots.add_blocks(more.seq, more.block_ids)
 

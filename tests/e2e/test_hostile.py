@@ -213,7 +213,9 @@ class Fuzzer:
     def _sensible(self, message: Message) -> Message:
         """With sampling that is served, where there is some, so that more than its checks is reached."""
         if isinstance(message, pb.Generate | pb.PrefillRequest):
-            served = pb.SamplingParams(max_tokens=20, n=2, top_p=1.0, repetition_penalty=1.0, logprobs=-1)
+            served = pb.SamplingParams(
+                max_tokens=20, n=2, top_p=1.0, repetition_penalty=1.0, logprobs=-1, prompt_logprobs=-1
+            )
             message.sampling.CopyFrom(served)
             message.token_ids = TOKENS[2]
             message.timeout_ms = 2000
@@ -263,7 +265,7 @@ def give_back(prefill: NodeProcess) -> None:
 
 def test_messages_that_are_cut_or_changed(unharmed: Fleet) -> None:
     rng = random.Random(3)
-    sampling = pb.SamplingParams(max_tokens=20, n=1, top_p=1.0, repetition_penalty=1.0, logprobs=-1)
+    sampling = pb.SamplingParams(max_tokens=20, n=1, top_p=1.0, repetition_penalty=1.0, logprobs=-1, prompt_logprobs=-1)
     epoch = unharmed.prefill[0].describe().epoch
     generate = pb.ServeRequest(generate=pb.Generate(request=1, token_ids=TOKENS[2], sampling=sampling))
     handoff = pb.HandoffRequest(

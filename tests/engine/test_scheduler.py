@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import reference
+from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Node
 
 from engine.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
@@ -45,7 +45,8 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
 @given(
     requests=st.lists(
         st.tuples(
-            st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 12), PRIORITIES
+            *(st.integers(1, 30), st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 12)),
+            *(PRIORITIES, st.integers(-1, 0)),
         ),
         min_size=1,
         max_size=12,
@@ -54,22 +55,28 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
 )
 @settings(max_examples=60, deadline=None)
 def test_local_requests_are_exact_under_preemption(
-    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, int, int]], num_blocks: int
+    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, int, int, int]], num_blocks: int
 ) -> None:
-    """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens."""
+    """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens.
+
+    So do those who ask for log-probabilities of their prompt, who are told of each token once.
+    """
     node = Node(num_blocks, *depth)
-    expected = {}
-    for rid, (length, max_tokens, n, shared, stop_at, priority) in enumerate(requests):
+    expected, ranks = {}, {}
+    for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):
         prompt = [7 if shared else rid] * length
         stop = tuple(reference(prompt, 0, stop_at)[-1:])
-        sampling = SamplingParams(max_tokens=max_tokens, n=n, stop_token_ids=stop)
+        sampling = SamplingParams(max_tokens=max_tokens, n=n, stop_token_ids=stop, prompt_logprobs=scored)
         node.submit(rid, prompt, sampling, Mode.LOCAL, priority=priority)
+        if scored >= 0 and length > 1:
+            ranks[rid] = reference_ranks(prompt)
         for choice in range(n):
             tokens = reference(prompt, choice, max_tokens, stop)
             stopped = tokens[-1] in stop
             expected[rid, choice] = tokens, FinishReason.STOP if stopped else FinishReason.LENGTH
     node.run()
     assert {key: (node.tokens[key], node.finished[key]) for key in expected} == expected
+    assert node.ranks == ranks
     assert node.scheduler.status().totals.output_tokens == sum(len(tokens) for tokens, _ in expected.values())
     node.assert_all_free()
     node.close()

@@ -7,6 +7,7 @@ given to somebody else before is overwritten then, and it also says so by itself
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -14,7 +15,8 @@ from zlib import crc32
 import numpy as np
 
 from pdserve.kv import KVLayout
-from pdserve.records import DigestOrder, KVRegion, Sample, StepOutput, StepPlan
+from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
+from runner.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
 
@@ -31,6 +33,11 @@ def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int,
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
+
+
+def reference_ranks(prompt: list[int]) -> list[int]:
+    """What it says of the tokens of a prompt, but for the first: digests, too."""
+    return [next_token(np.array(prompt[:at]), prompt[at]) for at in range(1, len(prompt))]
 
 
 @dataclass
@@ -63,6 +70,7 @@ class ToyStep:
     step: int
     work: tuple[_Work, ...]
     digests: tuple[DigestOrder, ...]
+    targets: list[Targets]
 
     def result(self) -> StepOutput:
         return self.runner.compute(self)
@@ -80,6 +88,7 @@ class ToyRunner:
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
+        self._targets = PromptTargets()
 
     @property
     def kv_region(self) -> KVRegion:
@@ -107,14 +116,16 @@ class ToyRunner:
             assert not self.writing.keys() & set(read.local_blocks), "a read is ordered into blocks that a step writes"
         for seq in plan.finished:
             del self._states[seq]
+            self._targets.forget(seq)
         for new in plan.new:
             assert new.seq not in self._states
             assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
             state = _State(new.seq, list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = new.num_computed
             self._states[new.seq] = state
+            self._targets.add(new)
         self._check_stages(plan)
-        step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests)
+        step = ToyStep(self, plan.step, tuple(self._take_in(plan)), plan.digests, self._targets.take(plan.scheduled))
         self._in_flight.append(step)
         return step
 
@@ -123,6 +134,7 @@ class ToyRunner:
         assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
         self.num_overlapped += any(later.work for later in self._in_flight)
         samples: list[Sample] = []
+        states = {work.state.seq: work.state for work in step.work}
         for work in step.work:
             state = work.state
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
@@ -130,7 +142,8 @@ class ToyRunner:
             state.num_computed += work.num_tokens
             if work.num_samples:
                 samples += self._sample(state, work.num_samples)
-        return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)))
+        scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
+        return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
 
     def reload_weights(self, model_dir: str) -> None:
         """It has none."""
@@ -181,6 +194,12 @@ class ToyRunner:
         samples = tuple(Sample(next_token(seen, choice)) for choice in choices)
         state.token_ids.append(samples[0].token_id)
         return samples
+
+    def _score(self, state: _State, targets: Targets) -> PromptLogprobs:
+        seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
+        rows = enumerate(targets.token_ids, targets.first)
+        ranks = [next_token(seen[:at], token) for at, token in rows]
+        return PromptLogprobs(targets.first, 0, b"".join(struct.pack("<fI", -1.0, rank) for rank in ranks))
 
     def _slot(self, state: _State, position: int) -> np.ndarray:
         size = self.kv_layout.block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping
@@ -69,6 +70,7 @@ class Node:
         self.rank = Rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.ranks: dict[int, list[int]] = {}  # of prompt tokens
         self.finished: dict[tuple[int, int], FinishReason] = {}
         self.leased: dict[int, tuple[int, ...]] = {}  # unless with digests: these come when a lease may have ended
         self._kv_checksum = kv_checksum
@@ -103,6 +105,11 @@ class Node:
                 for name in Batch.__struct_fields__[1:]
             ),
         )
+        for scored in batch.scored:
+            ranks = self.ranks.setdefault(scored.rid, [])
+            assert scored.found.first == 1 + len(ranks), "log-probabilities of a prompt do not follow each other"
+            assert not self.tokens[scored.rid, 0], "log-probabilities of a prompt came after its first token"
+            ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.found.table)]
         for output in batch.outputs:
             assert output.sample is not None
             assert (output.rid, output.choice) not in self.finished, "a token came after the end"
