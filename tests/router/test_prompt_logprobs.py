@@ -49,7 +49,8 @@ def expected(checkpoint: Path) -> Any:
 
     @torch.no_grad()
     def expected(token_ids: list[int]) -> torch.Tensor:
-        return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits
+        return logits[0, :-1].log_softmax(-1)
 
     return expected
 
@@ -79,7 +80,7 @@ def own(expected: Any, token_ids: list[int]) -> list[float]:
 def test_what_a_harness_asks_for(client: httpx.Client, expected: Any, max_tokens: int) -> None:
     """As lm-evaluation-harness does: several prompts as token ids, echo, logprobs 1, and one token or none."""
     prompts = [prompt_of(length, length) for length in (1, 5, 3 * STEP + 7)]
-    fields = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "seed": 1234}
+    fields: dict[str, Any] = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "seed": 1234}
     answer = post(client, **fields)
     assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
@@ -115,7 +116,7 @@ def test_texts_and_their_offsets(client: httpx.Client, tokenizer: Tokenizer) -> 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_stream_echoes_them_first(client: httpx.Client, max_tokens: int) -> None:
-    fields = {"prompt": prompt_of(9, 1), "max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
+    fields: dict[str, Any] = {"prompt": prompt_of(9, 1), "max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
     whole = post(client, **fields)["choices"]
     lines = client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True, "stream": True, **fields}).text
     events = [line.removeprefix("data: ") for line in lines.splitlines() if line]
@@ -148,7 +149,7 @@ def test_prompt_logprobs_of_completions(client: httpx.Client, expected: Any, tok
 
 
 def test_prompt_logprobs_of_chats(client: httpx.Client) -> None:
-    fields = {"messages": [{"role": "user", "content": "Hi!"}], "return_token_ids": True}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi!"}], "return_token_ids": True}
     answer = post(client, "/v1/chat/completions", **fields, max_tokens=2, prompt_logprobs=0)
     token_ids = answer["prompt_token_ids"]
     assert answer["prompt_logprobs"][0] is None

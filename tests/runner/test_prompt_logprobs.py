@@ -106,7 +106,8 @@ def test_every_token_is_told_once(chunks: list[int], num_computed: int, num_scor
     new = NewSequence(7, tuple(range(end)), prompt_len, num_computed, (), asking(3), num_scored=num_scored)
     targets = PromptTargets()
     targets.add(new)
-    told, computed = [], num_computed
+    told: list[int] = []
+    computed = num_computed
     for chunk in chunks:
         step = (ScheduledSequence(1, others, 1), ScheduledSequence(7, chunk, 0))
         for found in targets.take(step):
