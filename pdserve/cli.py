@@ -18,6 +18,7 @@ ROLES = {
     "prefill": ("prefill_node", "start a prefill node"),
     "decode": ("decode_node", "start a decode node"),
     "router": ("router", "start a router"),
+    "doctor": ("engine.doctor", "say whether a node with these flags would start on this machine, and do it all"),
 }
 
 

@@ -102,7 +102,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = No
     """Bind a server's port (0: any free one) and return it. Raises CapacityError when it is taken."""
     address = join_address(host, port)
     try:
-        _probe(host, port)  # gRPC would log a line of its own on stderr, and not say why
+        probe_port(host, port)  # gRPC would log a line of its own on stderr, and not say why
         if tls is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, tls.server_credentials()))
@@ -113,7 +113,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = No
     raise CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")
 
 
-def _probe(host: str, port: int) -> None:
+def probe_port(host: str, port: int) -> None:
     """Raise OSError unless this machine can listen there."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

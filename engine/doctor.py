@@ -1,0 +1,142 @@
+"""``pdserve doctor``: would a node with these flags start here, and do what they ask for?
+
+It takes the flags of a node, loads no weights, opens nothing for others and leaves nothing behind. It says a line for
+each thing that it looked at: ok; warn, where a node would start; fail, where it would not, or do less than asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+import grpc
+import msgspec
+
+from engine.node_flags import FrontOptions, add_front_flags, front_options_from
+from engine.ranks.flags import add_host_flags, hosted_from
+from pdserve import preflight, rpc
+from pdserve.compat import compat_hash
+from pdserve.config import NodeConfig, NodeOptions
+from pdserve.device import node_devices
+from pdserve.errors import PdserveError
+from pdserve.exits import run_command
+from pdserve.findings import Finding, Level, fail, found, ok, warn
+from pdserve.flags import CommandParser, add_node_flags, options_from
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.resolve import resolve
+from pdserve.tls import PeerTls
+from pdserve.transports import REQUIRABLE
+
+_ANSWER_SECONDS = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 unless something failed."""
+    return run_command(lambda: _run(_parser().parse_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="pdserve doctor", description="Would a node with these flags start here, and do it all?"
+    )
+    add_node_flags(parser)
+    add_front_flags(parser)
+    add_host_flags(parser)
+    group = parser.add_argument_group("handoff")
+    group.add_argument(
+        "--prefill", action="append", default=[], metavar="ADDR", help="prefill node to be reached; repeatable"
+    )
+    group.add_argument(
+        "--require-transport", choices=REQUIRABLE, default="", metavar="KIND", help="fail where UCX has no such way"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    options, front = options_from(args), front_options_from(args)
+    host = hosted_from(args, options.num_ranks)
+    findings = []
+    for finding in _findings(options, front, len(host.ranks), args.prefill, args.require_transport):
+        findings.append(finding)
+        if not args.json:
+            print(finding, flush=True)
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+    return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+
+
+def _findings(
+    options: NodeOptions, front: FrontOptions, ranks: int, prefill: Sequence[str], required: str
+) -> Iterator[Finding]:
+    """The cheap ones first."""
+    yield found("clock", preflight.check_clock)
+    yield found("tls", lambda: preflight.check_tls(options.grpc_tls))
+    yield found("port", lambda: preflight.check_port(front.host, front.port))
+    device = found("device", lambda: preflight.check_device(options, ranks))
+    yield device
+    if device.level is Level.FAIL:
+        return
+    on_gpu = node_devices(options, ranks)[0].kind == "cuda"
+    config: NodeConfig | None = None
+    try:
+        if preflight.is_local(options):
+            config = resolve(options, node_devices(options, ranks)[0])
+        yield found("checkpoint", lambda: preflight.check_checkpoint(options, config))
+    except PdserveError as exc:
+        yield fail("checkpoint", str(exc))
+    yield found("shm", lambda: preflight.check_shared_memory(ranks, on_gpu))
+    if not options.simulated:
+        yield found("memlock", lambda: preflight.check_locked_memory(options, required, on_gpu))
+        yield found("ucx ports", lambda: preflight.check_ucx_ports(ranks))
+        yield from _check_nixl(required, on_gpu)
+    for address in prefill:
+        yield found("peer", lambda address=address: _check_peer(address, options, config))  # type: ignore[misc]
+
+
+def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
+    from connector.preflight import try_agents
+
+    try:
+        kind, lanes = try_agents(required, "cuda" if on_gpu else "cpu")
+    except PdserveError as exc:
+        yield fail("nixl", str(exc))
+        return
+    yield ok("nixl", "two agents have connected")
+    yield preflight.check_requirement(required, kind, lanes)
+
+
+def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -> Finding:
+    """Whether a prefill node answers, and is one that a node with this configuration could read from."""
+    tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+    try:
+        peer = asyncio.run(_describe(address, tls))
+    except grpc.aio.AioRpcError as exc:
+        remedy = "start it, and look at firewalls, network policies and --grpc-tls on both sides"
+        return fail("peer", f"{address} does not answer: {exc.details() or exc.code().name}", remedy)
+    if peer.role != "prefill":
+        return fail("peer", f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
+    here = version("pdserve")
+    if peer.version != here:
+        return fail("peer", f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
+    if config is not None and compat_hash(config.compat_fields) != peer.compat_hash:
+        return fail(
+            "peer", f"{address} cannot exchange KV with this configuration", "give both the same checkpoint and flags"
+        )
+    if peer.state != "ready":
+        return warn("peer", f"{address} is {peer.state}", "wait until it is ready")
+    return ok("peer", f"{address} is ready")
+
+
+async def _describe(address: str, tls: PeerTls | None) -> pb.NodeDescription:
+    async with rpc.open_channel(address, tls=tls) as channel:
+        return await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=_ANSWER_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

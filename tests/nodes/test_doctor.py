@@ -1,0 +1,104 @@
+"""``pdserve doctor`` as a process: what it finds on this machine, and what it makes of what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.findings import Finding, Level
+from pdserve.preflight import check_requirement, check_ucx_ports
+
+Findings = dict[str, Finding]
+
+
+def doctor(*flags: str, model: str = str(EMBEDDED_MODEL), **environ: str) -> tuple[int, Findings]:
+    """Its status, and its findings by what was checked."""
+    command = [sys.executable, "-m", "pdserve", "doctor", model, "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=60)
+    findings = msgspec.convert(json.loads(done.stdout), list[Finding])
+    assert all(finding.remedy or finding.level is not Level.WARN for finding in findings), "a warning without a remedy"
+    by_check = {finding.check: finding for finding in findings}
+    assert len(by_check) == len(findings)
+    return done.returncode, by_check
+
+
+def failed(findings: Findings) -> set[str]:
+    return {check for check, finding in findings.items() if finding.level is Level.FAIL}
+
+
+def test_a_machine_on_which_a_node_would_start() -> None:
+    status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
+    assert (status, failed(findings)) == (0, set()), findings
+    assert "shm" in findings["transport"].text
+    checks = "clock tls port device checkpoint shm memlock nixl transport"
+    assert findings.keys() == {*checks.split(), "ucx ports"}
+
+
+def test_a_silent_fallback_to_tcp_fails() -> None:
+    status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TLS="tcp")
+    assert (status, failed(findings)) == (1, {"transport"})
+    assert "falls back to tcp" in findings["transport"].text
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as closed:
+        port, peer = taken.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        flags = ("--device", "cpu", "--port", str(port), "--grpc-tls", str(tmp_path), "--prefill", f"127.0.0.1:{peer}")
+        status, findings = doctor(*flags, model=str(tmp_path))
+    assert (status, failed(findings)) == (1, {"port", "tls", "checkpoint", "peer"})
+    assert str(port) in findings["port"].text
+    assert "ca.pem" in findings["tls"].text
+
+
+@contextmanager
+def prefill_node() -> Iterator[str]:
+    """The address of a simulated one that is ready."""
+    status, write = os.pipe()
+    flags = ["--engine", "simulated", "--status-fd", str(write)]
+    command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), *flags]
+    with subprocess.Popen(command, pass_fds=[write], stderr=subprocess.DEVNULL) as process, os.fdopen(status) as lines:
+        os.close(write)
+        try:
+            states: list[dict[str, str]] = []
+            while not states or states[-1]["state"] != "ready":
+                states.append(json.loads(lines.readline()))
+            yield states[0]["address"]
+        finally:
+            process.terminate()
+
+
+def test_peers_are_asked_whether_they_fit() -> None:
+    with prefill_node() as address:
+        status, findings = doctor("--engine", "simulated", "--prefill", address)
+        assert (status, findings["peer"].level) == (0, Level.OK)
+        assert not findings.keys() & {"nixl", "transport", "memlock"}
+        status, findings = doctor("--engine", "simulated", "--block-size", "32", "--prefill", address)
+        assert (status, failed(findings)) == (1, {"peer"})
+
+
+@pytest.mark.parametrize(
+    ("required", "kind", "level"),
+    [("", "tcp", Level.WARN), ("", "shm", Level.OK), ("rdma", "rdma", Level.OK), ("rdma", "tcp", Level.FAIL)],
+)
+def test_what_a_requirement_accepts(required: str, kind: str, level: Level) -> None:
+    assert check_requirement(required, kind, "lanes").level is level
+
+
+@pytest.mark.parametrize("text", ["20000", "9-3", "0-5", "70000-70001", "a-b"])
+def test_a_range_of_ports_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", text)
+    finding = check_ucx_ports(1)
+    assert finding.level is Level.FAIL
+    assert text in finding.text
