@@ -31,6 +31,7 @@ class Generated:
     number: int
     choices: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[pb.TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: list[pb.PromptLogprobs] = field(default_factory=list)
     finish: dict[int, str] = field(default_factory=dict)
     failure: pb.Failure | None = None
     cached_tokens: int = 0
@@ -50,6 +51,10 @@ class Generated:
         if output.HasField("failure"):
             self.failure = output.failure
             self.ended.set()
+            return
+        if output.HasField("prompt_logprobs"):
+            assert not self.choices, "log-probabilities of the prompt after a token"
+            self.prompt_logprobs.append(output.prompt_logprobs)
             return
         assert output.choice not in self.finish, "an output after the end of its choice"
         if output.has_token:
