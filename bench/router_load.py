@@ -9,7 +9,7 @@ when the last one has ended.
     short     completions of one token, not streamed, over connections that stay open
     first     half as many streams run, and now and then a request is sent by way of the router, and another straight to
               a node by gRPC. The first token of each is timed; what the router adds is the difference at a percentile
-    hold      half as many streams run for ``--hold`` seconds; memory of the router, beginning and end
+    hold      half as many streams run for ``--hold`` seconds; memory of the router meanwhile
 
 CPU is user + system time of the router's process over wall time; 1.3 is more than a core, as gRPC has threads.
 """
@@ -127,7 +127,6 @@ class Bench:
         load = Load(self._port, connections, tokens, streamed, seconds)
         time.sleep(WARM_UP * 1.5)
         before, started = self._cpu(), time.perf_counter()
-        memory = self._megabytes()
         num_tokens, answers = load.result()
         cpu = (self._cpu() - before) / (time.perf_counter() - started)
         self._say(
@@ -137,8 +136,7 @@ class Bench:
             requests_per_s=answers / seconds,
             cpu=cpu,
             us_per_token=1e6 * cpu * seconds / max(num_tokens, 1) if streamed else 0,
-            mib_before=memory,
-            mib_after=self._megabytes(),
+            mib=self._megabytes(),
         )
 
     def first_tokens(self, seconds: float) -> None:
@@ -153,6 +151,16 @@ class Bench:
             with_router, without = percentile(routed, share), percentile(direct, share)
             self._say(f"first p{share}", ms=with_router, direct_ms=without, added_ms=with_router - without)
         self._say("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed), cpu=cpu)
+
+    def hold(self, seconds: float) -> None:
+        """Half the streams, and the router's memory at eleven points in time."""
+        load = Load(self._port, self._args.streams // 2, self._args.tokens, True, seconds)
+        time.sleep(WARM_UP * 1.5)
+        for point in range(11):
+            self._say("hold", seconds=seconds * point / 10, mib=self._megabytes())
+            time.sleep(seconds / 10 if point < 10 else 0.0)
+        tokens, answers = load.result()
+        self._say("hold", tokens_per_s=tokens / seconds, requests_per_s=answers / seconds)
 
     async def _probe(self, seconds: float) -> tuple[list[float], list[float]]:
         """Milliseconds each."""
@@ -213,17 +221,18 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="of each stream")
     parser.add_argument("--connections", type=int, default=64, help="of short requests")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each window")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each window; 0: only hold")
     parser.add_argument("--hold", type=float, default=0.0, help="seconds of the last part; 0: leave it out")
     parser.add_argument("--costs", default="step=0.0065,decode=0.0001", help="of the nodes, as --sim-costs takes them")
     args = parser.parse_args()
     with fleet_of(args.nodes, args.costs) as fleet:
         bench = Bench(fleet, args)
-        bench.throughput("streams", args.streams, args.tokens, True, args.seconds)
-        bench.throughput("short", args.connections, 1, False, args.seconds)
-        bench.first_tokens(args.seconds)
+        if args.seconds:
+            bench.throughput("streams", args.streams, args.tokens, True, args.seconds)
+            bench.throughput("short", args.connections, 1, False, args.seconds)
+            bench.first_tokens(args.seconds)
         if args.hold:
-            bench.throughput("hold", args.streams // 2, args.tokens, True, args.hold)
+            bench.hold(args.hold)
 
 
 if __name__ == "__main__":
