@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from environment import PROGRAMS, Environment
 from serving import Service
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
+COMMANDS: dict[str, list[str | Path]] = {
+    "openai": ["python", PROGRAMS / "openai_sdk.py"],
+    "openai-node": ["node", "--test", PROGRAMS / "openai_sdk.cjs"],
+    "langchain": ["python", PROGRAMS / "langchain_chat.py"],
+    "litellm": ["python", PROGRAMS / "litellm_chat.py"],
+}
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("openai", ["python", PROGRAMS / "openai_sdk.py"]),
-        ("openai-node", ["node", "--test", PROGRAMS / "openai_sdk.cjs"]),
-        ("langchain", ["python", PROGRAMS / "langchain_chat.py"]),
-        ("litellm", ["python", PROGRAMS / "litellm_chat.py"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_sdk(name: str, command: list[str], request: pytest.FixtureRequest) -> None:
-    environment = Environment(name)
-    service: Service = request.getfixturevalue("service")
-    environment.run(command, service.variables)
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_sdk(name: str, service: Service) -> None:
+    Environment(name).run(COMMANDS[name], service.variables)
