@@ -37,10 +37,10 @@ _ANSWER_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 unless something failed."""
-    return run_command(lambda: _run(_parser().parse_args(argv)))
+    return run_command(lambda: _run(make_parser().parse_args(argv)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve doctor", description="Would a node with these flags start here, and do it all?"
     )

@@ -18,6 +18,7 @@ from pdserve.findings import Finding, fail, ok, warn
 from pdserve.hub import resolve_model, weight_files
 from pdserve.rpc import probe_port
 from pdserve.tls import PeerTls
+from pdserve.transports import Connected
 
 _MIB = 1 << 20
 _SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that NCCL and UCX do well with; tests of ranks need far less
@@ -178,7 +179,7 @@ def check_requirement(required: str, kind: str, lanes: str) -> Finding:
     if not lanes:
         return warn("transport", "UCX does not tell its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
     text = f"{kind} ({lanes})"
-    if required and kind != required:
+    if required and not Connected("", kind).meets(required):
         remedy = "look at UCX_TLS and UCX_NET_DEVICES, and whether this container has the device"
         return fail("transport", f"{required} is required, UCX falls back to {text}", remedy)
     if kind == "tcp":

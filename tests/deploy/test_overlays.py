@@ -11,6 +11,7 @@ from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kin
 
 from decode_node.role import add_flags as add_decode_flags
 from decode_node.role import make_role as make_decode
+from engine.doctor import make_parser
 from engine.node import role_parser
 from engine.node_flags import front_options_from
 from engine.ranks.flags import hosted_from
@@ -73,6 +74,11 @@ def test_programs_know_their_flags(overlay: str) -> None:
     for pod in pods(overlay):
         assert not [word for word in pod.arguments if "$(" in word]
         check_flags(pod)
+        for container in pod.spec.get("initContainers", ()):
+            command, *words = container["args"]
+            assert command == "doctor"
+            options_from(make_parser().parse_args(words))
+            assert container["image"] == pod.container["image"]
 
 
 @each_overlay

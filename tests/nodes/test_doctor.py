@@ -90,7 +90,13 @@ def test_peers_are_asked_whether_they_fit() -> None:
 
 @pytest.mark.parametrize(
     ("required", "kind", "level"),
-    [("", "tcp", Level.WARN), ("", "shm", Level.OK), ("rdma", "rdma", Level.OK), ("rdma", "tcp", Level.FAIL)],
+    [
+        ("", "tcp", Level.WARN),
+        ("", "shm", Level.OK),
+        ("rdma", "rdma", Level.OK),
+        ("rdma", "nvlink", Level.OK),
+        ("rdma", "tcp", Level.FAIL),
+    ],
 )
 def test_what_a_requirement_accepts(required: str, kind: str, level: Level) -> None:
     assert check_requirement(required, kind, "lanes").level is level
