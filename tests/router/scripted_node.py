@@ -6,8 +6,9 @@ Real gRPC on a real port, in a thread of the test. A request finds its script by
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -32,6 +33,11 @@ class Conversation:
     def token(self, token_id: int, choice: int = 0, finish: str = "", **fields: Any) -> None:
         """Send one token."""
         self._put(pb.Output(choice=choice, token_id=token_id, has_token=True, finish_reason=finish, **fields))
+
+    def score(self, logprobs: Sequence[float], first: int = 1) -> None:
+        """Send log-probabilities of prompt tokens, from the second one on."""
+        table = b"".join(struct.pack("<fI", logprob, 1) for logprob in logprobs)
+        self._put(pb.Output(prompt_logprobs=pb.PromptLogprobs(first=first, table=table)))
 
     def fail(self, code: pb.Failure.Code.ValueType, message: str = "scripted", retry_after_ms: int = 0) -> None:
         self._put(pb.Output(failure=pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)))

@@ -112,6 +112,33 @@ def resumed(conversation: Conversation) -> dict[int, list[int]]:
     return {each.choice: list(unpack_tokens(each.token_ids)) for each in conversation.message.resume}
 
 
+@pytest.mark.parametrize("told", [0, 1, 3])
+def test_a_prompt_is_scored_again_only_where_it_has_not_been(nodes: Nodes, told: int) -> None:
+    """After the first token nothing is asked of the prompt any more; what was told in part is told anew."""
+    asked: list[int] = []
+
+    async def beginning(conversation: Conversation) -> None:
+        asked.append(conversation.message.sampling.prompt_logprobs)
+        if told:
+            conversation.score([-1.0] * told)
+        await saying([9] if told == 3 else [], then=None)(conversation)
+
+    async def rest(conversation: Conversation) -> None:
+        asked.append(conversation.message.sampling.prompt_logprobs)
+        if told < 3:
+            conversation.score([-2.0])
+            conversation.score([-2.0, -2.0], first=2)
+        await saying([9, 9])(conversation)
+
+    body = nodes.play(beginning, rest) | {"prompt": [5, 6, 7, 8], "prompt_logprobs": 0}
+    (choice,) = nodes.client.post("/v1/completions", json=body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    expected = -1.0 if told == 3 else -2.0
+    assert [entry[str(token)]["logprob"] for token, entry in zip((6, 7, 8), others, strict=True)] == [expected] * 3
+    assert asked == ([0, -1] if told == 3 else [0, 0])
+
+
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])
 def test_the_text_goes_on_where_it_was(nodes: Nodes, tokenizer: Tokenizer, cut: int) -> None:
     """Also between the bytes of a character; nothing of the request changes but what it has already."""
