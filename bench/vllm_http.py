@@ -1,11 +1,11 @@
-"""vLLM's HTTP server before an engine that only replays tokens: what a streamed token costs it, to compare routers with.
+"""vLLM's HTTP server before an engine that only replays tokens: what a streamed token costs it, to compare with.
 
     VLLM_PYTHON bench/vllm_http.py MODEL_DIR --streams 256 --tokens 400 --interval 0.0065
 
 It runs in an environment where vLLM is installed (tried with 0.32.0), and imports nothing of pdserve. All of vLLM's
-front is real: HTTP, validation, detokenizing, server-sent events. Its engine core is replaced, in the same process, by a
-loop that hands a token to every request once per interval, as bench/router_stream.py's node does; so vLLM is spared the
-socket that it would have to read them from. CPU time is that of the server's process, as in bench/router_stream.py.
+front is real: HTTP, validation, detokenizing, server-sent events. Its engine core is replaced, in the same process, by
+a loop that hands a token to every request once per interval, as bench/router_stream.py's node does; so vLLM is spared
+the socket that it would have to read them from. CPU time is that of the server's process.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from pdserve.errors import RequestError
+from router.decoding import convert, parse_json
 from router.endpoint import read_body
 from router.prompts import PromptEncoder
-from router.requests import ChatBody, convert, parse_json
+from router.requests import ChatBody
 from router.service import Service
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.errors import RequestError
+from router.decoding import convert, parse_json
 from router.items.input import messages_of
-from router.requests import ChatBody, check_chat, convert, parse_json
+from router.requests import ChatBody, check_chat
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is in the open here

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from router.decoding import other_fields
 from router.items.body import CHAT_ONLY, ItemsRequest
 from router.openapi import answers
-from router.requests import ChatBody, CompletionBody, other_fields
+from router.requests import ChatBody, CompletionBody
 from router.tokens import DetokenizeBody, TokenizeBody
 
 Fields = dict[str, Any]
