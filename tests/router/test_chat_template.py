@@ -83,8 +83,8 @@ def test_a_continued_message_and_tools_as_transformers_has_them(reference: Any, 
 def test_a_template_that_wants_content_gets_some_where_a_message_only_calls_tools() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}", {})
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    messages = [{"role": "user", "content": "Do."}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert template.render(messages, False) == "user:Do.;assistant:;"
+    calling: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert template.render([{"role": "user", "content": "Do."}, calling], False) == "user:Do.;assistant:;"
 
 
 def test_only_content_can_be_continued() -> None:
