@@ -110,6 +110,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         "Bearer \xff\xfe",
         KEYS["alice"],
     ],
+    ids=["none", "no key", "wrong", "another scheme", "cut", "not ASCII", "no scheme"],  # keys differ in each run
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/nothing/there"])
 def test_without_a_key_there_is_nothing(http: httpx.Client, path: str, authorization: str | None) -> None:
