@@ -20,7 +20,7 @@ from typing import TypeVar
 from decode_node.generation import Generation
 from decode_node.handoff import Ask, Event, Handoff, Phase, ReadFailed
 from decode_node.metrics import Metrics
-from decode_node.peers import PrefillPeer
+from decode_node.peer import PrefillPeer
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink

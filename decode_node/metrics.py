@@ -32,7 +32,7 @@ _EXPOSED_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0
 
 
 class PeerMetrics:
-    """Of one configured prefill node, through all its lives."""
+    """Of the prefill node at an address, through all its lives."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -66,6 +66,10 @@ class Metrics:
     def add_peer(self, address: str) -> PeerMetrics:
         self._peers.append(PeerMetrics(address))
         return self._peers[-1]
+
+    def drop_peer(self, address: str) -> None:
+        """Nothing more is told of it."""
+        self._peers = [peer for peer in self._peers if peer.address != address]
 
     def count_read(self, read: ReadEnded) -> None:
         """One has ended, whoever waited for it. Reads from a life before a peer's newest one are nobody's."""

@@ -1,238 +1,59 @@
-"""The prefill nodes that D reads from: connected before D is ready, watched, and connected again when they come back.
+"""The prefill nodes that D reads from, wherever they are found: connected before D is ready, and while D runs.
 
-    trying ──Describe, Handshake, engine connects──► connected ──stream ended, other epoch, reads fail──► trying …
-
-While connected, a stream is open that all handoffs go by (decode_node/prefill_stream.py). A peer that dies or hangs
-closes its gRPC connection (keepalive, see pdserve/rpc.py), and with it the stream. That its engine is stuck, or its
-event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs on the stream
-are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
-jitter. All limits are those of pdserve/timing.py.
+Which there are is told by pdserve/discovery/; what becomes of each: decode_node/peer.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-import grpc
 
 from decode_node.background import Background
 from decode_node.engine_peers import EnginePeers
-from decode_node.metrics import Metrics, PeerMetrics, too_slow
-from decode_node.prefill_stream import PrefillStream
+from decode_node.metrics import Metrics
+from decode_node.peer import PrefillPeer, TooSlow
 from decode_node.settings import Settings
 from engine.node import Node
-from pdserve.compat import PROTOCOL_VERSION
-from pdserve.errors import ConfigError, PdserveError, PeerError
-from pdserve.pb import pdserve_pb2 as pb
-from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import Peer
-from pdserve.rpc import Dialer, error_from_rpc
-from pdserve.transports import Connected
-from pdserve.wire import rank_from_pb
+from pdserve.discovery.places import Directory
+from pdserve.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-_BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
-_LOADING_SECONDS = 0.2  # between looks at a peer that answers, but is not ready yet
-
-
-class PeerLoading(PeerError):
-    """The peer is there and will be ready soon."""
-
-
-class TooSlow(PeerError):
-    """The connection does not take the way that ``--require-transport`` asks for."""
-
-
-class PrefillPeer:
-    """One configured prefill node. ``node_id`` and ``epoch`` are those of its current life, empty while unknown."""
-
-    def __init__(
-        self,
-        address: str,
-        node: Node,
-        engine: EnginePeers,
-        metrics: PeerMetrics,
-        required: str,
-        streams: Background,
-        on_connected: Callable[[], None],
-        on_too_slow: Callable[[TooSlow], None],
-    ) -> None:
-        self.address = address
-        self.node_id = ""
-        self.epoch = ""
-        self.stream: PrefillStream | None = None  # while connected
-        self.tried = asyncio.Event()
-        self._timing = node.config.peer_timing
-        self._dialer = Dialer(address, self._timing, node.tls)  # reconnects, whoever answers there
-        self._use(self._dialer.channel)
-        self._node = node
-        self._engine = engine
-        self._metrics = metrics
-        self._required = required  # transport
-        self._streams = streams
-        self._on_connected = on_connected
-        self._on_too_slow = on_too_slow
-        self._doubt = asyncio.Event()  # something speaks against the connection: look
-        self._broken = ""  # why the connector's connection must be made anew
-
-    @property
-    def connected(self) -> bool:
-        return self.stream is not None and not self.stream.ended
-
-    def check(self) -> None:
-        """A handoff failed: find out whether the peer still lives the same life."""
-        self._doubt.set()
-
-    def reset(self, reason: str) -> None:
-        """Reads fail: make the connector's connection anew."""
-        self._broken = reason
-        self._doubt.set()
-
-    async def close(self) -> None:
-        await self._dialer.close()
-
-    def _use(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
-        self._describer = pb_grpc.NodeStub(channel)
-        self._stub = pb_grpc.PrefillNodeStub(channel)
-
-    async def run(self) -> None:
-        """Connect and stay connected, for ever."""
-        failures, said = 0, ""
-        while True:
-            try:
-                await self._connect()
-                failures, said = 0, ""
-                self.tried.set()
-                await self._watch()
-            except PdserveError as exc:
-                failures += not isinstance(exc, PeerLoading)
-                if str(exc) != said:
-                    said = str(exc)
-                    _log.warning("prefill node %s: %s; trying again", self.address, said)
-            finally:
-                self._lose()
-            self.tried.set()
-            await asyncio.sleep(_backoff(failures) if failures else _LOADING_SECONDS)
-
-    async def _connect(self) -> None:
-        """Raises PeerError, DeadlineExceeded or ConfigError when it cannot be done now."""
-        self._use(await self._dialer.renew())
-        description = await self._describe()
-        if description.role != "prefill":
-            raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
-        if description.state != "ready":
-            raise PeerLoading(f"is {description.state}")
-        request = pb.HandshakeRequest(
-            protocol=PROTOCOL_VERSION,
-            compat_hash=self._node.compat_hash,
-            compat_fields=self._node.config.compat_fields,
-            node_id=self._node.node_id,
-            epoch=self._node.epoch,
-        )
-        reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_within))
-        if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
-            raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
-        self.node_id, self.epoch = reply.node_id, reply.epoch
-        self._broken = ""
-        self._doubt.clear()
-        try:
-            ranks = tuple(rank_from_pb(rank) for rank in reply.ranks)
-        except ConfigError as exc:
-            raise PeerError(f"describes an impossible KV layout: {exc}") from exc
-        self._metrics.epoch = reply.epoch
-        connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
-        self._check_transport(connection)
-        self._metrics.transport = connection.transport
-        self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._timing, self._streams, self.check)
-        self._on_connected()
-        _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
-
-    def _check_transport(self, connection: Connected) -> None:
-        problem = too_slow(connection, self.address, self._required)
-        if problem:
-            self._on_too_slow(error := TooSlow(problem))
-            raise error
-
-    async def _watch(self) -> None:
-        """Returns never; raises PeerError when the connection cannot be relied on any more."""
-        broken = self._channel.wait_for_state_change
-        while True:
-            await _first(broken(grpc.ChannelConnectivity.READY), self._doubt.wait(), self._timing.ask_after)
-            self._doubt.clear()
-            if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
-                raise PeerError("the connection broke")
-            if self._broken:
-                raise PeerError(f"connection made anew: {self._broken}")
-            if self.stream is not None and self.stream.ended:
-                raise PeerError(self.stream.ended)
-            description = await self._describe()
-            if description.epoch != self.epoch:
-                raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
-            if description.state != "ready":
-                raise PeerLoading(f"is {description.state}")
-
-    def _lose(self) -> None:
-        if self.epoch:
-            self._engine.disconnect(self.epoch)
-        stream, self.stream, self.epoch, self._metrics.transport = self.stream, None, "", ""
-        if stream is not None:
-            self._metrics.counters["pdserve_peer_losses_total"] += 1
-            stream.close(f"{self.address} was lost")
-
-    async def _describe(self) -> pb.NodeDescription:
-        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_within))
-
-    async def _call(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as exc:
-            raise error_from_rpc(exc, self.address) from exc
 
 
 class Peers:
-    """All configured prefill nodes."""
+    """All prefill nodes that are listed, and those that handoffs still need."""
 
     def __init__(self, settings: Settings, node: Node, metrics: Metrics) -> None:
+        """Raises ConfigError for a place that cannot be asked from here."""
+        self._settings, self._node, self._metrics = settings, node, metrics
         self._engine = EnginePeers(node.link, node.config.peer_timing.connect, self._on_engine_lost)
+        self._directory = Directory(settings.prefill, self._listed)
+        self._peers: dict[str, PrefillPeer] = {}  # by address
         self._some = asyncio.Event()  # one has been connected, or is too slow
         self._too_slow: TooSlow | None = None  # the latest
         self._streams = Background()
-        self._peers = [
-            PrefillPeer(
-                *(address, node, self._engine, metrics.add_peer(address), settings.require_transport),
-                *(self._streams, self._some.set, self._refuse),
-            )
-            for address in dict.fromkeys(settings.prefill)
-        ]
-        node.link.on_read = metrics.count_read
         self._background = Background()
+        node.link.on_read = metrics.count_read
 
     def get(self, node_id: str) -> PrefillPeer | None:
         """The connected peer of that id, if there is one."""
-        return next((peer for peer in self._peers if peer.connected and peer.node_id == node_id), None)
+        return next((peer for peer in self._peers.values() if peer.usable and peer.node_id == node_id), None)
 
     def connected_ids(self) -> list[str]:
-        return [peer.node_id for peer in self._peers if peer.connected]
+        return [peer.node_id for peer in self._peers.values() if peer.usable]
 
     async def start(self, seconds: float) -> None:
         """Connect; return once every peer was tried and one is connected, but at the latest after ``seconds``.
 
         Raises ConfigError where a connection is slower than required.
         """
-        for peer in self._peers:
-            self._background.start(peer.run(), f"peer {peer.address}")
-        if not self._peers:
+        if not self._settings.prefill:
             return
+        self._background.start(self._directory.run(), "the list of prefill nodes")
         try:
             async with asyncio.timeout(seconds):
-                for peer in self._peers:
+                await self._directory.complete.wait()
+                for peer in list(self._peers.values()):
                     await peer.tried.wait()
                 await self._some.wait()
             if self._too_slow is not None:
@@ -241,36 +62,48 @@ class Peers:
             _log.warning(
                 "no prefill node could be reached within %.3g s (%s): prompts are prefilled here until one can",
                 seconds,
-                ", ".join(peer.address for peer in self._peers),
+                ", ".join(self._peers) or f"none is listed at {', '.join(self._settings.prefill)}",
             )
 
     async def close(self) -> None:
         await self._background.close(0)
         await self._streams.close()  # what was given back is to reach the peers
-        for peer in self._peers:
+        for peer in self._peers.values():
             await peer.close()
 
-    def _refuse(self, error: TooSlow) -> None:
+    # ------------------------------------------------------------ as peers see it
+
+    def has(self, node_id: str) -> bool:
+        return any(peer.epoch and peer.node_id == node_id for peer in self._peers.values())
+
+    def on_connected(self) -> None:
+        self._some.set()
+
+    def on_too_slow(self, error: TooSlow) -> None:
         self._too_slow = error
         self._some.set()
 
+    # ------------------------------------------------------------ what changes
+
+    def _listed(self, addresses: frozenset[str]) -> None:
+        for address, peer in self._peers.items():
+            peer.set_listed(address in addresses)
+        for address in sorted(addresses - self._peers.keys()):
+            peer = self._peers[address] = PrefillPeer(
+                *(address, self._node, self._engine, self._metrics.add_peer(address)),
+                *(self._settings.require_transport, self._streams, self),
+            )
+            self._background.start(self._keep(peer), f"peer {address}")
+
+    async def _keep(self, peer: PrefillPeer) -> None:
+        """Until it has left."""
+        await peer.run()
+        _log.info("prefill node %s is not listed any more", peer.address)
+        del self._peers[peer.address]
+        self._metrics.drop_peer(peer.address)
+        await peer.close()
+
     def _on_engine_lost(self, epoch: str, reason: str) -> None:
-        for peer in self._peers:
+        for peer in self._peers.values():
             if peer.epoch == epoch:
                 peer.reset(reason)
-
-
-async def _first(one: Awaitable[object], other: Awaitable[object], seconds: float) -> None:
-    """Return when either has ended, or the time; what has not is cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in (one, other)]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-def _backoff(failures: int) -> float:
-    """Seconds before the next attempt: doubling, and spread so that many nodes do not knock together."""
-    return min(_BACKOFF_MAX, _BACKOFF_MIN * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)

@@ -47,6 +47,11 @@ class PrefillStream:
         self._call = stub.Serve(self._requests())
         background.start(self._read(), f"stream from {peer}")
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is expected of it."""
+        return not self._prefills
+
     def prefill(self, request: pb.PrefillRequest, listener: Listener) -> RemotePrefill:
         """Ask P for a prompt; ``request`` lacks its number and P's epoch. Raises PeerError when the stream has ended,
         Overloaded when P does not read it.

@@ -11,6 +11,7 @@ from decode_node.peers import Peers
 from decode_node.service import DecodeService
 from decode_node.settings import FailurePolicy, Settings
 from engine.node import Node
+from pdserve.discovery.places import check_place
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.transports import REQUIRABLE
@@ -26,6 +27,8 @@ class DecodeRole:
                 f"--handoff-min-tokens {settings.handoff_min_tokens} and --peer-wait {settings.peer_wait} must be at "
                 "least 0"
             )
+        for place in settings.prefill:
+            check_place(place)
         self.uses_connector = bool(settings.prefill)
         self._settings = settings
         self._metrics = Metrics()
@@ -55,7 +58,11 @@ class DecodeRole:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("handoff")
     group.add_argument(
-        "--prefill", action="append", default=[], metavar="ADDR", help="host:port of a prefill node; repeatable"
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="prefill nodes: host:port, dns://name:port, k8s://namespace/service:port or file:///path; repeatable",
     )
     group.add_argument(
         "--kv-failure-policy",

@@ -15,7 +15,7 @@ class FailurePolicy(StrEnum):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    prefill: tuple[str, ...] = ()  # addresses of prefill nodes
+    prefill: tuple[str, ...] = ()  # places of prefill nodes, see pdserve/discovery/places.py
     failure_policy: FailurePolicy = FailurePolicy.RECOMPUTE
     handoff_min_tokens: int = 32
     peer_wait: float = 60.0  # seconds

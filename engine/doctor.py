@@ -11,6 +11,8 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 
 import grpc
@@ -22,6 +24,7 @@ from pdserve import preflight, rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
+from pdserve.discovery.places import find_source
 from pdserve.errors import PdserveError
 from pdserve.exits import run_command
 from pdserve.findings import Finding, Level, fail, found, ok, warn
@@ -33,6 +36,7 @@ from pdserve.tls import PeerTls
 from pdserve.transports import REQUIRABLE
 
 _ANSWER_SECONDS = 5.0
+_LIST_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_host_flags(parser)
     group = parser.add_argument_group("handoff")
     group.add_argument(
-        "--prefill", action="append", default=[], metavar="ADDR", help="prefill node to be reached; repeatable"
+        "--prefill", action="append", default=[], metavar="PLACE", help="prefill nodes to be reached; repeatable"
     )
     group.add_argument(
         "--require-transport", choices=REQUIRABLE, default="", metavar="KIND", help="fail where UCX has no such way"
@@ -95,8 +99,11 @@ def _findings(
         yield found("memlock", lambda: preflight.check_locked_memory(options, required, on_gpu))
         yield found("ucx ports", lambda: preflight.check_ucx_ports(ranks))
         yield from _check_nixl(required, on_gpu)
-    for address in prefill:
-        yield found("peer", lambda address=address: _check_peer(address, options, config))  # type: ignore[misc]
+    for place in prefill:
+        addresses: list[str] = []
+        yield found("peers", partial(_list, place, addresses))
+        for address in addresses:
+            yield found("peer", partial(_check_peer, address, options, config))
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
@@ -109,6 +116,23 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
         return
     yield ok("nixl", "two agents have connected")
     yield preflight.check_requirement(required, kind, lanes)
+
+
+def _list(place: str, addresses: list[str]) -> Finding:
+    """Which prefill nodes are found at a place, added to ``addresses``."""
+
+    async def first() -> frozenset[str]:
+        async with asyncio.timeout(_LIST_SECONDS), aclosing(find_source(place).addresses()) as listed:
+            return await anext(listed)
+
+    try:
+        addresses += sorted(asyncio.run(first()))
+    except TimeoutError:
+        remedy = "look at the warnings above, and at what the place means: docs/fleet.md"
+        return fail("peers", f"{place} lists nothing within {_LIST_SECONDS:g} s", remedy)
+    if not addresses:
+        return warn("peers", f"{place} lists no prefill node", "start one; until then prompts are prefilled on D")
+    return ok("peers", f"{place} lists {', '.join(addresses)}")
 
 
 def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -> Finding:

@@ -64,7 +64,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0 is any (default %(default)s)")
     places: dict[str, Any] = {"type": place, "action": "append", "default": [], "metavar": "PLACE"}
-    where = "host:port, dns://name:port or k8s://namespace/service:port"
+    where = "host:port, dns://name:port, k8s://namespace/service:port or file:///path"
     add("--prefill", **places, help=f"where prefill nodes are: {where}; repeatable")
     add("--decode", **places, help="where decode nodes are, likewise; repeatable")
     add("--policy", choices=[*POLICIES], default=PREFIX_AWARE, help="how nodes are chosen (default %(default)s)")

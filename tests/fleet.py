@@ -197,11 +197,15 @@ class Fleet:
         return self._start_node(self.prefill, "prefill", [str(model_dir), *NODE_FLAGS, *flags], environ)
 
     def start_decode(
-        self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
+        self,
+        model_dir: Path,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] = NO_VARIABLES,
+        peers: bool = True,
     ) -> NodeProcess:
-        """One more decode node that knows all prefill nodes started so far."""
-        peers = [word for node in self.prefill for word in ("--prefill", node.address)]
-        return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *peers, *flags], environ)
+        """One more decode node, which is told of all prefill nodes started so far, unless ``peers`` are none of it."""
+        known = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
+        return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *known, *flags], environ)
 
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
         """A router to all nodes started so far; it hands off what it can unless flags say otherwise."""

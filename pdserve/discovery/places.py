@@ -3,6 +3,7 @@
 host:port                        that address, for good
 dns://name:port                  every address of a name, such as a headless service's; IPv4 and IPv6
 k8s://namespace/service:port     the ready endpoints of a service, from Kubernetes' API; port is a number or a name
+file:///path                     the addresses in a file, one in a line
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from pdserve.errors import ConfigError
@@ -17,6 +19,7 @@ from pdserve.errors import ConfigError
 _ADDRESS = re.compile(r"[^\s/]+:\d{1,5}")
 _DNS = re.compile(r"dns://(?P<name>[^\s/:]+):(?P<port>\d{1,5})")
 _KUBERNETES = re.compile(r"k8s://(?P<namespace>[a-z0-9-]+)/(?P<service>[a-z0-9.-]+):(?P<port>[a-z0-9-]{1,15})")
+_FILE = re.compile(r"file://(?P<path>/\S+)")
 
 
 class Source(Protocol):
@@ -46,14 +49,26 @@ def find_source(place: str) -> Source:
         from pdserve.discovery.kubernetes import Cluster, ServiceEndpoints  # imports an HTTP client
 
         return ServiceEndpoints(Cluster.around(), match["namespace"], match["service"], match["port"])
-    check_place(place)
-    return FixedAddress(place)
+    if match := _FILE.fullmatch(place):
+        from pdserve.discovery.files import AddressFile
+
+        return AddressFile(Path(match["path"]), check_address)
+    return FixedAddress(check_address(place))
 
 
 def check_place(place: str) -> str:
     """Returns it. Raises ConfigError when it names no place."""
-    if not any(pattern.fullmatch(place) for pattern in (_ADDRESS, _DNS, _KUBERNETES)):
-        raise ConfigError(f"{place!r} is no address; write host:port, dns://name:port or k8s://namespace/service:port")
+    if any(pattern.fullmatch(place) for pattern in (_DNS, _KUBERNETES, _FILE)):
+        return place
+    return check_address(place)
+
+
+def check_address(place: str) -> str:
+    """Returns it. Raises ConfigError when it is no address."""
+    if not _ADDRESS.fullmatch(place):
+        raise ConfigError(
+            f"{place!r} is no address; write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
+        )
     return place
 
 

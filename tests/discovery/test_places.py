@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from pathlib import Path
 
 import pytest
 
 from pdserve.discovery.dns import DnsName, look_up
-from pdserve.discovery.places import Directory, check_place
+from pdserve.discovery.files import AddressFile
+from pdserve.discovery.places import Directory, check_address, check_place
 from pdserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     "place",
-    ["h:1", "[::1]:9001", "dns://prefill.ai.svc.cluster.local:9001", "k8s://ai/prefill:9001", "k8s://ai/prefill:grpc"],
+    [
+        "h:1",
+        "[::1]:9001",
+        "dns://prefill.ai.svc.cluster.local:9001",
+        "k8s://ai/prefill:9001",
+        "k8s://ai/prefill:grpc",
+        "file:///etc/pdserve/prefill",
+    ],
 )
 def test_places(place: str) -> None:
     assert check_place(place) == place
 
 
-@pytest.mark.parametrize("place", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1"])
+@pytest.mark.parametrize(
+    "place", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1", "file://x"]
+)
 def test_what_is_no_place_is_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match="write host:port, dns://name:port or k8s://namespace/service:port"):
+    with pytest.raises(
+        ConfigError, match="write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
+    ):
         check_place(place)
 
 
@@ -42,6 +55,23 @@ def test_a_name_is_resolved_again_and_a_failure_changes_nothing() -> None:
             return [await anext(found), await anext(found)]
 
     assert asyncio.run(run()) == [{"10.0.0.1:1"}, {"10.0.0.2:1", "[fd00::1]:1"}]
+
+
+def test_a_file_is_read_again_and_what_cannot_be_understood_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+
+    async def run() -> list[frozenset[str]]:
+        source = AddressFile(path, check_address, interval=0.0)
+        async with aclosing(source.addresses()) as found:
+            path.write_text("# of today\n\n a:1\nb:2\na:1\n")
+            first = await anext(found)
+            second = asyncio.ensure_future(anext(found))
+            for text in (b"no address", b"\xff\xfe", None, b"c:3"):
+                path.unlink() if text is None else path.write_bytes(text)
+                await asyncio.sleep(0.01)
+            return [first, await second]
+
+    assert asyncio.run(run()) == [{"a:1", "b:2"}, {"c:3"}]
 
 
 def test_a_real_name_has_addresses() -> None:

@@ -79,8 +79,11 @@ def prefill_node() -> Iterator[str]:
             process.terminate()
 
 
-def test_peers_are_asked_whether_they_fit() -> None:
+def test_peers_are_asked_whether_they_fit(tmp_path: Path) -> None:
     with prefill_node() as address:
+        (listed := tmp_path / "listed").write_text(address)
+        status, findings = doctor("--engine", "simulated", "--prefill", f"file://{listed}")
+        assert (status, findings["peers"].level, findings["peer"].level) == (0, Level.OK, Level.OK)
         status, findings = doctor("--engine", "simulated", "--prefill", address)
         assert (status, findings["peer"].level) == (0, Level.OK)
         assert not findings.keys() & {"nixl", "transport", "memlock"}
