@@ -53,7 +53,7 @@ def last_line(fleet: Fleet, node: NodeProcess) -> str:
 
 def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet, checkpoint: Path) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
-    fleet.start_router(checkpoint)
+    fleet.start_router(checkpoint, ["--migrations", "0"])  # there is no other node to wait for
     fleet.wait_ready()
     reference = reference_model(checkpoint)
     for length in (1, 8, 37):
