@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import perf_counter
+from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
@@ -39,6 +40,11 @@ _STREAM_HEADERS = [
 ]
 
 
+class _Arrival(NamedTuple):
+    request_id: str
+    at: float  # of perf_counter
+
+
 class GenerateEndpoint:
     """An ASGI application for one of these paths."""
 
@@ -48,13 +54,13 @@ class GenerateEndpoint:
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = perf_counter()
+        arrival = _Arrival(new_request_id(), perf_counter())
         metrics = self._service.metrics
         client = client_of(scope)
         outcome = "server_error"
         try:
             with self._service.gate.enter(client) as visit:
-                outcome = await self._serve(receive, send, visit, arrived)
+                outcome = await self._serve(receive, send, visit, arrival)
         except PdserveError as exc:
             outcome = kind_of(exc)[1]
             await send_error(send, exc)
@@ -65,20 +71,25 @@ class GenerateEndpoint:
             metrics.requests.labels(self._name, outcome).inc()
             if client.name:
                 metrics.key_requests.labels(client.name, outcome).inc()
-            metrics.duration.labels(self._name).observe(perf_counter() - arrived)
+            seconds = perf_counter() - arrival.at
+            metrics.duration.labels(self._name).observe(seconds)
+            if self._service.options.log_requests:
+                whose = f" of key {client.name}" if client.name else ""
+                text = "request %s%s: %s, %s after %.3f s"
+                logger.info(text, arrival.request_id, whose, self._name, outcome, seconds)
 
-    async def _serve(self, receive: Receive, send: Send, visit: Visit, arrived: float) -> str:
+    async def _serve(self, receive: Receive, send: Send, visit: Visit, arrival: _Arrival) -> str:
         """Returns the outcome. Raises PdserveError only while no byte has been sent."""
         body = self._parse(await read_body(receive, self._service.options.max_body_bytes))
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watcher = asyncio.create_task(_watch_disconnect(receive, gone))
         try:
-            return await self._generate(body, send, visit, arrived, gone)
+            return await self._generate(body, send, visit, arrival, gone)
         finally:
             watcher.cancel()
 
     async def _generate(
-        self, body: GenerateBody, send: Send, visit: Visit, arrived: float, gone: asyncio.Future[None]
+        self, body: GenerateBody, send: Send, visit: Visit, arrival: _Arrival, gone: asyncio.Future[None]
     ) -> str:
         service = self._service
         model = service.find(body.model)
@@ -90,8 +101,8 @@ class GenerateEndpoint:
         jobs = [make_job(prompt, body, limits, structure.grammar) for prompt in prompts]
         reading = model.answerer.reading(body, prompts[0])
         options = GenerationOptions(
-            request_id=new_request_id(),
-            arrived=arrived,
+            request_id=arrival.request_id,
+            arrived=arrival.at,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
             stops=body.stops,

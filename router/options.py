@@ -30,6 +30,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024  # HTTP requests that wait for one of these
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
     protect_metrics: bool = False
+    log_requests: bool = False
     tls_cert: str | None = None  # files in PEM; both or none
     tls_key: str | None = None
     grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py)
@@ -81,6 +82,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=_count, default=1024, metavar="N", help="requests waiting for that; more get a 503")
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
     add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
+    add("--log-requests", action="store_true", help="a line in the log for each request, with the name of its key")
     add("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate and what links it to its CA, in PEM")
     add("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
     add_tls_flag(parser)

@@ -140,6 +140,22 @@ def test_metrics_can_want_a_key(tokenizer_dir: Path, scripted_node: ScriptedNode
         assert httpx.get(f"{process.url}/metrics", headers=headers("bob"), trust_env=False).status_code == 200
 
 
+def test_the_log_has_names_of_keys_where_it_is_asked_for(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripted_node.scripts["answer"] = answer
+    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--log-requests"]
+    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
+        request_id = ask(http, "bob").headers["x-request-id"]
+        assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
+        expected = (f"request {request_id} of key bob: completions, ok after", "of key alice: completions, invalid_")
+        log, end = "", time.monotonic() + 5.0
+        while not all(text in log for text in expected):  # a line follows its response
+            assert time.monotonic() < end, log
+            log += capfd.readouterr().err
+    assert not any(key in log for key in KEYS.values())
+
+
 def test_a_key_opens_the_door_and_is_counted_by_its_name_only(http: httpx.Client) -> None:
     before = metric(http, 'pdserve_key_requests_total{key="alice",outcome="ok"}')
     response = ask(http, "alice")
