@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from pdserve.address import join_address
-
-_log = logging.getLogger(__name__)
+from pdserve.discovery.polled import polled
 
 _INTERVAL = 5.0  # seconds: what CoreDNS lets answers live in Kubernetes
 
@@ -25,22 +23,8 @@ class DnsName:
         self._interval = interval
         self._resolve = resolve or look_up
 
-    async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        known: frozenset[str] | None = None
-        failure = ""
-        while True:
-            try:
-                found = await self._resolve(self._name, self._port)
-            except OSError as exc:
-                if str(exc) != failure:
-                    failure = str(exc)
-                    _log.warning("%s cannot be resolved: %s; what is known of it stays", self._name, failure)
-            else:
-                failure = ""
-                if found != known:
-                    known = found
-                    yield found
-            await asyncio.sleep(self._interval)
+    def addresses(self) -> AsyncGenerator[frozenset[str], None]:
+        return polled(self._name, lambda: self._resolve(self._name, self._port), self._interval)
 
 
 async def look_up(name: str, port: int) -> frozenset[str]:
