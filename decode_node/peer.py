@@ -7,6 +7,9 @@ closes its gRPC connection (keepalive, see pdserve/rpc.py), and with it the stre
 event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs on the stream
 are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
 jitter. All limits are those of pdserve/timing.py.
+
+A peer that is not listed any more gets no new handoffs, and its connection ends with the last one. A node that several
+addresses lead to is connected by one of them.
 """
 
 from __future__ import annotations
