@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 
@@ -18,85 +20,78 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
             "pdserve_requests",
             "Generating requests by endpoint and outcome (ok, disconnected, or the kind of error).",
             ["endpoint", "outcome"],
-            registry=self.registry,
         )
-        self.in_flight = Gauge("pdserve_requests_in_flight", "Generating requests now.", registry=self.registry)
-        self.prompt_tokens = Counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.", registry=self.registry)
-        self.cached_tokens = Counter(
+        self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests now.")
+        self.prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
+        self.cached_tokens = counter(
             "pdserve_cached_prompt_tokens", "Prompt tokens that a prefix cache had.", registry=self.registry
         )
-        self.output_tokens = Counter("pdserve_output_tokens", "Output tokens received.", registry=self.registry)
-        self.ttft = Histogram(
+        self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
+        self.ttft = histogram(
             "pdserve_time_to_first_token_seconds",
             "From the request's arrival to the first token of each prompt.",
             buckets=_TTFT_BUCKETS,
-            registry=self.registry,
         )
         self.itl = Tally(
             "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
         )
         self.registry.register(self.itl)
-        self.duration = Histogram(
+        self.duration = histogram(
             "pdserve_request_duration_seconds",
             "From a request's arrival to the end of its response.",
             ["endpoint"],
             buckets=_DURATION_BUCKETS,
-            registry=self.registry,
         )
-        self.waiting = Gauge("pdserve_requests_waiting", "Of these, waiting for a place.", registry=self.registry)
-        self.queued = Histogram(
+        self.waiting = gauge("pdserve_requests_waiting", "Of these, waiting for a place.")
+        self.queued = histogram(
             "pdserve_queue_seconds",
             "How long requests waited for a place.",
             buckets=_TTFT_BUCKETS,
-            registry=self.registry,
         )
-        self.unauthorized = Counter(
+        self.unauthorized = counter(
             "pdserve_unauthorized_requests", "Requests without a known API key.", registry=self.registry
         )
-        self.key_reloads = Counter(
+        self.key_reloads = counter(
             "pdserve_key_file_reloads",
             "Changes of the file of API keys, by whether they took effect (ok, failed).",
             ["outcome"],
-            registry=self.registry,
         )
-        self.key_requests = Counter(
+        self.key_requests = counter(
             "pdserve_key_requests",
             "Generating requests by name of the API key and outcome.",
             ["key", "outcome"],
-            registry=self.registry,
         )
-        self.key_tokens = Counter(
+        self.key_tokens = counter(
             "pdserve_key_tokens",
             "Tokens by name of the API key and kind (prompt, output).",
             ["key", "kind"],
-            registry=self.registry,
         )
-        self.migrations = Counter(
+        self.migrations = counter(
             "pdserve_migrations",
             "Prompts that went on at another decode node, by reason (lost: the node is dead, hung or restarted; "
             "failed: it said so).",
             ["reason"],
-            registry=self.registry,
         )
-        self.replayed_tokens = Counter(
+        self.replayed_tokens = counter(
             "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry
         )
-        self.placements = Counter(
+        self.placements = counter(
             "pdserve_placements",
             "Prompts sent to nodes, by policy and by where they are prefilled (local: on the decode node).",
             ["policy", "prefill"],
-            registry=self.registry,
         )
-        self.expected_cached_tokens = Counter(
+        self.expected_cached_tokens = counter(
             "pdserve_expected_cached_prompt_tokens",
             "Prompt tokens that a prefix cache was expected to have; pdserve_cached_prompt_tokens is what it had.",
-            registry=self.registry,
         )
-        self.nodes_ready = Gauge(
+        self.nodes_ready = gauge(
             "pdserve_nodes_ready", "Nodes that are ready.", ["role", "model"], registry=self.registry
         )
 
