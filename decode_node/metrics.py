@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from engine.messages import ReadEnded
-from pdserve.metrics import Histogram, series
+from pdserve.metrics import Tally
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
 
-COUNTERS = (
-    "pdserve_requests_total",
-    "pdserve_request_failures_total",
-    "pdserve_local_prefills_total",
-    "pdserve_handoffs_total",
-    "pdserve_handoff_failures_total",
-    "pdserve_handoff_recomputes_total",
-    "pdserve_handoff_recomputed_tokens_total",
-)
-PEER_COUNTERS = (
-    "pdserve_kv_reads_total",
-    "pdserve_kv_read_failures_total",
-    "pdserve_kv_read_bytes_total",
-    "pdserve_kv_read_descriptors_total",
-    "pdserve_kv_read_seconds_total",
-    "pdserve_kv_checksum_failures_total",
-    "pdserve_peer_losses_total",
-)
+COUNTERS = {
+    "pdserve_decode_requests_total": "Requests received.",
+    "pdserve_decode_request_failures_total": "Requests that ended with an error.",
+    "pdserve_local_prefills_total": "Prompts prefilled here by choice.",
+    "pdserve_handoffs_total": "Handoffs begun.",
+    "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",
+    "pdserve_handoff_recomputes_total": "Prompts prefilled here after that.",
+    "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of these that were not here.",
+}
+PEER_COUNTERS = {
+    "pdserve_kv_reads_total": "Reads that ended.",
+    "pdserve_kv_read_failures_total": "Reads without their bytes, or with others than announced.",
+    "pdserve_kv_read_bytes_total": "Bytes that arrived.",
+    "pdserve_kv_read_descriptors_total": "Ranges of bytes that they came in.",
+    "pdserve_kv_read_seconds_total": "Time with at least one read under way.",
+    "pdserve_kv_checksum_failures_total": "Blocks that differed from their digests.",
+    "pdserve_peer_losses_total": "Connections that were lost.",
+}
 _EXPOSED_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
 
 
@@ -49,18 +53,15 @@ class PeerMetrics:
         counters["pdserve_kv_read_seconds_total"] += read.seconds
         counters["pdserve_kv_checksum_failures_total"] += read.num_corrupt
 
-    def export(self) -> dict[str, float]:
-        found = {series(name, peer=self.address): value for name, value in self.counters.items()}
-        connected = series("pdserve_peer_connected", peer=self.address, transport=self.transport or "none")
-        return {**found, connected: float(bool(self.transport))}
-
 
 class Metrics:
     """``counters`` are those without labels, by name; ``exposed`` is observed once per handoff that succeeds."""
 
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
-        self.exposed = Histogram("pdserve_handoff_exposed_seconds", _EXPOSED_BOUNDS)
+        self.exposed = Tally(
+            "pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _EXPOSED_BOUNDS
+        )
         self._peers: list[PeerMetrics] = []
 
     def add_peer(self, address: str) -> PeerMetrics:
@@ -79,11 +80,20 @@ class Metrics:
                 if read.num_corrupt:
                     _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
 
-    def export(self) -> dict[str, float]:
-        found = {**self.counters, **self.exposed.export()}
+    def collect(self) -> Iterator[Metric]:
+        """All of them, for Prometheus."""
+        for name, documentation in COUNTERS.items():
+            yield CounterMetricFamily(name, documentation, self.counters[name])
+        yield from self.exposed.collect()
+        for name, documentation in PEER_COUNTERS.items():
+            family = CounterMetricFamily(name, documentation, labels=["peer"])
+            for peer in self._peers:
+                family.add_metric([peer.address], peer.counters[name])
+            yield family
+        connected = GaugeMetricFamily("pdserve_peer_connected", "Whether it is.", labels=["peer", "transport"])
         for peer in self._peers:
-            found |= peer.export()
-        return found
+            connected.add_metric([peer.address, peer.transport or "none"], float(bool(peer.transport)))
+        yield connected
 
 
 def too_slow(connection: Connected, peer: str, required: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.metrics_core import Metric
 
 from decode_node.handoffs import Handoffs
 from decode_node.metrics import Metrics
@@ -47,8 +49,8 @@ class DecodeRole:
     def connected_peers(self) -> Sequence[str]:
         return self._peers.connected_ids() if self._peers is not None else ()
 
-    def counters(self) -> Mapping[str, float]:
-        return self._metrics.export()
+    def metrics(self) -> Iterable[Metric]:
+        return self._metrics.collect()
 
     async def close(self) -> None:
         if self._peers is not None:

@@ -81,7 +81,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         if message.request in stream.generations:
             raise RequestError(f"request {message.request} is running on this stream already; number them uniquely")
         counters = self._handoffs.counters
-        counters["pdserve_requests_total"] += 1
+        counters["pdserve_decode_requests_total"] += 1
         try:
             self._node.check_ready()
             tokens, sampling = unpack_tokens(message.token_ids), sampling_from_pb(message.sampling)
@@ -89,7 +89,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             check_request(tokens, sampling, self._node.config)
             check_resume(resume, sampling, self._node.config)
         except PdserveError as exc:
-            counters["pdserve_request_failures_total"] += 1
+            counters["pdserve_decode_request_failures_total"] += 1
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
         generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream))
@@ -99,7 +99,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
     def _ended(self, stream: RouterStream) -> Any:
         def on_end(generation: Generation) -> None:
             if generation.error is not None:
-                self._handoffs.counters["pdserve_request_failures_total"] += 1
+                self._handoffs.counters["pdserve_decode_request_failures_total"] += 1
             stream.forget(generation)
 
         return on_end

@@ -134,6 +134,11 @@ class EngineLink:
         """No more events of this request. Idempotent."""
         self._handlers.pop(rid, None)
 
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None before it was started."""
+        return None if self._process is None else self._process.pid
+
     def send(self, message: ToEngine) -> None:
         """Queue a command; it is lost when the engine has died, which ends the node anyway."""
         if self._transport is None or self._transport.is_closing():

@@ -208,13 +208,11 @@ class Totals(msgspec.Struct, array_like=True):
     steps: int = 0
     preemptions: int = 0
     preempted_tokens: int = 0  # whose KV a preemption dropped: it is computed again
-    prompt_tokens: int = 0
-    prefix_cached_tokens: int = 0  # of the prompts
-    output_tokens: int = 0
+    admitted_prompt_tokens: int = 0
+    prefix_cached_tokens: int = 0  # of these
+    sampled_tokens: int = 0
+    step_seconds: float = 0.0  # of steps that computed something, each without those before it
     host_seconds: float = 0.0  # of the step loop, without waiting for results
-
-    def export(self) -> dict[str, float]:
-        return {f"pdserve_{name}_total": getattr(self, name) for name in self.__struct_fields__}
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):

@@ -18,16 +18,18 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import uvloop
+from prometheus_client.metrics_core import Metric
 
 from engine.health import Health, State
 from engine.link import EngineLink
 from engine.messages import Posts, Progress
+from engine.metrics import NodeMetrics
 from engine.node_flags import FrontOptions, add_front_flags, front_options_from
 from engine.node_service import NODE_SERVICE, add_node_service, describe
 from engine.pulse import Watch
@@ -47,6 +49,9 @@ from pdserve.process import StatusWriter, one_line, watch_lifeline
 from pdserve.resolve import resolve
 from pdserve.timing import PeerTiming
 from pdserve.tls import PeerTls
+
+if TYPE_CHECKING:
+    from engine.metrics_server import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -69,8 +74,8 @@ class Role(Protocol):
     def connected_peers(self) -> Sequence[str]:
         """Node ids that KV can be read from."""
 
-    def counters(self) -> Mapping[str, float]:
-        """Named like the Prometheus metrics, since start."""
+    def metrics(self) -> Iterable[Metric]:
+        """What only this kind of node counts."""
 
     async def close(self) -> None:
         """End tasks and channels. Idempotent."""
@@ -101,6 +106,7 @@ class Node:
         self.watch = Watch(self.link.pulse)
         self.watching = Watching(partial(describe, self))
         self.link.on_batch = self.watching.on_batch
+        self.metrics = NodeMetrics(self)
 
     async def enter(self, state: State) -> None:
         """Be in ``state``, and have everybody know."""
@@ -158,6 +164,7 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
     stop = _stop_event()
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+    metrics = _metrics_server(front)
     port = rpc.bind(server, front.host, front.port, tls)
     address = front.address(port)
     devices = node_devices(options, len(host.ranks))
@@ -168,9 +175,11 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
     node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
     add_node_service(node)
     role.attach(node)
-    async with _running(node):
+    async with _running(node, metrics):
         await node.enter(State.LOADING)
         await server.start()
+        if metrics is not None:
+            await metrics.start(node)
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node.node_id, node.epoch, address)
         if not await _unless(stop, node.link, _start(node, status)):
@@ -180,6 +189,14 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
         _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config, node.link.kv_layout))
         await _unless(stop, node.link, _attend(node))
         await node.enter(State.DRAINING)
+
+
+def _metrics_server(front: FrontOptions) -> MetricsServer | None:
+    if front.metrics_port is None:
+        return None
+    from engine.metrics_server import MetricsServer  # imported here: uvicorn takes a tenth of a second
+
+    return MetricsServer(front.host, front.metrics_port)
 
 
 async def _start(node: Node, status: StatusWriter) -> None:
@@ -209,7 +226,7 @@ async def _attend(node: Node) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _running(node: Node) -> AsyncIterator[None]:
+async def _running(node: Node, metrics: MetricsServer | None) -> AsyncIterator[None]:
     """Whatever happens inside, the server, the role and the engine are ended in this order, within 3 seconds."""
     try:
         yield
@@ -218,6 +235,8 @@ async def _running(node: Node) -> AsyncIterator[None]:
         await node.server.stop(_STOP_GRACE if node.state is State.DRAINING else 0)
         await node.role.close()
         await node.link.shutdown()
+        if metrics is not None:
+            metrics.close()
 
 
 async def _unless(stop: asyncio.Event, link: EngineLink, work: object) -> bool:

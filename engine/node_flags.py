@@ -20,6 +20,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0  # 0: any free one
     node_id: str | None = None  # None: the address it is reached at
     advertise: str | None = None  # host or host:port that others dial
+    metrics_port: int | None = None  # 0: any free one; None: no metrics over HTTP
     status_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -42,6 +43,12 @@ def add_front_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=_port, default=0, help="port to listen on; 0 takes a free one (default)")
     group.add_argument("--node-id", metavar="NAME", help="unique name of this node (default: its address)")
     group.add_argument("--advertise", metavar="HOST[:PORT]", help="address that others dial (default: the one bound)")
+    group.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="serve /metrics for Prometheus there, over HTTP; 0 takes a free port (default: no)",
+    )
     internal = parser.add_argument_group("for whoever starts this process")
     internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
     internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")

@@ -11,6 +11,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from engine.watching import sample_bits
+from pdserve.metrics import flat
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.wire import layout_to_pb
@@ -73,17 +74,8 @@ class NodeService(pb_grpc.NodeServicer):
             reading=status.reading,
             running=status.running,
             steps=status.totals.steps,
-            counters={**status.totals.export(), **self._gaps(), **self._node.role.counters()},
+            counters=flat(self._node.metrics.collect()),
         )
-
-    def _gaps(self) -> dict[str, float]:
-        """The longest times in which nothing could happen, since start."""
-        beat = self._node.link.pulse.last
-        return {
-            "pdserve_step_loop_gap_max_seconds": beat.loop_gap,
-            "pdserve_engine_thread_gap_max_seconds": beat.thread_gap,
-            "pdserve_event_loop_gap_max_seconds": self._node.watch.longest_gap,
-        }
 
 
 def add_node_service(node: Node) -> None:

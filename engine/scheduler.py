@@ -183,6 +183,7 @@ class Scheduler:
             self._apply_step(plan.scheduled, output.step.samples)
             self.meter.add_step(plan.scheduled, seconds)
             self.totals.steps += 1
+            self.totals.step_seconds += seconds
         self._digests.arrived(output.step.digests)
         self.reservations.reads_ended(output.connector.finished_recving)
         self.report.peers_changed(output.connector)
@@ -190,7 +191,7 @@ class Scheduler:
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
-        self.totals.output_tokens += len(self.report.outputs)
+        self.totals.sampled_tokens += len(self.report.outputs)
         return self.report.take(self.status(), self.pool.changes) if self.report else None
 
     def status(self) -> Status:
@@ -265,7 +266,7 @@ class Scheduler:
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
                 self.totals.prefix_cached_tokens += sequence.num_computed
-                self.totals.prompt_tokens += sequence.prompt_len
+                self.totals.admitted_prompt_tokens += sequence.prompt_len
             if handoff:
                 self.reservations.add(sequence)
             else:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
 
 from engine.node import Node
 from pdserve.errors import ConfigError
@@ -37,10 +40,10 @@ class PrefillRole:
     def connected_peers(self) -> Sequence[str]:
         return ()
 
-    def counters(self) -> Mapping[str, float]:
-        if self._leases is None:
-            return {}
-        return {f"pdserve_leases_{state}_total": count for state, count in self._leases.table.counts.items()}
+    def metrics(self) -> Iterable[Metric]:
+        counts = {} if self._leases is None else self._leases.table.counts
+        for state, count in counts.items():
+            yield CounterMetricFamily(f"pdserve_leases_{state}", f"Leases {state}.", count)
 
     async def close(self) -> None:
         if self._leases is not None:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
+from pdserve.connections import hang_up
 from pdserve.errors import DeadlineExceeded, PdserveError
 from router.answer import shown_tokens
-from router.connections import hang_up
 from router.echo import with_echo
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
 from router.formats import new_request_id

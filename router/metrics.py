@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import generate_latest
 
-from router.tally import Tally
+from pdserve.metrics import Tally
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
+disable_created_metrics()  # a second series for each, of when it began, that nobody looks at
+
 
 class Metrics:
-    """One set per router, in a registry of its own."""
+    """One set per router, in a registry of its own. Series of known labels are there from the start, at 0."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -63,6 +72,8 @@ class Metrics:
             "Changes of the file of API keys, by whether they took effect (ok, failed).",
             ["outcome"],
         )
+        for outcome in ("ok", "failed"):
+            self.key_reloads.labels(outcome)
         self.key_requests = counter(
             "pdserve_key_requests",
             "Generating requests by name of the API key and outcome.",
@@ -79,6 +90,8 @@ class Metrics:
             "failed: it said so).",
             ["reason"],
         )
+        for reason in ("lost", "failed"):
+            self.migrations.labels(reason)
         self.replayed_tokens = counter(
             "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry
         )

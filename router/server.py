@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from pdserve.address import join_address
+from pdserve.connections import BoundedConnection
 from pdserve.errors import CapacityError
 from pdserve.hub import resolve_model
 from pdserve.process import StatusWriter
 from router.app import create_app
-from router.connections import BoundedConnection
 from router.https import Certificate
 from router.options import RouterOptions
 from router.service import Service

@@ -378,7 +378,7 @@ class NodeStatus(_message.Message):
     steps: _builtins.int
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """since start; named like the Prometheus metrics"""
+        """every series of docs/metrics.md but those of processes; counts since start"""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def test_local_requests_are_exact_under_preemption(
     node.run()
     assert {key: (node.tokens[key], node.finished[key]) for key in expected} == expected
     assert node.ranks == ranks
-    assert node.scheduler.status().totals.output_tokens == sum(len(tokens) for tokens, _ in expected.values())
+    assert node.scheduler.status().totals.sampled_tokens == sum(len(tokens) for tokens, _ in expected.values())
     node.assert_all_free()
     node.close()
 
@@ -259,7 +259,7 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
     node.submit(0, list(range(20)), SamplingParams(max_tokens=9), mode)
     node.run()
     assert node.runner.num_tokens == 20 + (8 if mode is Mode.LOCAL else 0)
-    assert node.scheduler.status().totals.output_tokens == (9 if mode is Mode.LOCAL else 1)
+    assert node.scheduler.status().totals.sampled_tokens == (9 if mode is Mode.LOCAL else 1)
 
 
 def test_long_prompts_are_computed_one_after_the_other(make: Make) -> None:
@@ -309,5 +309,5 @@ def test_a_stop_token_frees_the_blocks_once_no_step_writes_to_them(make: Make, d
     assert (status.running, status.held > 0) == (0, depth == (2, 1))  # with stages a step of others comes between
     node.run()
     assert node.tokens[0, 0] == reference(prompt, 0, 3)
-    assert node.scheduler.status().totals.output_tokens == 3
+    assert node.scheduler.status().totals.sampled_tokens == 3
     node.assert_all_free()

@@ -15,8 +15,8 @@ from router_process import RouterProcess
 from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
 
-from router import connections
-from router.connections import BoundedConnection
+from pdserve import connections
+from pdserve.connections import BoundedConnection
 
 USER = {"role": "user", "content": "hi"}
 

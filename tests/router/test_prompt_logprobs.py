@@ -179,11 +179,11 @@ def test_such_prompts_are_computed_on_the_decode_node(fleet: Fleet, client: http
     def counted(name: str) -> float:
         return fleet.decode[0].status().counters[name]
 
-    before = counted("pdserve_handoffs_total"), counted("pdserve_prompt_tokens_total")
+    before = counted("pdserve_handoffs_total"), counted("pdserve_admitted_prompt_tokens_total")
     for _ in range(2):
         assert post(client, prompt=prompt, max_tokens=1, prompt_logprobs=0)["usage"]["prompt_tokens_details"] == {
             "cached_tokens": 0
         }
-    after = counted("pdserve_handoffs_total"), counted("pdserve_prompt_tokens_total")
+    after = counted("pdserve_handoffs_total"), counted("pdserve_admitted_prompt_tokens_total")
     assert after == (before[0], before[1] + 2 * len(prompt))
     assert post(client, prompt=prompt, max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -1,0 +1,117 @@
+"""What a fleet exports over HTTP is what docs/metrics.md says, and tells what happens."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from exposition import documented, metrics_url, samples, scraped, value
+from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.embedded import EMBEDDED_MODEL
+
+NODE = ["--engine", "simulated", "--metrics-port", "0"]
+SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a second for each step
+KEY = new_key()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    keys = directory / "keys.toml"
+    keys.write_text(key_entry("alice", KEY))
+    router = ["--api-keys", str(keys)]
+    node = [*NODE, "--peer-timeout", "2"]
+    with start_fleet(directory, prefill_flags=[*node, *SLOW], decode_flags=node, router_flags=router) as fleet:
+        yield fleet
+
+
+def complete(fleet: Fleet, num_tokens: int, seed: int) -> None:
+    prompt = random.Random(seed).choices(range(3, 4096), k=num_tokens)
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {KEY}"}
+    assert httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60.0).status_code == 200
+
+
+def read(node: NodeProcess, name: str, **labels: str) -> float:
+    return value(scraped(metrics_url(node)), name, **labels)
+
+
+def test_the_table_is_what_a_fleet_exports(fleet: Fleet) -> None:
+    complete(fleet, 100, seed=1)
+    urls = {
+        "R": f"{fleet.url}/metrics",
+        "P": metrics_url(fleet.prefill[0]),
+        "D": metrics_url(fleet.decode[0]),
+    }
+    for role, url in urls.items():
+        families = scraped(url)
+        exported = {
+            (
+                family.name,
+                family.type,
+                frozenset(label for sample in family.samples for label in sample.labels) - {"le"},
+            )
+            for family in families
+        }
+        assert exported == {(row.name, row.type, row.labels) for row in documented() if role in row.on}
+        series = {name: labels for row in documented() for name, labels in row.series.items()}
+        assert all(sample.labels.keys() == series[sample.name] for sample in samples(families))
+
+
+def test_status_has_what_a_node_exports(fleet: Fleet) -> None:
+    for node in (*fleet.prefill, *fleet.decode):
+        told = {key.partition("{")[0] for key in node.status().counters}
+        exported = {sample.name for sample in samples(scraped(metrics_url(node)))}
+        assert told == {name for name in exported if "process_" not in name}
+
+
+def test_a_node_tells_what_it_has_to_do(fleet: Fleet) -> None:
+    (prefill,) = fleet.prefill
+    with ThreadPoolExecutor() as threads:
+        answers = [threads.submit(complete, fleet, 300, seed) for seed in (2, 3)]
+        fleet.wait_until(lambda: read(prefill, "pdserve_prompt_backlog_tokens") > 256, 10.0)
+        fleet.wait_until(lambda: read(prefill, "pdserve_prompt_backlog_seconds") > 0.25, 10.0)
+        assert read(prefill, "pdserve_kv_use_ratio") > 0
+        for answer in answers:
+            answer.result(30.0)
+    status = prefill.wait_idle()
+    families = scraped(metrics_url(prefill))
+    assert value(families, "pdserve_prompt_backlog_seconds") == 0
+    assert value(families, "pdserve_kv_blocks", use="free") == status.total_blocks
+    assert value(families, "pdserve_kv_use_ratio") == 0
+    assert value(families, "pdserve_step_seconds_total") >= 600 * 0.004
+    assert value(families, "pdserve_node_info", role="prefill", model=MODEL_NAME, runner="simulated") == 1
+    assert value(families, "pdserve_engine_process_resident_memory_bytes") > 1 << 20
+
+
+def test_a_node_whose_engine_stands_still_is_stuck(fleet: Fleet) -> None:
+    (prefill,) = fleet.prefill
+    assert read(prefill, "pdserve_node_state", state="ready") == 1
+    prefill.stop("engine")
+    fleet.wait_until(lambda: read(prefill, "pdserve_node_state", state="stuck") == 1, 10.0)
+    assert read(prefill, "pdserve_node_state", state="ready") == 0
+    prefill.go_on("engine")
+    fleet.wait_until(lambda: read(prefill, "pdserve_node_state", state="ready") == 1, 10.0)
+
+
+def test_there_is_nothing_else_on_that_port(fleet: Fleet) -> None:
+    url = metrics_url(fleet.decode[0]).removesuffix("/metrics")
+    assert [httpx.get(url + path).status_code for path in ("/", "/metrics/x", "/metrics")] == [404, 404, 200]
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded(fleet: Fleet) -> None:
+    port = metrics_url(fleet.decode[0]).removesuffix("/metrics").rpartition(":")[2]
+    command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), "--device", "cpu", "--metrics-port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port} is in use; choose another --metrics-port, or 0 for any" in done.stderr.splitlines()[-1]
