@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.linear import Linear, Placement
+from runner.linear import Linear, Placement, padded_tokens
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def sealed(weight: Tensor, bias: Tensor | None, place: Placement) -> Linear:
     + [(torch.float16, size) for size in (1e-4, 0.02, 1.0)],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 17, 64])
 def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, with_bias: bool, tokens: int) -> None:
     """Also where a 16-bit weight of the checkpoint is too large or too small for the format it is held in."""
     generator = torch.Generator().manual_seed(0)
@@ -52,3 +52,10 @@ def test_weights_of_very_different_size_share_a_layer() -> None:
 def test_zero_weights() -> None:
     linear = sealed(torch.zeros(8, 16), None, Placement(CPU, torch.bfloat16, torch.float32))
     assert torch.equal(linear(torch.ones(3, 16)), torch.zeros(3, 8))
+
+
+def test_few_numbers_of_tokens_are_multiplied() -> None:
+    padded = [padded_tokens(count) for count in range(1, 8193)]
+    assert all(count <= more <= count * 9 / 8 for count, more in enumerate(padded, 1))
+    assert padded == sorted(padded)
+    assert len(set(padded)) == 15 + 8 * 9 + 1  # up to 15, of each octave to 8,191, and 8,192
