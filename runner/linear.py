@@ -13,8 +13,8 @@ Measured on two cores of a Sapphire Rapids Xeon (torch 2.13), all products of a 
     float32, oneDNN's blocked format        4.2    7.1   11.0     27     172
     bfloat16 on AMX, blocked (this CPU's)   1.9    1.9    2.3      4      30
 
-oneDNN compiles a product for each number of tokens that it meets, in some 6 ms, and keeps a thousand of them, at up to a
-megabyte each. Steps with prompts rarely repeat a number, so tokens are padded to one of few (``padded_tokens``).
+oneDNN compiles a product for each number of tokens that it meets, in some 6 ms, and keeps a thousand of them, at up to
+a megabyte each. Steps with prompts rarely repeat a number, so tokens are padded to one of few (``padded_tokens``).
 """
 
 from __future__ import annotations
