@@ -6,6 +6,9 @@ A step here is the whole engine's: command over the socket, schedule, plan, forw
 front. Prompts are random token ids, so nothing is found in the prefix cache. A decode step is (time of N+K tokens -
 time of K tokens) / N, best of ``--repeat``; of it, ``host_ms`` is what scheduling, planning and launching take.
 Prefill (of one prompt, or of several at once: 64x1024) is the time until all have their first token, best of three.
+
+``--costs-out`` writes what ``pdserve plan --costs`` reads. Handoffs are not measured here: see ``kv_transfer.py`` and
+``handoff.py`` for what to put in place of the estimates in that file.
 """
 
 from __future__ import annotations
@@ -13,20 +16,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import platform
 import random
+import shlex
+import subprocess
 import sys
 import time
 from array import array
+from pathlib import Path
 from typing import NamedTuple
 
 from engine.link import EngineLink, Event
 from engine.messages import Mode, Output, Posts, Refused, Submit
+from pdserve.config import NodeConfig
+from pdserve.cost import HANDOFF
 from pdserve.device import detect_devices
 from pdserve.errors import PdserveError
 from pdserve.flags import add_node_flags, options_from
+from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
 from pdserve.records import SamplingParams
 from pdserve.resolve import resolve
 
+PROMPT = 64  # tokens in front of decode steps
+LONG_BATCH = 8  # sequences, at most, that decode behind long prompts
+NETWORK = 12.5  # 10^9 bytes/s
 SHORT = 8  # tokens of the shorter of the two runs that a decode step is the difference of
 
 
@@ -69,11 +82,17 @@ class Bench:
         seconds, last = time.perf_counter() - start, self._link.status.totals
         return Run(seconds, (last.host_seconds - decoding.host_seconds) / max(last.steps - decoding.steps, 1))
 
-    async def decode_step(self, batch: int, steps: int, repeat: int) -> Run:
+    async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Run:
         """A step, and the host's work in it."""
-        short = min([await self.run(batch, 64, SHORT) for _ in range(repeat)])
-        long = min([await self.run(batch, 64, SHORT + steps) for _ in range(repeat)])
+        short = min([await self.run(batch, prompt, SHORT) for _ in range(repeat)])
+        long = min([await self.run(batch, prompt, SHORT + steps) for _ in range(repeat)])
         return Run((long.seconds - short.seconds) / steps, long.host)
+
+    async def context(self, decode: dict[int, float], prompt: int, steps: int, repeat: int) -> float:
+        """Seconds that a token of context adds to a step, for each sequence that has it."""
+        batch = max(each for each in decode if each <= LONG_BATCH)
+        long = await self.decode_step(batch, steps, repeat, prompt)
+        return max(0.0, (long.seconds - decode[batch]) / (batch * (prompt - PROMPT)))
 
     async def prefill(self, batch: int, prompt: int) -> float:
         return min([await self.run(batch, prompt, 1) for _ in range(3)]).seconds
@@ -91,16 +110,50 @@ async def run(args: argparse.Namespace) -> None:
         )
         bench = Bench(link, config.model.vocab_size)
         await bench.run(1, 32, 8)
+        decode, prefill = dict[int, float](), dict[int, float]()
         for batch in args.batches:
             step = await bench.decode_step(batch, args.steps, args.repeat)
+            decode[batch] = step.seconds
             figures = {"ms_per_step": round(step.seconds * 1e3, 3), "tok_per_s": round(batch / step.seconds)}
             print(json.dumps({"decode_batch": batch} | figures | {"host_ms": round(step.host * 1e3, 3)}), flush=True)
         for batch, prompt in args.prompts:
             seconds = await bench.prefill(batch, prompt)
+            if batch == 1:
+                prefill[prompt] = seconds
             figures = {"ms": round(seconds * 1e3, 2), "tok_per_s": round(batch * prompt / seconds)}
             print(json.dumps({"prompts": batch, "prefill_tokens": prompt} | figures), flush=True)
+        if args.costs_out:
+            context = await bench.context(decode, max(prefill), args.steps, args.repeat)
+            args.costs_out.write_text(costs_as_toml(costs_of(config, decode, prefill, context)))
     finally:
         await link.shutdown()
+
+
+def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, float], context: float) -> Costs:
+    """Seconds by batch and by prompt, and of a token of context, as ``pdserve plan`` takes them."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    shape = Shape.of(config.model)
+    return Costs(
+        model=config.served_model_name,
+        gpu=config.device.name,
+        hardware=f"{config.device.name}, {platform.processor() or platform.machine()}",
+        commit=commit.stdout.strip() or "unknown",
+        command=shlex.join(["bench/engine_steps.py", *sys.argv[1:]]),
+        shape=shape,
+        estimated=(
+            f"second_token_ms: {1e3 * HANDOFF:g} ms",
+            f"kv_gb_per_s: {NETWORK:g}, as of a network of 100 Gbit/s",
+        ),
+        pp=config.split.pp,
+        tp=config.split.tp,
+        prefill_ms=rising([(tokens, 1e3 * seconds) for tokens, seconds in prefill.items()]),
+        decode_ms=rising([(batch, 1e3 * seconds) for batch, seconds in decode.items()]),
+        context_ns=round(1e9 * context, 3),
+        kv_tokens=config.kv_layout.num_blocks * config.kv_layout.block_size,
+        step_tokens=config.max_batch_tokens,
+        second_token_ms=((0.0, 1e3 * HANDOFF),),
+        kv_gb_per_s=NETWORK,
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -120,7 +173,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=_prompts, default=[(1, 256), (1, 1024)])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--costs-out", type=Path, metavar="FILE", help="for pdserve plan --costs")
     args = parser.parse_args()
+    if args.costs_out and (
+        min(args.batches) > LONG_BATCH or max([t for n, t in args.prompts if n == 1], default=0) <= PROMPT
+    ):
+        parser.error(f"--costs-out needs a batch of {LONG_BATCH} or fewer, and a prompt of more than {PROMPT} tokens")
     try:
         asyncio.run(run(args))
     except PdserveError as exc:

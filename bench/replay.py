@@ -2,9 +2,7 @@
 
     PYTHONPATH=.:tests python bench/replay.py --prefill 4 --decode 4 --requests 400
 
-A trace is in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines of ``timestamp``
-(ms), ``input_length``, ``output_length`` (tokens) and ``hash_ids``, one for each 512 tokens of the prompt; prompts with
-equal leading ids have those tokens in common. ``--trace`` replays such a file; else one is made: sessions of several
+``--trace`` replays a file in Mooncake's format (pdserve/plan/workload.py); else a trace is made: sessions of several
 turns, each prompt being all that was said before and something new, behind system prompts of which some are popular
 (Zipf).
 
@@ -31,20 +29,9 @@ import httpx
 from fleet import MODEL_NAME, Fleet
 
 from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
 from pdserve.simulation import KV_TOKENS, Costs
 from router.policy import POLICIES
-
-BLOCK = 512  # tokens that a hash id stands for
-
-
-@dataclass(frozen=True)
-class Request:
-    """``at`` is in seconds from the beginning, lengths in tokens."""
-
-    at: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
 
 
 @dataclass
@@ -64,21 +51,13 @@ class Results:
         return f"| {policy} | {times} | {hits:.0%} | {local:.0%} | {self.seconds:.0f} |"
 
 
-def read_trace(path: Path) -> Iterator[Request]:
-    with path.open() as lines:
-        for line in lines:
-            item = json.loads(line)
-            ids = tuple(item["hash_ids"])
-            yield Request(item["timestamp"] / 1000, item["input_length"], item["output_length"], ids)
-
-
-def make_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
+def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """Sessions that begin by a Poisson process; ``rate`` is requests per second on average."""
     rng = random.Random(seed)
     ids = iter(range(1 << 40))
     systems = [[next(ids) for _ in range(rng.randint(1, 6))] for _ in range(20)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
-    turns_mean, requests, begins = 4.0, list[Request](), 0.0
+    turns_mean, requests, begins = 4.0, list[TraceRequest](), 0.0
     while len(requests) < 2 * num_requests:  # the later half of them makes up for sessions that are cut off
         begins += rng.expovariate(rate / turns_mean)
         said = list(rng.choices(systems, weights)[0])
@@ -86,14 +65,14 @@ def make_trace(num_requests: int, rate: float, seed: int) -> list[Request]:
         for _ in range(max(1, round(rng.expovariate(1 / turns_mean)))):
             said += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.5, 1.0))))]
             output = max(8, min(2000, round(rng.lognormvariate(5.3, 0.8))))
-            requests.append(Request(at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
+            requests.append(TraceRequest(at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
             said[-1:] = [next(ids) for _ in range(1 + output // BLOCK)]  # the answer follows where the prompt ended
             at += 5.0 + rng.expovariate(1 / 15.0)  # seconds: it is read, and something is written
     requests.sort(key=lambda request: request.at)
     return requests[:num_requests]
 
 
-def prompt_of(request: Request, shrink: int, vocabulary: int = 4000) -> list[int]:
+def prompt_of(request: TraceRequest, shrink: int, vocabulary: int = 4000) -> list[int]:
     """Token ids: each hash id stands for the same ones wherever it is."""
     size = BLOCK // shrink
     tokens: list[int] = []
@@ -102,16 +81,20 @@ def prompt_of(request: Request, shrink: int, vocabulary: int = 4000) -> list[int
     return tokens[: max(1, request.input_length // shrink)]
 
 
+def make_long_model(directory: Path) -> int:
+    """The embedded model without weights, for prompts of any length. Returns the bytes of a token's KV in bfloat16."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 18}))
+    return 2 * 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])  # K and V
+
+
 @contextmanager
 def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(EMBEDDED_MODEL / name, model / name)
-        config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 18}))
-        heads = config["num_hidden_layers"] * config["num_key_value_heads"]
-        token_bytes = 2 * 2 * heads * config["head_dim"]  # K and V, bfloat16
+        token_bytes = make_long_model(model)
         costs, times = Costs(), args.shrink
         sim = f"prompt-token={costs.prompt_token * times},read-token={costs.read_token * times}"
         flags = ["--engine", "simulated", "--sim-costs", sim, "--block-size", "16", "--dtype", "bfloat16"]
@@ -126,12 +109,12 @@ def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
             yield fleet
 
 
-async def replay(url: str, requests: Sequence[Request], shrink: int, speed: float) -> Results:
+async def replay(url: str, requests: Sequence[TraceRequest], shrink: int, speed: float) -> Results:
     results, began = Results(), time.perf_counter()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
 
-        async def send(request: Request) -> None:
+        async def send(request: TraceRequest) -> None:
             await asyncio.sleep(max(0.0, request.at / speed - (time.perf_counter() - began)))
             body = {
                 "model": MODEL_NAME,

@@ -90,14 +90,14 @@ class Load:
                     return
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        self._count(trace, line)
+                        self.count(trace, line)
         except httpx.HTTPError as exc:
             trace.error = f"{type(exc).__name__}: {exc}"
         if not trace.error and len(trace.tokens) != body["max_tokens"]:
             trace.error = f"{len(trace.tokens)} tokens instead of {body['max_tokens']}"
 
     @staticmethod
-    def _count(trace: Trace, line: str) -> None:
+    def count(trace: Trace, line: str) -> None:
         now = time.perf_counter()
         event = json.loads(line[6:])
         if "error" in event:

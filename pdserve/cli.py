@@ -12,6 +12,7 @@ from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, add_tls_flag, options_from, port_number, positive_int
+from pdserve.plan.flags import add_plan_flags
 
 #: Commands that are processes of their own, with the module that is their program.
 ROLES = {
@@ -40,6 +41,10 @@ def _run(argv: list[str]) -> int:
 
         explain(options_from(args), as_json=args.json)
         return 0
+    if args.command == "plan":
+        from pdserve.plan.command import plan
+
+        return plan(args)
     if args.command == "probe":
         from pdserve.probe import probe
 
@@ -77,6 +82,7 @@ def _parser() -> CommandParser:
     explain = commands.add_parser("explain", help="say what would run, without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
     explain.add_argument("--json", action="store_true", help="for programs")
+    add_plan_flags(commands.add_parser("plan", help="say how many prefill and decode nodes a workload needs"))
     _add_probe(commands.add_parser("probe", help="ask a node for its health: status 0 when it is well"))
     key = commands.add_parser("key", help="make an API key: what `pdserve router --api-keys FILE` is to hold of it")
     key.add_argument("name", type=_key_name, metavar="NAME", help="of its user, in logs and metrics")

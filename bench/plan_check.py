@@ -1,0 +1,151 @@
+"""What ``pdserve plan`` predicts, against what fleets do: simulated nodes with the same costs, or real ones on a CPU.
+
+    PYTHONPATH=.:tests python bench/plan_check.py
+    PYTHONPATH=.:tests python bench/plan_check.py --model MODEL --costs costs.toml --workload 256-512:32:1:1:2
+
+Each workload is PROMPT:OUTPUT:P:D:RATE, lengths as ``pdserve plan`` takes them. A real router places the requests,
+which arrive at random and whatever becomes of earlier ones; the prediction is for the very same ones. Simulated nodes
+have the costs of an 8B model on an H200, ``--slower`` times as long, so that nodes, router and clients take little of
+two cores; figures are divided by it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from fleet import MODEL_NAME, Fleet
+from replay import make_long_model
+from serve import Load as Requests
+from serve import Trace
+
+from pdserve.model_config import load_model_config
+from pdserve.plan.costs import Costs, Shape, load_costs
+from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.queues import percentile
+from pdserve.plan.workload import Workload, workload_of
+from pdserve.simulation import KV_TOKENS
+from pdserve.simulation import Costs as SimulatedCosts
+
+WORKLOADS = (
+    "p50=1500,p99=8000:p50=150,p99=600:2:2:28",
+    "p50=4000,p99=16000:p50=40,p99=200:3:1:18",
+    "p50=400,p99=2000:p50=300,p99=900:1:1:36",
+)
+SHARES = (50, 90)  # percentiles of first tokens: a few hundred requests say little of the last
+
+
+def simulated_costs(model: Path, slower: float) -> Costs:
+    """As pdserve/simulation.py has them."""
+    sim = SimulatedCosts()
+
+    def ms(seconds: float) -> float:
+        return 1e3 * slower * seconds
+
+    return Costs(
+        model="simulated",
+        gpu="none",
+        hardware="none",
+        commit="",
+        command="",
+        shape=Shape.of(load_model_config(model)),
+        prefill_ms=tuple((n, ms(sim.step + n * sim.prompt_token)) for n in (0, 8192)),
+        decode_ms=tuple((n, ms(sim.step + n * sim.decode)) for n in (1, 256)),
+        kv_tokens=KV_TOKENS,
+        first_token_ms=2.0,
+        second_token_ms=tuple((n, 3.0 + ms(sim.read + n * sim.read_token)) for n in (0, 8192)),
+        kv_gb_per_s=1e6,
+    )
+
+
+@contextmanager
+def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) -> Iterator[Fleet]:
+    if args.model:
+        flags = ["--max-num-seqs", "64"]
+    else:
+        token_bytes = make_long_model(model)
+        flags = ["--engine", "simulated", "--sim-speed", str(1 / args.slower), "--dtype", "bfloat16"]
+        flags += ["--kv-cache-memory", str(KV_TOKENS * token_bytes), "--max-batch-tokens", "8192"]
+    with Fleet() as fleet:
+        for start, count in ((fleet.start_prefill, prefill), (fleet.start_decode, decode)):
+            for _ in range(count):
+                start(model, [*flags, "--max-waiting", "4096", "--peer-timeout", "30"])
+        fleet.start_router(model, ["--policy", args.policy])
+        fleet.wait_ready()
+        yield fleet
+
+
+async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
+    """Send the requests of a workload in their time, and return what became of them."""
+    traces: list[Trace] = []
+    rng = random.Random(2)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+
+        async def send(prompt: int, output: int) -> None:
+            body = {"model": MODEL_NAME, "prompt": rng.choices(range(300, 4000), k=prompt), "max_tokens": output}
+            body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+            traces.append(trace := Trace(time.perf_counter()))
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                response.raise_for_status()
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        Requests.count(trace, line)
+
+        await send(64, 8)  # connections, and the paces that routers go by
+        traces.clear()
+        began, at = time.perf_counter(), 0.0
+        async with asyncio.TaskGroup() as group:
+            for gap, prompt, output in zip(workload.gaps, workload.prompts, workload.outputs, strict=True):
+                at += gap / rate
+                await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+                group.create_task(send(prompt, output))
+    return traces
+
+
+def compare(args: argparse.Namespace, model: Path, text: str) -> str:
+    """A row: predicted and measured."""
+    prompts, outputs, prefill, decode, rate_text = text.split(":")
+    workload, slower = workload_of(prompts, outputs, 0.0, args.requests), 1.0 if args.model else args.slower
+    rate = float(rate_text) / slower
+    with running(args, model, int(prefill), int(decode)) as fleet:
+        traces = asyncio.run(replay(fleet.url, workload, rate))
+        local = sum(node.counter("local_prefills") for node in fleet.decode) / len(traces)
+    costs = load_costs(args.costs) if args.costs else simulated_costs(model, slower)
+    load = Load(costs, workload, Slo(dict.fromkeys(SHARES, 1e9)), Limits(headroom=0.0))
+    first, later = load.on_prefill(rate, int(prefill)), load.on_decode(rate, int(decode))
+    gaps = [gap for trace in traces for gap in trace.gaps]
+    pairs = [(first.ttft[share], percentile([trace.ttft for trace in traces], share)) for share in SHARES]
+    pairs += [(later.itl[share], percentile(gaps, share)) for share in (50, 99)]
+    cells = [f"{1e3 * said / slower:.3g} / {1e3 * was / slower:.3g} ({said / was - 1:+.0%})" for said, was in pairs]
+    busy = f"{first.utilisation:.0%}, {later.utilisation:.0%}"
+    return f"| {prompts} | {outputs} | {prefill}:{decode} | {rate_text} | {busy} | {' | '.join(cells)} | {local:.0%} |"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="+", default=WORKLOADS, help="PROMPT:OUTPUT:P:D:RATE")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--slower", type=float, default=6.0, help="of simulated nodes; rates are divided by it as well")
+    parser.add_argument("--policy", default="prefix-aware")
+    parser.add_argument("--model", type=Path, help="real nodes with this checkpoint, a thread each")
+    parser.add_argument("--costs", help="of these, as bench/engine_steps.py --costs-out writes them")
+    args = parser.parse_args(argv)
+    if bool(args.model) != bool(args.costs):
+        parser.error("--model and --costs go together")
+    print("| prompts | outputs | P:D | requests/s | busy, P and D | TTFT p50 | p90 | ITL p50 | p99 | prefilled on D |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for text in args.workload:
+        with tempfile.TemporaryDirectory() as directory:
+            print(compare(args, args.model or Path(directory), text), flush=True)
+
+
+if __name__ == "__main__":
+    main()

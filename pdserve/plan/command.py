@@ -1,0 +1,67 @@
+"""``pdserve plan``: from flags to what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+
+from pdserve.errors import ConfigError
+from pdserve.hub import resolve_model
+from pdserve.model_config import load_model_config
+from pdserve.plan.costs import Costs, Shape, find_costs, load_costs
+from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.report import as_json, as_text
+from pdserve.plan.sizing import plan_for_gpus, plan_for_rate
+from pdserve.plan.workload import Workload, read_trace, workload_of, workload_of_trace
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print it. Raises ConfigError or CapacityError."""
+    costs = _costs(args)
+    workload, rate = _workload(args)
+    limits = Limits(args.headroom, args.max_num_seqs, args.network or 0.0)
+    load = Load(costs, workload, parse_slo(args.slo), limits)
+    if args.gpus is not None:
+        found = plan_for_gpus(load, args.gpus)
+    elif rate is not None:
+        found = plan_for_rate(load, rate)
+    else:
+        raise ConfigError("neither --rate nor --gpus is given; say how much is asked for, or how much there is")
+    print(json.dumps(as_json(load, found), indent=2) if args.json else as_text(load, found))
+    return 0
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    if args.model is None and args.costs is None:
+        raise ConfigError("neither MODEL nor --costs is given; name a checkpoint, or measured costs")
+    shape = None
+    if args.model is not None:
+        shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)))
+    if args.costs is None:
+        assert shape is not None
+        return find_costs(shape, args.gpu, args.pp, args.tp)
+    costs = load_costs(args.costs)
+    if shape is not None and shape != costs.shape:
+        raise ConfigError(f"costs {args.costs} are of {costs.shape}, {args.model} has {shape}; leave one of them out")
+    return costs
+
+
+def _workload(args: argparse.Namespace) -> tuple[Workload, float | None]:
+    if args.rate is not None and args.gpus is not None:
+        raise ConfigError("--rate and --gpus are both given; give the one that is known")
+    if args.trace is None:
+        return workload_of(args.prompt_tokens, args.output_tokens, args.cached), args.rate
+    workload, rate = workload_of_trace(list(read_trace(args.trace)))
+    return workload, args.rate or rate
+
+
+def parse_slo(text: str) -> Slo:
+    """ "ttft:p99=1s,itl:p50=10ms,itl:p99=30ms"; empty: none. Raises ConfigError."""
+    found: dict[str, dict[int, float]] = {"ttft": {}, "itl": {}}
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(ttft|itl):p(\d\d?)=(\d+(?:\.\d+)?)(ms|s)", part.strip())
+        if match is None or not int(match[2]) or not float(match[3]):
+            raise ConfigError(f"slo {part!r} is no limit; write for example ttft:p99=1s or itl:p99=30ms")
+        found[match[1]][int(match[2])] = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
+    return Slo(**found)

@@ -1,0 +1,149 @@
+"""A plan as a person reads it, and as a program does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import gcd
+from typing import Any
+
+import msgspec
+
+from pdserve.plan.nodes import Load
+from pdserve.plan.queues import percentile
+from pdserve.plan.sizing import Plan
+
+_PROVENANCE = ("model", "gpu", "hardware", "commit", "command", "estimated")
+
+
+def as_json(load: Load, plan: Plan) -> dict[str, Any]:
+    """Plain values: seconds, requests and tokens per second, 10^9 bytes per second."""
+    costs, workload = load.costs, load.workload
+    found: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
+    return found | {
+        "gpus": plan.nodes * costs.gpus,
+        "gpus_aggregated": None if plan.aggregated is None else plan.aggregated.nodes * costs.gpus,
+        "requests_per_s_per_gpu": plan.rate / plan.nodes / costs.gpus,
+        "output_tokens_per_s_per_gpu": plan.rate * workload.mean_output / plan.nodes / costs.gpus,
+        "kv_bytes_per_token": costs.shape.kv_bytes,
+        "network_gb_per_s": load.network,
+        "worthwhile": _split_is_better(plan),
+        "costs": {
+            name: getattr(costs, name) for name in ("model", "gpu", "hardware", "commit", "command", "estimated")
+        },
+        "doubts": list(_doubts(load, plan)),
+    }
+
+
+def as_text(load: Load, plan: Plan) -> str:
+    costs = load.costs
+    gpus = plan.nodes * costs.gpus
+    rows = [
+        ("costs", f"{costs.model} on {costs.gpu}, nodes of {costs.gpus}, measured at {costs.commit}"),
+        *(("estimated", text) for text in costs.estimated),
+        ("workload", f"{plan.rate:.3g} requests/s"),
+        ("", _lengths("prompts", load.workload.prompts) + f", {_cached(load):.0%} cached"),
+        ("", _lengths("outputs", load.workload.outputs)),
+        ("slo", ", ".join([*_asked("TTFT", load.slo.ttft), *_asked("ITL", load.slo.itl)]) or "none"),
+    ]
+    lines = [f"{name:<10}{text}" for name, text in rows]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"P:D = {_ratio(plan)}: {plan.prefill.nodes} prefill and {plan.decode.nodes} decode nodes, {gpus} GPUs, "
+            f"with {load.limits.headroom:.0%} head-room",
+            "",
+            *_table(plan, costs.gpus),
+            "",
+            *_notes(load, plan),
+            "",
+            *_verdict(load, plan),
+            *(f"doubtful: {text}" for text in _doubts(load, plan)),
+        ]
+    )
+
+
+def _lengths(what: str, values: tuple[int, ...]) -> str:
+    mean, half, most = sum(values) / len(values), percentile(values, 50), percentile(values, 99)
+    return f"{what} of {mean:,.0f} tokens (p50 {half:,}, p99 {most:,})"
+
+
+def _cached(load: Load) -> float:
+    return sum(load.workload.cached) / sum(load.workload.prompts)
+
+
+def _asked(what: str, slo: Mapping[int, float]) -> Iterator[str]:
+    return (f"{what} p{percent} at most {_ms(seconds)}" for percent, seconds in slo.items())
+
+
+def _ratio(plan: Plan) -> str:
+    common = gcd(plan.prefill.nodes, plan.decode.nodes)
+    return f"{plan.prefill.nodes // common}:{plan.decode.nodes // common}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+
+
+def _table(plan: Plan, gpus: int) -> Iterator[str]:
+    row = "{:<11}{:>6}{:>6}{:>7}{:>10}{:>10}{:>10}{:>10}{:>16}{:>10}".format
+    yield row("", "nodes", "GPUs", "busy", "TTFT p50", "p99", "ITL p50", "p99", "decode at once", "KV, GB/s")
+    named = [("prefill", plan.prefill), ("decode", plan.decode)]
+    if plan.aggregated is not None:
+        named.append(("aggregated", plan.aggregated))
+    for name, role in named:
+        times = [_ms(of[percent]) if of else "" for of in (role.ttft, role.itl) for percent in (50, 99)]
+        batch = f"{role.mean_batch:.0f} of {role.most_batch}" if role.most_batch else ""
+        traffic = f"{role.kv_gb_per_s:.3g}" if role.kv_gb_per_s else ""
+        yield row(name, role.nodes, role.nodes * gpus, f"{role.utilisation:.0%}", *times, batch, traffic)
+
+
+def _notes(load: Load, plan: Plan) -> Iterator[str]:
+    count = plan.nodes * load.costs.gpus
+    tokens = plan.rate * load.workload.mean_output
+    yield f"each GPU serves {plan.rate / count:.3g} requests/s and {tokens / count:,.0f} output tokens/s"
+    room = f"{load.costs.kv_tokens:,} tokens of KV, {load.costs.shape.kv_bytes / 1024:.0f} KiB each"
+    yield f"each decode node has room for {room}: {plan.decode.most_batch} sequences at most, by {plan.decode.most_by}"
+    most = max(plan.prefill.kv_gb_per_s, plan.decode.kv_gb_per_s)
+    yield f"KV travels at {most:.3g} GB/s at most into or out of a node, whose network gives {load.network:.3g}"
+    for name, role, needs in (
+        ("prefill", plan.prefill, plan.prefill_needs),
+        ("decode", plan.decode, plan.decode_needs),
+    ):
+        if role.nodes > 1:
+            yield f"one {name} node fewer would lack {needs}"
+    limits = [
+        (plan.prefill_carries, "prefill nodes", plan.prefill_lacks),
+        (plan.decode_carries, "decode nodes", plan.decode_lacks),
+    ]
+    (first, name, lacks), (second, other, _) = sorted(limits)
+    yield f"without head-room {name} carry {first:.3g} requests/s, limited by {lacks}, and {other} {second:.3g}"
+
+
+def _verdict(load: Load, plan: Plan) -> Iterator[str]:
+    both, gpus = plan.aggregated, load.costs.gpus
+    if both is None:
+        yield f"split: no number of nodes that do both would do, they lack {plan.aggregated_lacks}"
+    elif _split_is_better(plan):
+        yield f"split: nodes that do both would take {both.nodes * gpus} GPUs instead of {plan.nodes * gpus}"
+    else:
+        yield (
+            f"do not split: {both.nodes * gpus} GPUs of nodes that do both are enough, instead of {plan.nodes * gpus}; "
+            "start decode nodes without prefill nodes"
+        )
+        if not load.slo.itl:
+            yield "(what splitting improves is the tail of the time between tokens: give --slo itl:p99=… if it matters)"
+
+
+def _split_is_better(plan: Plan) -> bool:
+    return plan.aggregated is None or plan.nodes < plan.aggregated.nodes
+
+
+def _doubts(load: Load, plan: Plan) -> Iterator[str]:
+    """Where figures rest on what was not measured."""
+    costs = load.costs
+    longest, measured = percentile(load.workload.prompts, 99), costs.prefill_ms[-1][0]
+    if longest > measured:
+        yield f"1 % of the prompts are longer than {longest:,} tokens; the longest measured was {measured:,.0f}"
+    if plan.decode.mean_batch > costs.decode_ms[-1][0]:
+        yield f"{plan.decode.mean_batch:.0f} decode at once; at most {costs.decode_ms[-1][0]:.0f} were measured"

@@ -1,0 +1,113 @@
+"""``pdserve plan``, and the costs that it goes by."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli import main
+from pdserve.errors import ConfigError
+from pdserve.plan.costs import MEASURED, costs_as_toml, load_costs, rising
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in MEASURED.glob("*.toml")))
+def test_measured_costs_say_where_they_come_from_and_read_back(name: str, tmp_path: Path) -> None:
+    costs = load_costs(name)
+    assert all((costs.hardware, costs.commit, costs.command))
+    (tmp_path / "copy.toml").write_text(costs_as_toml(costs))
+    assert load_costs(str(tmp_path / "copy.toml")) == costs
+
+
+def test_measured_points_are_met_and_what_is_cached_is_not_computed() -> None:
+    costs = load_costs("h200-llama-8b")
+    assert costs.prefill(8192) == pytest.approx(0.2078)
+    assert costs.decode(128, 0) == pytest.approx(0.00609)
+    assert costs.prefill(512) <= costs.prefill(8192, 7680) < costs.prefill(2048)
+    assert rising([(8, 2.0), (1, 1.5), (4, 2.5)]) == ((1, 1.5), (4, 2.5), (8, 2.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("decode_ms = []", "decode_ms has no points"),
+        ("decode_ms = [[1, 5], [2, 4]]", "decode_ms goes from 5 ms at 1 to 4 ms at 2"),
+        ("kv_tokens = 0", "kv_tokens 0 must be above 0"),
+        ("kv_token = 1", "unknown field `kv_token`"),
+        ("gpu = 3", "Expected `str`, got `int`"),
+        ("]", "costs"),
+    ],
+)
+def test_a_broken_file_of_costs_is_refused(change: str, message: str, tmp_path: Path) -> None:
+    name = change.split(" ")[0]
+    text = (MEASURED / "h200-llama-8b.toml").read_text()
+    file = tmp_path / "costs.toml"
+    file.write_text(change + "\n" + re.sub(rf"^{re.escape(name)} = .*\n", "", text, flags=re.M))
+    with pytest.raises(ConfigError, match=message):
+        load_costs(str(file))
+
+
+def test_what_is_printed_is_for_people_or_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--costs", "h200-llama-8b", "--rate", "40", "--slo", "ttft:p99=1s,itl:p90=30ms"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "TTFT p99 at most 1 s, ITL p90 at most 30 ms" in text
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert f"{found['prefill']['nodes']} prefill and {found['decode']['nodes']} decode nodes" in text
+    assert found["costs"]["commit"]
+    assert set(found["decode"]["itl"]) == {"50", "90", "99"}
+
+
+def test_the_model_finds_its_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--gpus", "8"]) == 0
+    assert "Llama 3.1 8B shape on h200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "neither MODEL nor --costs is given"),
+        (["--costs", "h200-llama-8b"], "neither --rate nor --gpus is given"),
+        (["--costs", "h200-llama-8b", "--rate", "1", "--gpus", "2"], "--rate and --gpus are both given"),
+        (["--costs", "b200", "--rate", "1"], "costs 'b200' cannot be read"),
+        (["--costs", "h200-llama-8b", "--rate", "0"], "'0' must be a number above 0"),
+        (["--costs", "h200-llama-8b", "--rate", "1", "--slo", "ttft=1s"], "slo 'ttft=1s' is no limit; write for"),
+        (["--costs", "h200-llama-8b", "--rate", "1", "--headroom", "1"], "headroom 1 is not within"),
+        (["models/tiny", "--rate", "1"], "nothing was measured for 6 layers of 256"),
+        (["models/tiny", "--costs", "h200-llama-8b", "--rate", "1"], "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(DOCS.parent)
+    assert main(["plan", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_documented_example_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "operate.md").read_text()
+    examples = re.findall(r"^    \$ pdserve (plan (?:[^\\\n]|\\\n)*)\n((?:    [^\n]*\n|\n)*)", text, flags=re.M)
+    assert examples
+    for command, output in examples:
+        assert main(shlex.split(command.replace("\\\n", ""))) == 0
+        printed = [line.rstrip() for line in capsys.readouterr().out.strip().split("\n")]
+        assert [line.removeprefix("    ").rstrip() for line in output.strip("\n").split("\n")] == printed

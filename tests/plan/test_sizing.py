@@ -1,0 +1,127 @@
+"""How many nodes suffice: what has to hold whatever is asked for."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import CapacityError
+from pdserve.plan.costs import Costs, load_costs
+from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.sizing import plan_for_gpus, plan_for_rate
+from pdserve.plan.workload import Workload, workload_of
+
+COSTS = load_costs("h200-llama-8b")
+CHAT = workload_of("p50=1500,p99=8000", "p50=250,p99=1000", 0.0, samples=400)
+loads = st.floats(0.5, 400.0)
+
+
+def nodes_for(rate: float, slo: Slo = Slo(), costs: Costs = COSTS, workload: Workload = CHAT) -> tuple[int, int]:  # noqa: B008
+    plan = plan_for_rate(Load(costs, workload, slo, Limits()), rate)
+    return plan.prefill.nodes, plan.decode.nodes
+
+
+def at_least(more: tuple[int, int], less: tuple[int, int]) -> bool:
+    return more[0] >= less[0] and more[1] >= less[1]
+
+
+@settings(max_examples=25)
+@given(loads, st.floats(1.0, 3.0))
+def test_more_requests_never_need_fewer_nodes(rate: float, times: float) -> None:
+    slo = Slo({99: 1.0}, {99: 0.02})
+    assert at_least(nodes_for(rate * times, slo), nodes_for(rate, slo))
+
+
+@settings(max_examples=25)
+@given(loads, st.floats(0.4, 3.0), st.floats(0.012, 0.1), st.floats(1.0, 4.0))
+def test_a_tighter_slo_never_needs_fewer_nodes(rate: float, ttft: float, itl: float, looser: float) -> None:
+    tight, loose = Slo({95: ttft}, {90: itl}), Slo({95: looser * ttft}, {90: looser * itl})
+    assert at_least(nodes_for(rate, tight), nodes_for(rate, loose))
+
+
+@settings(max_examples=15)
+@given(loads, st.floats(0.1, 10.0))
+def test_nodes_that_are_slower_need_a_rate_that_is_lower(rate: float, times: float) -> None:
+    slower = msgspec.structs.replace(
+        COSTS,
+        prefill_ms=tuple((x, times * y) for x, y in COSTS.prefill_ms),
+        decode_ms=tuple((x, times * y) for x, y in COSTS.decode_ms),
+        second_token_ms=tuple((x, times * y) for x, y in COSTS.second_token_ms),
+        context_ns=times * COSTS.context_ns,
+        first_token_ms=times * COSTS.first_token_ms,
+        kv_gb_per_s=COSTS.kv_gb_per_s / times,
+    )
+    slo, stretched = Slo({99: 1.0}, {99: 0.02}), Slo({99: times * 1.0}, {99: times * 0.02})
+    assert nodes_for(rate / times, stretched, slower) == nodes_for(rate, slo)
+
+
+def test_many_nodes_are_as_many_as_have_the_time() -> None:
+    """Little's law: as many prefill nodes are busy as arrive while one prompt is computed, and likewise sequences."""
+    rate, limits = 20_000.0, Limits(headroom=0.2)
+    load = Load(COSTS, CHAT, Slo(), limits)
+    plan = plan_for_rate(load, rate)
+    assert plan.prefill.nodes == pytest.approx(rate * load.prefill_mean / 0.8, rel=0.01)
+    at_once = rate * CHAT.mean_decoded * load.step(round(plan.decode.mean_batch))
+    assert plan.decode.nodes * plan.decode.mean_batch == pytest.approx(at_once, rel=0.02)
+
+
+def test_what_is_found_suffices_and_one_less_does_not() -> None:
+    load = Load(COSTS, CHAT, Slo({99: 0.5}, {99: 0.015}), Limits())
+    plan = plan_for_rate(load, 150.0)
+    assert (plan.prefill.lacks, plan.decode.lacks) == ("", "")
+    assert load.on_prefill(150.0, plan.prefill.nodes - 1).lacks == plan.prefill_needs != ""
+    assert load.on_decode(150.0, plan.decode.nodes - 1).lacks == plan.decode_needs != ""
+    assert plan.prefill_carries >= 150.0
+    assert plan.decode_carries >= 150.0
+
+
+def test_gpus_serve_a_rate_that_needs_no_more_of_them() -> None:
+    load = Load(COSTS, CHAT, Slo({99: 1.0}, {99: 0.02}), Limits())
+    plan = plan_for_gpus(load, 12)
+    assert plan.nodes <= 12
+    assert plan_for_rate(load, 1.1 * plan.rate).nodes > 12
+
+
+def test_a_tail_between_tokens_is_what_splitting_is_for() -> None:
+    prompts = workload_of("8192", "200", 0.0, samples=400)
+    tight = plan_for_rate(Load(COSTS, prompts, Slo(itl={99: 0.04}), Limits()), 10.0)
+    assert tight.aggregated is None or tight.aggregated.nodes > tight.nodes
+    short = workload_of("64", "200", 0.0, samples=400)
+    either = plan_for_rate(Load(COSTS, short, Slo(itl={99: 0.04}), Limits()), 10.0)
+    assert either.aggregated is not None
+    assert either.aggregated.nodes == 1
+
+
+def test_a_slow_network_needs_more_nodes() -> None:
+    fast, slow = (plan_for_rate(Load(COSTS, CHAT, Slo(), Limits(kv_gb_per_s=each)), 40.0) for each in (100.0, 1.25))
+    assert slow.prefill_needs == slow.decode_needs == "network"
+    assert slow.nodes > fast.nodes
+
+
+def test_little_kv_memory_needs_more_decode_nodes() -> None:
+    small = msgspec.structs.replace(COSTS, kv_tokens=50_000)
+    plan = plan_for_rate(Load(small, CHAT, Slo(), Limits()), 40.0)
+    assert (plan.decode.most_by, plan.decode_needs) == ("KV memory", "KV memory")
+    assert plan.decode.nodes > nodes_for(40.0)[1]
+
+
+@pytest.mark.parametrize(
+    ("slo", "message"),
+    [
+        (Slo(ttft={99: 0.1}), "no number of prefill nodes suffices: 16384 lack TTFT p99; when idle, TTFT p50 is"),
+        (Slo(itl={50: 0.003}), "no number of decode nodes suffices: 16384 lack ITL p50; when idle, ITL p50 is 4 ms"),
+    ],
+)
+def test_what_no_number_of_nodes_does_is_refused(slo: Slo, message: str) -> None:
+    load = Load(COSTS, CHAT, slo, Limits())
+    with pytest.raises(CapacityError, match=message):
+        plan_for_rate(load, 10.0)
+    with pytest.raises(CapacityError, match=message):
+        plan_for_gpus(load, 8)
+
+
+def test_one_gpu_cannot_be_split() -> None:
+    with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node take 2 GPUs"):
+        plan_for_gpus(Load(COSTS, CHAT, Slo(), Limits()), 1)

@@ -1,0 +1,78 @@
+"""Lengths and traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.plan.queues import percentile
+from pdserve.plan.workload import read_trace, workload_of, workload_of_trace
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("2048", {"mean": 2048, "p50": 2048, "p99": 2048}),
+        ("256-1024", {"mean": 640, "p50": 640, "p99": 1016}),
+        ("p50=900,p99=8000", {"p50": 900, "p99": 8000}),
+        ("p10=100,p90=1000", {"p10": 100, "p50": 316, "p90": 1000}),
+        ("mean=1500,p99=8000", {"mean": 1500, "p99": 8000}),
+    ],
+)
+def test_lengths_are_as_they_were_asked_for(text: str, figures: dict[str, float]) -> None:
+    prompts = workload_of(text, "1", 0.0).prompts
+    for name, value in figures.items():
+        found = sum(prompts) / len(prompts) if name == "mean" else percentile(prompts, int(name[1:]))
+        assert found == pytest.approx(value, rel=0.02), name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "length '0' is none; write 2048"),
+        ("9-3", "length '9-3' is none"),
+        ("many", "length 'many' is none"),
+        ("9999999", "in tokens up to 1048576"),
+        ("p99=100,p50=9", "the second is a percentile above p50"),
+        ("p50=100,p99=9", "not below the first"),
+        ("mean=10,p99=100000", "no log-normal's p99 is 10000.0 times its mean"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        workload_of(text, "1", 0.0)
+    with pytest.raises(ConfigError, match="cached share 1 is not within"):
+        workload_of("10", "1", 1.0)
+
+
+def write_trace(path: Path, *requests: tuple[float, int, int, list[int]]) -> Path:
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("\n".join(json.dumps(dict(zip(names, request, strict=True))) for request in requests))
+    return path
+
+
+def test_a_trace_says_what_comes_when_and_what_has_come_before(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "trace",
+        (1000, 1024, 10, [1, 2]),
+        (1500, 1500, 0, [1, 2, 3]),
+        (3000, 1024, 5, [4, 2]),
+        (4000, 1024, 5, [1, 2]),
+    )
+    workload, rate = workload_of_trace(list(read_trace(trace)))
+    assert (workload.prompts, workload.outputs) == ((1024, 1500, 1024, 1024), (10, 1, 5, 5))
+    assert workload.cached == (0, 1024, 0, 1023)  # the last token is always computed
+    assert (rate, workload.gaps) == (1.0, (1.0, 0.5, 1.5, 1.0))
+
+
+def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_trace(tmp_path / "nothing"))
+    (tmp_path / "text").write_text('{"timestamp": 1}')
+    with pytest.raises(ConfigError, match="line 1: Object missing required field"):
+        list(read_trace(tmp_path / "text"))
+    with pytest.raises(ConfigError, match="a rate needs two at different times"):
+        workload_of_trace(list(read_trace(write_trace(tmp_path / "one", (0, 8, 8, [1])))))
