@@ -146,7 +146,7 @@ class Load:
         return msgspec.structs.replace(role, ttft=ttft, lacks=lacks, utilisation=utilisation)
 
     def _first_tokens(self, seconds: Sequence[float], exposed: float, rate: float, nodes: int) -> dict[int, float]:
-        """Percentiles of TTFT, where prompts take ``seconds``. What waits shares steps, and gets its tokens together."""
+        """Percentiles of TTFT, where prompts take ``seconds``. What waits shares steps, and is done together."""
         gaps, full = self.workload.gaps, self.costs.prefill(self.costs.step_tokens)
         waited = waits(gaps, seconds, rate, nodes)
         behind = beside(gaps, waited, seconds, rate)
@@ -159,7 +159,7 @@ class Load:
     # ------------------------------------------------------------ decoding
 
     def places(self, expected: float) -> tuple[int, str]:
-        """How many sequences may decode on a node, beside ``expected`` prompts that are elsewhere; what sets that."""
+        """How many sequences may decode on a node, beside ``expected`` prompts still elsewhere; what sets it."""
         context = max(1.0, self.workload.mean_context)
         by_memory = (self.costs.kv_tokens - expected * self.workload.mean_prompt) / context
         by_flag = self.limits.max_num_seqs - expected
