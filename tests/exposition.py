@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 TABLE = Path(__file__).parents[1] / "docs" / "metrics.md"
-_ROW = re.compile(r"\| `(?P<name>\w+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\|")
+_ROW = re.compile(
+    r"\| `(?P<name>\w+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\| (?P<meaning>.*)\|"
+)
 _PARTS = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
@@ -27,6 +29,7 @@ class Row:
     on: frozenset[str]
     type: str
     labels: frozenset[str]
+    meaning: str
 
     @property
     def series(self) -> dict[str, frozenset[str]]:
@@ -37,7 +40,7 @@ class Row:
 
 def documented() -> list[Row]:
     rows = [found for line in TABLE.read_text().splitlines() if (found := _ROW.match(line))]
-    return [Row(row["name"], _words(row["on"]), row["type"], _words(row["labels"])) for row in rows]
+    return [Row(row["name"], _words(row["on"]), row["type"], _words(row["labels"]), row["meaning"]) for row in rows]
 
 
 def _words(text: str) -> frozenset[str]:

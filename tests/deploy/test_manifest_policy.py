@@ -7,6 +7,7 @@ from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods
 
 GRPC = {"prefill": 9001, "decode": 9002}
 HTTP = 8000
+METRICS = 9003
 GRACE = {"router": 600, "up": 5, "prefill": 5 + 3 + 1, "decode": 5 + 3}  # seconds: drain, and what a lease may last
 
 each_pod = pytest.mark.parametrize(
@@ -141,8 +142,11 @@ def test_roles_may_read_endpointslices_only(overlay: str) -> None:
 # ---------------------------------------------------------------- the network
 
 
-def opened(overlay: str, labels: dict[str, str], to: Pod) -> set[range | None]:
-    """Ports of ``to`` that network policies let somebody with these labels reach; None where they are all open."""
+def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = "") -> set[range | None]:
+    """Ports of ``to`` that network policies let somebody with these labels reach; None where they are all open.
+
+    ``namespace`` is where that is, if not where the pods are.
+    """
     found: set[range | None] = set()
     for policy in of_kind(overlay, "NetworkPolicy"):
         spec = policy["spec"]
@@ -150,10 +154,18 @@ def opened(overlay: str, labels: dict[str, str], to: Pod) -> set[range | None]:
             continue
         for rule in spec.get("ingress", ()):
             peers = rule.get("from")
-            if peers is None or any(selects(peer["podSelector"], labels) for peer in peers):
+            if peers is None or any(is_peer(peer, labels, namespace) for peer in peers):
                 ports = rule.get("ports")
                 found |= {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
     return found
+
+
+def is_peer(peer: Manifest, labels: dict[str, str], namespace: str) -> bool:
+    """Whether a rule's peer is somebody with these labels in another namespace, or "" for the pods' own."""
+    if "namespaceSelector" not in peer:
+        return not namespace and selects(peer["podSelector"], labels)
+    named = {"kubernetes.io/metadata.name": namespace or "ai"}
+    return selects(peer["namespaceSelector"], named) and selects(peer.get("podSelector", {}), labels)
 
 
 @each_pod
@@ -170,6 +182,31 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
     assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
     assert opened(overlay, other.labels, pod) == ({grpc, ucx} if pod.role == "prefill" else {ucx})
     assert opened(overlay, {**other.labels, REVISION: "rev0"}, pod) == set(), "old P never meets new D"
+
+
+@each_pod
+def test_only_prometheus_reads_the_metrics_of_nodes(overlay: str, pod: Pod) -> None:
+    """Routers' are at the port of clients."""
+    if not pod.is_node:
+        return
+    assert pod.flags("metrics-port") == [str(METRICS)]
+    assert {"name": "metrics", "containerPort": METRICS} in pod.container["ports"]
+    monitored = bool(of_kind(overlay, "PodMonitor"))
+    assert opened(overlay, {}, pod, "monitoring") == ({range(METRICS, METRICS + 1)} if monitored else set())
+    assert opened(overlay, {}, pod, "somewhere") == set()
+
+
+@each_pod
+def test_all_that_export_metrics_are_read(overlay: str, pod: Pod) -> None:
+    monitors = [each["spec"] for each in of_kind(overlay, "PodMonitor")]
+    found = [each for each in monitors if selects(each["selector"], pod.labels)]
+    assert len(found) == (0 if not monitors or pod.role.endswith("-ranks") else 1)
+    for endpoint in (endpoint for each in found for endpoint in each["podMetricsEndpoints"]):
+        assert endpoint["path"] == "/metrics"
+        assert endpoint["port"] in [port["name"] for port in pod.container["ports"]]
+        assert endpoint.get("scheme", "http") == ("https" if overlay == "mtls" and pod.role == "router" else "http")
+        source = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
+        assert endpoint["relabelings"] == [{"sourceLabels": [source], "targetLabel": "component"}]
 
 
 @each_pod

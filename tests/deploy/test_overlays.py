@@ -20,11 +20,10 @@ from pdserve.discovery.places import check_place
 from pdserve.flags import options_from
 from prefill_node.role import add_flags as add_prefill_flags
 from prefill_node.role import make_role as make_prefill
-from router.metrics import Metrics
 from router.options import parse_options
 
 SCHEMAS = "1.33"  # the oldest Kubernetes that the manifests are for: preStop.sleep is on by default since 1.30
-CUSTOM = ("LeaderWorkerSet", "ScaledObject", "PodMonitor")  # whose schemas no package carries
+CUSTOM = ("LeaderWorkerSet", "ScaledObject", "PodMonitor", "PrometheusRule")  # whose schemas no package carries
 
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -120,17 +119,3 @@ def test_nodes_are_named_after_what_they_are(overlay: str) -> None:
     folder = KUBERNETES / "overlays" / overlay / "nodes"
     checked = subprocess.run([KUBERNETES / "revise", "--check", folder], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
-
-
-def test_scaling_asks_for_metrics_that_exist() -> None:
-    exported = {sample.name for family in Metrics().registry.collect() for sample in family.samples} | {
-        family.name + suffix for family in Metrics().registry.collect() for suffix in ("_bucket", "_total")
-    }
-    asked = {
-        name
-        for each in of_kind("autoscaling", "ScaledObject")
-        for trigger in each["spec"]["triggers"]
-        for name in re.findall(r"pdserve_\w+", trigger["metadata"]["query"])
-    }
-    assert asked
-    assert asked <= exported
