@@ -16,7 +16,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,6 +82,15 @@ def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) ->
         yield fleet
 
 
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
     """Send the requests of a workload in their time, and return what became of them."""
     traces: list[Trace] = []
@@ -95,7 +104,7 @@ async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
             traces.append(trace := Trace(time.perf_counter()))
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 response.raise_for_status()
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     if line.startswith("data: {"):
                         Requests.count(trace, line)
 

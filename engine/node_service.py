@@ -58,7 +58,7 @@ class NodeService(pb_grpc.NodeServicer):
     async def Watch(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
         self, request: pb.WatchRequest, context: Context
     ) -> None:
-        async with aclosing(self._node.watching.reports()) as reports:
+        async with aclosing(self._node.watching.reports(request.pause_ms / 1000)) as reports:
             async for report in reports:
                 await context.write(report)
 

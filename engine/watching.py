@@ -93,8 +93,9 @@ class Watching:
         self._ended = True
         self.wake()
 
-    async def reports(self) -> AsyncGenerator[pb.NodeReport, None]:
-        """For one router, until the node ends."""
+    async def reports(self, pause: float = 0.0) -> AsyncGenerator[pb.NodeReport, None]:
+        """For one router, until the node ends; ``pause`` is how many seconds it wants between two of them at least."""
+        pause = min(max(pause, self._pause), _HEARTBEAT)
         sequence, told = 0, pb.NodeDescription()
         with self._watched() as watcher:
             while True:
@@ -109,8 +110,8 @@ class Watching:
                 yield report
                 if last:
                     return
-                await asyncio.sleep(self._pause)
-                await _wait(watcher.changed, _HEARTBEAT - self._pause)
+                await asyncio.sleep(pause)
+                await _wait(watcher.changed, _HEARTBEAT - pause)
 
     @contextmanager
     def _watched(self) -> Iterator[Watcher]:

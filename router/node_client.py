@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 RETRY = 0.1  # seconds until a node that is lost is asked again
 SILENCE = 4.0  # seconds without a report, of which there is one each second, until a node counts as hung
-REPORTED = 0.15  # seconds after which a node's report includes a request that was sent to it
+REPORTED = 0.05  # seconds, and the pause between reports, after which these include a request that was sent
+PAUSE = 0.1  # seconds between two reports of a node at least, as nodes have it themselves
 
 
 class NodeClient:
@@ -46,6 +47,7 @@ class NodeClient:
         prefixes: PrefixIndex,
         on_change: Callable[[], None],
         on_idle: Callable[[NodeClient], None],
+        pause: Callable[[], float],
         tls: PeerTls | None = None,
     ) -> None:
         self.address = address
@@ -61,6 +63,9 @@ class NodeClient:
         self._view: NodeView | None = None  # as of the latest change
         self._on_change = on_change
         self._on_idle = on_idle
+        self._find_pause = pause
+        self._pause = PAUSE  # of the present stream of reports
+        self._peers: frozenset[str] = frozenset()  # ids that it is connected to; made anew where they change only
         self._tls = tls
         self._dialer: Dialer | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,7 +120,7 @@ class NodeClient:
             ready=self.ready,
             compat_hash=node.compat_hash,
             version=node.version,
-            connected_peers=frozenset(node.connected_peers),
+            connected_peers=self._peers,
             in_flight=self.in_flight,
             load=self._whole_load(node.kv_layout.block_size),
             pace=pace_from_pb(self._load.pace),
@@ -140,7 +145,8 @@ class NodeClient:
         while True:
             reason = "it ends"
             stub: NodeAsyncStub = NodeStub(await dialer.renew())
-            call = stub.Watch(pb.WatchRequest(), wait_for_ready=True)
+            self._pause = max(PAUSE, self._find_pause())
+            call = stub.Watch(pb.WatchRequest(pause_ms=int(1000 * self._pause)), wait_for_ready=True)
             watchdog = asyncio.create_task(self._expect_reports(call))
             try:
                 await self._follow(call)
@@ -188,7 +194,7 @@ class NodeClient:
         if self._usable and self.role == "decode" and self.stream is None:
             self._open_stream()
             changed = True
-        latest = self._heard_at - REPORTED
+        latest = self._heard_at - REPORTED - self._pause
         while self._sent and self._sent[0][0] < latest:
             self._sent.popleft()
         self._view = None
@@ -202,6 +208,7 @@ class NodeClient:
         if self.cached is None:
             self.cached = self._prefixes.open(described.cache_sample_bits)
         self.description = described
+        self._peers = frozenset(described.connected_peers)
         if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
 

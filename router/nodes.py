@@ -17,6 +17,8 @@ from router.prefixes import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
+REPORTS = 2000.0  # a second, of all nodes: a quarter of a core for a router
+
 
 class Nodes:
     """All state is learnt from the nodes; a router that starts anew has it within seconds.
@@ -104,10 +106,14 @@ class Nodes:
                     self._let_go(node)
         for address in sorted(addresses):
             if (role, address) not in self._nodes:
-                node = NodeClient(address, role, self.prefixes, self._changed, self._let_go, self._tls)
+                node = NodeClient(address, role, self.prefixes, self._changed, self._let_go, self._pause, self._tls)
                 self._nodes[role, address] = node
                 node.start()
         self._changed()
+
+    def _pause(self) -> float:
+        """Seconds between two reports of a node: the more nodes there are, the less is heard of each."""
+        return len(self._nodes) / REPORTS
 
     def _let_go(self, node: NodeClient) -> None:
         """Forget a node that has left, once no request needs it: none is cut off."""

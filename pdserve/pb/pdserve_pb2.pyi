@@ -154,12 +154,17 @@ Global___NodeDescription: _TypeAlias = NodeDescription  # noqa: Y015
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAUSE_MS_FIELD_NUMBER: _builtins.int
+    pause_ms: _builtins.int
+    """between two reports at least, up to a second: who watches many nodes wants to hear less of each"""
     def __init__(
         self,
+        *,
+        pause_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_ms", b"pause_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

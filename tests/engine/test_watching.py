@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -69,6 +70,20 @@ def test_reports_are_numbered_and_describe_what_has_changed() -> None:
     assert [report.sequence for report in reports] == [1, 2, 3, 4]
     assert [report.description.state for report in reports] == ["loading", "", "ready", ""]
     assert [report.load.running for report in reports] == [0, 1, 1, 1]
+
+
+def test_who_asks_for_fewer_reports_gets_them_and_hears_of_the_node_all_the_same() -> None:
+    async def watch(pause: float) -> float:
+        watching = Watching(lambda: NODE, pause=0.0)
+        async with aclosing(watching.reports(pause)) as reports:
+            await anext(reports)
+            watching.on_batch(batch(running=1))
+            began = time.monotonic()
+            assert (await anext(reports)).load.running == 1
+            return time.monotonic() - began
+
+    assert asyncio.run(watch(0.05)) >= 0.05
+    assert asyncio.run(watch(1e6)) >= 1.0  # the heartbeat
 
 
 def test_of_large_caches_a_sample_is_told() -> None:

@@ -56,6 +56,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
     def __init__(self, model: str, max_model_len: int = 1000, vocab_size: int = 506, node_id: str = "d0") -> None:
         self.scripts: dict[str, Script] = {}
         self.seen: dict[str, Conversation] = {}
+        self.pauses: list[int] = []  # ms between reports, as routers have asked for them
         self.description = pb.NodeDescription(
             node_id=node_id,
             epoch="1",
@@ -132,6 +133,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.NodeReport]:
         sequence = 0
+        self.pauses.append(request.pause_ms)
         while True:
             sequence += 1
             yield pb.NodeReport(sequence=sequence, description=self.description, load=self.load)

@@ -106,6 +106,19 @@ def test_a_node_with_two_addresses_is_one(pair: Pair) -> None:
     asyncio.run(run())
 
 
+def test_the_more_nodes_there_are_the_less_is_heard_of_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pauses(addresses: frozenset[str]) -> list[int]:
+        nodes = Nodes({}, {MODEL})
+        nodes.listed("decode", addresses)
+        await nodes.wait_until(lambda: all(node.ready for node in nodes))
+        await nodes.close()
+        return [pair.first.pauses.pop(), *pair.second.pauses]
+
+    assert asyncio.run(pauses(frozenset({pair.first.address}))) == [100]
+    monkeypatch.setattr("router.nodes.REPORTS", 5.0)
+    assert asyncio.run(pauses(frozenset({pair.first.address, pair.second.address}))) == [400, 400]
+
+
 def request() -> pb.Generate:
     return pb.Generate(token_ids=pack_tokens([1, 2]), cache_salt="s")
 

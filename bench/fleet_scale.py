@@ -1,0 +1,256 @@
+"""How the costs of a router and of a decode node grow with the number of nodes; docs/scale.md has what was found.
+
+    PYTHONPATH=.:tests python bench/fleet_scale.py router --nodes 10 100 1000
+    PYTHONPATH=.:tests python bench/fleet_scale.py choice --nodes 10 100 1000
+    PYTHONPATH=.:tests python bench/fleet_scale.py peers --nodes 0 10 100
+
+``router``: a real router watches services that act like nodes (bench/many_nodes.py), half of them of either role, first
+without requests, then with some. CPU is user + system of the router's process, so that other work on the machine counts
+little; figures by the second are for as many reports as nodes that are busy send. ``choice``: the parts of a choice by
+themselves, in this process. ``peers``: what a real decode node (simulated engine) takes for being connected to so many
+prefill nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import httpx
+import psutil
+from fleet import Fleet
+from many_nodes import BLOCK_SIZE, MODEL, VOCABULARY, Behaviour, ManyNodes
+
+from pdserve.cost import TYPICAL, Load
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.hashing import prefix_numbers
+from router.nodes import REPORTS
+from router.policy import Ask, NodeView, Snapshot, prefix_aware
+from router.prefixes import PrefixIndex
+
+MOST_REPORTS = 1000.0  # a second of all nodes: what a small machine can send beside the router that is measured
+PER_NODE = 10.0  # reports a second, at most, of a real one
+PROMPT = 2048  # tokens
+
+
+def say(**figures: float | str) -> None:
+    print(json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in figures.items()}), flush=True)
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """Seconds so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+# ---------------------------------------------------------------- a router
+
+
+@contextmanager
+def running_router(nodes: ManyNodes, directory: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """The router, ready, and its address."""
+    argv = [sys.executable, "-m", "router", str(EMBEDDED_MODEL), "--served-model-name", MODEL, "--port", "0"]
+    for role, addresses in nodes.addresses.items():
+        (directory / role).write_text("\n".join(addresses))
+        argv += [f"--{role}", f"file://{directory / role}"]
+    log = (directory / "log").open("wb")
+    with log, subprocess.Popen([*argv, "--status-fd", "1"], stdout=subprocess.PIPE, stderr=log) as router:
+        try:
+            assert router.stdout is not None
+            address = ""
+            for line in router.stdout:
+                state = json.loads(line)
+                address = state.get("address") or address
+                if state["state"] == "ready":
+                    break
+            yield psutil.Process(router.pid), f"http://{address}"
+        finally:
+            router.terminate()
+
+
+def measure_router(num_nodes: int, blocks: int, rate: float, seconds: float) -> None:
+    reports = min(PER_NODE, MOST_REPORTS / num_nodes)
+    nodes = ManyNodes(Behaviour(num_nodes // 2, reports, blocks), num_nodes - num_nodes // 2)
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            began = time.perf_counter()
+            with running_router(nodes, Path(directory)) as (router, url):
+                wait_for_all(url, num_nodes)
+                ready, starting = time.perf_counter() - began, cpu_of(router)
+                time.sleep(2.0)
+                per_report, size = idle_costs(router, nodes, seconds)
+                times, per_request = request_costs(router, nodes, url, rate, seconds, per_report)
+                say(
+                    nodes=num_nodes,
+                    start_s=ready,
+                    start_cpu_s=starting,
+                    rss_mib=router.memory_info().rss / 2**20,
+                    us_per_report=1e6 * per_report,
+                    reports_per_s=(most := min(PER_NODE * num_nodes, REPORTS)),
+                    cores_of_reports=per_report * most,
+                    watch_kb_per_s=size * most / 1e3,
+                    ms_per_request=1e3 * per_request,
+                    first_token_p50_ms=1e3 * median(times),
+                    first_token_p99_ms=1e3 * sorted(times)[len(times) * 99 // 100],
+                )
+        finally:
+            nodes.close()
+
+
+def wait_for_all(url: str, num_nodes: int) -> None:
+    """Until the router knows every node."""
+    while True:
+        text = httpx.get(f"{url}/metrics", trust_env=False).text
+        lines = [line for line in text.splitlines() if line.startswith("pdserve_nodes_ready{")]
+        if sum(float(line.rpartition(" ")[2]) for line in lines) >= num_nodes:
+            return
+        time.sleep(0.2)
+
+
+def idle_costs(router: psutil.Process, nodes: ManyNodes, seconds: float) -> tuple[float, float]:
+    """CPU seconds of the router for a report, and its bytes."""
+    (count, size), cpu = nodes.counts(), cpu_of(router)
+    time.sleep(seconds)
+    (count_after, size_after), cpu_after = nodes.counts(), cpu_of(router)
+    return (cpu_after - cpu) / (count_after - count), (size_after - size) / (count_after - count)
+
+
+def request_costs(
+    router: psutil.Process, nodes: ManyNodes, url: str, rate: float, seconds: float, per_report: float
+) -> tuple[list[float], float]:
+    """Seconds of each request, and CPU seconds of the router for one, beside the reports."""
+    (count, _), cpu = nodes.counts(), cpu_of(router)
+    times = asyncio.run(ask(url, rate, seconds))
+    (count_after, _), cpu_after = nodes.counts(), cpu_of(router)
+    return times, (cpu_after - cpu - (count_after - count) * per_report) / len(times)
+
+
+async def ask(url: str, rate: float, seconds: float) -> list[float]:
+    """Requests for a token, at random times; how long each takes."""
+    rng, times = random.Random(3), list[float]()
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+
+        async def one() -> None:
+            prompt = rng.choices(range(300, VOCABULARY), k=PROMPT)
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+            began = time.perf_counter()
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            times.append(time.perf_counter() - began)
+
+        end = time.perf_counter() + seconds
+        async with asyncio.TaskGroup() as group:
+            while time.perf_counter() < end:
+                group.create_task(one())
+                await asyncio.sleep(rng.expovariate(rate))
+    return times
+
+
+# ---------------------------------------------------------------- a choice
+
+
+def measure_choice(num_nodes: int, blocks: int) -> None:
+    """Of a prompt whose first half is cached on a quarter of the nodes."""
+    rng, tokens = random.Random(4), random.Random(5).choices(range(VOCABULARY), k=PROMPT)
+    packed = b"".join(token.to_bytes(4, "little") for token in tokens)
+    numbers = prefix_numbers(packed, BLOCK_SIZE, "")
+    before = psutil.Process().memory_info().rss
+    index, names = PrefixIndex(), {}
+    for number in range(num_nodes):
+        cached = index.open(0)
+        cached.change([rng.getrandbits(64) for _ in range(blocks)], ())
+        if number % 4 == 0:
+            cached.change(numbers[: len(numbers) // 2], ())
+        names[cached] = f"node-{number}"
+    size = psutil.Process().memory_info().rss - before
+    roles = ["prefill" if number % 2 else "decode" for number in range(num_nodes)]
+    peers = frozenset(f"node-{number}" for number, role in enumerate(roles) if role == "prefill")
+    views = tuple(
+        NodeView(
+            f"node-{number}",
+            role,
+            MODEL,
+            True,
+            connected_peers=peers if role == "decode" else frozenset(),
+            load=Load(rng.randrange(64), 0, rng.randrange(20_000), 40_000, 50_000),
+            pace=TYPICAL,
+        )
+        for number, role in enumerate(roles)
+    )
+    found = index.match(numbers, names)
+    ask_for = Ask(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
+    say(
+        nodes=num_nodes,
+        hash_ms=1e3 * seconds_of(lambda: prefix_numbers(packed, BLOCK_SIZE, "")),
+        look_up_ms=1e3 * seconds_of(lambda: index.match(numbers, names)),
+        choose_ms=1e3 * seconds_of(lambda: prefix_aware(Snapshot(MODEL, views, 1, TYPICAL), ask_for)),
+        bytes_per_block=size / (num_nodes * blocks),
+    )
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """The median of CPU times: others on the machine do not count."""
+    times = []
+    for _ in range(30):
+        began = time.thread_time()
+        work()
+        times.append(time.thread_time() - began)
+    return median(times)
+
+
+# ---------------------------------------------------------------- a decode node and its peers
+
+
+def measure_peers(num_peers: int, seconds: float) -> None:
+    nodes = ManyNodes(Behaviour(num_peers, 1.0, 0), 0)
+    try:
+        with Fleet() as fleet:
+            known = [word for address in nodes.addresses["prefill"] for word in ("--prefill", address)]
+            began = time.perf_counter()
+            flags = ["--engine", "simulated", *known, "--peer-timeout", "20"]
+            decode = fleet.start_decode(EMBEDDED_MODEL, flags)
+            fleet.wait_until(lambda: len(decode.describe().connected_peers) == num_peers, 120.0)
+            ready = time.perf_counter() - began
+            front = psutil.Process(decode.pid)
+            time.sleep(2.0)
+            cpu = cpu_of(front)
+            time.sleep(seconds)
+            say(
+                peers=num_peers,
+                connected_s=ready,
+                idle_cores=(cpu_of(front) - cpu) / seconds,
+                rss_mib=front.memory_info().rss / 2**20,
+                handles=float(front.num_fds()),
+            )
+    finally:
+        nodes.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["router", "choice", "peers"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000], help="prefill nodes, for peers")
+    parser.add_argument("--blocks", type=int, default=1000, help="in each node's prefix cache")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each window")
+    args = parser.parse_args(argv)
+    for number in args.nodes:
+        if args.what == "router":
+            measure_router(number, args.blocks, args.rate, args.seconds)
+        elif args.what == "choice":
+            measure_choice(number, args.blocks)
+        else:
+            measure_peers(number, args.seconds)
+
+
+if __name__ == "__main__":
+    main()
