@@ -21,12 +21,13 @@ from decode_node.generation import Generation
 from decode_node.handoff import Ask, Event, Handoff, Phase, ReadFailed
 from decode_node.metrics import Metrics
 from decode_node.peer import PrefillPeer
+from decode_node.peers import Peers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink
 from engine.messages import Cancel, Mode, PrefillLocally
 from pdserve.cost import worth_handoff
-from pdserve.errors import NodeError, Overloaded, PdserveError, PeerError
+from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError
 from pdserve.model_config import ModelConfig
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
@@ -41,6 +42,7 @@ class Handoffs:
     """What every handoff of a node needs."""
 
     link: EngineLink
+    peers: Peers
     settings: Settings
     model: ModelConfig
     metrics: Metrics
@@ -68,6 +70,7 @@ class Driver:
         self._peer = peer
         self._handoff: Handoff | None = None  # these two from the reservation on
         self._prefill: RemotePrefill | None = None
+        self._announced = False  # P has announced blocks
         self._lacking = 0  # tokens of the prompt whose KV is not here
         self._started = 0.0  # when the first tokens came
         self._timer: asyncio.TimerHandle | None = None
@@ -83,6 +86,9 @@ class Driver:
     def fail(self, error: PdserveError) -> None:
         """Give up, and do what the failure policy says. Idempotent."""
         if self._over:
+            return
+        if isinstance(error, Draining) and not self._announced and (other := self._node.peers.other()) is not None:
+            self._do(self._ask, other)
             return
         self.abandon()
         if isinstance(error, ReadFailed):
@@ -128,12 +134,20 @@ class Driver:
             self._end()
             return
         node.counters["pdserve_handoffs_total"] += 1
-        stream = self._peer.stream
+        self._ask(self._peer)
+
+    def _ask(self, peer: PrefillPeer) -> None:
+        """Have P compute the prompt; or another one, since the first has not begun and ends."""
+        if self._prefill is not None:
+            self._prefill.give_up()
+        self._peer, generation = peer, self._generation
+        stream = peer.stream
         if stream is None:
-            raise PeerError(f"{self._peer.address} was lost while the request waited for room")
+            raise PeerError(f"{peer.address} was lost while the request waited for room")
         self._handoff = Handoff(
             generation.rid, stream.epoch, stream.peer, generation.num_tokens, asked_at=time.monotonic()
         )
+        cached_tokens = generation.num_tokens - self._lacking
         self._prefill = stream.prefill(_prefill_request(generation, cached_tokens), self)
 
     def _take(self, event: Event | pb.FirstTokens) -> None:
@@ -146,6 +160,7 @@ class Driver:
     def _go_on(self, handoff: Handoff, event: Event) -> None:
         """Do what follows from an event. Raises PdserveError when that is to give up."""
         assert self._prefill is not None
+        self._announced = self._announced or isinstance(event, pb.KVReady)
         for action in handoff.on(event, time.monotonic()):
             if action is Ask.EXTEND:
                 self._prefill.extend()

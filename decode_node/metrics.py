@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 COUNTERS = {
     "pdserve_decode_requests_total": "Requests received.",
     "pdserve_decode_request_failures_total": "Requests that ended with an error.",
+    "pdserve_requests_handed_over_total": "Requests left to other nodes since this one, or its P, drains.",
     "pdserve_local_prefills_total": "Prompts prefilled here by choice.",
     "pdserve_handoffs_total": "Handoffs begun.",
     "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",

@@ -8,8 +8,8 @@ event loop hangs, shows in Describe, which is asked again and again. Either way 
 are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
 jitter. All limits are those of pdserve/timing.py.
 
-A peer that is not listed any more gets no new handoffs, and its connection ends with the last one. A node that several
-addresses lead to is connected by one of them.
+A peer that drains, or is not listed any more, gets no new handoffs, and its connection ends with the last one. A node
+that several addresses lead to is connected by one of them.
 """
 
 from __future__ import annotations
@@ -91,18 +91,20 @@ class PrefillPeer:
         self._required = required  # transport
         self._streams = streams
         self._others = others
+        self._drained = False  # its latest life ended, or is about to, since it was told to
         self._leaving = False  # it is not listed any more
         self._doubt = asyncio.Event()  # something speaks against the connection: look
         self._broken = ""  # why the connector's connection must be made anew
 
     @property
-    def connected(self) -> bool:
-        return self.stream is not None and not self.stream.ended
-
-    @property
     def usable(self) -> bool:
         """For new handoffs."""
-        return self.connected and not self._leaving
+        return self.stream is not None and not (self.stream.ended or self.stream.draining or self._leaving)
+
+    @property
+    def drained(self) -> bool:
+        """It takes no handoffs since it is being restarted or taken away, which is no fault of it."""
+        return self._drained or (self.stream is not None and self.stream.draining)
 
     def set_listed(self, listed: bool) -> None:
         """Whether it is one of those to connect to. One that is not is forgotten once no handoff needs it."""
@@ -179,6 +181,7 @@ class PrefillPeer:
         self._check_transport(connection)
         self._metrics.transport = connection.transport
         self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._timing, self._streams, self.check)
+        self._drained = False
         self._others.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
 
@@ -199,13 +202,15 @@ class PrefillPeer:
             if self._broken:
                 raise PeerError(f"connection made anew: {self._broken}")
             if self.stream is not None and self.stream.ended:
-                raise PeerError(self.stream.ended)
+                raise (PeerLoading if self.stream.draining else PeerError)(self.stream.ended)
             if self._leaving and (self.stream is None or self.stream.idle):
                 raise PeerError("is not listed any more")
             description = await self._describe()
             if description.epoch != self.epoch:
                 raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
-            if description.state != "ready":
+            if description.state == "draining" and self.stream is not None:
+                self.stream.drain()
+            elif description.state != "ready":
                 raise PeerLoading(f"is {description.state}")
 
     def _lose(self) -> None:
@@ -213,7 +218,8 @@ class PrefillPeer:
             self._engine.disconnect(self.epoch)
         stream, self.stream, self.epoch, self._metrics.transport = self.stream, None, "", ""
         if stream is not None:
-            self._metrics.counters["pdserve_peer_losses_total"] += 1
+            self._drained = stream.draining
+            self._metrics.counters["pdserve_peer_losses_total"] += not stream.draining
             stream.close(f"{self.address} was lost")
 
     async def _describe(self) -> pb.NodeDescription:

@@ -15,7 +15,7 @@ from decode_node.peer import PrefillPeer, TooSlow
 from decode_node.settings import Settings
 from engine.node import Node
 from pdserve.discovery.places import Directory
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Draining, PeerError
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +31,28 @@ class Peers:
         self._peers: dict[str, PrefillPeer] = {}  # by address
         self._some = asyncio.Event()  # one has been connected, or is too slow
         self._too_slow: TooSlow | None = None  # the latest
+        self._turn = 0  # of those that stand in for one that drains
         self._streams = Background()
         self._background = Background()
         node.link.on_read = metrics.count_read
 
-    def get(self, node_id: str) -> PrefillPeer | None:
-        """The connected peer of that id, if there is one."""
-        return next((peer for peer in self._peers.values() if peer.usable and peer.node_id == node_id), None)
+    def get(self, node_id: str) -> PrefillPeer:
+        """The connected peer of that id; another one where that one drains. Raises PeerError or Draining."""
+        named = next((peer for peer in self._peers.values() if peer.node_id == node_id), None)
+        if named is not None and named.usable:
+            return named
+        if named is None or not named.drained:
+            raise PeerError(f"prefill node {node_id} is not connected; name another one")
+        other = self.other()
+        if other is None:
+            raise Draining(f"prefill node {node_id} is draining, and no other one is connected")
+        return other
+
+    def other(self) -> PrefillPeer | None:
+        """One that is connected, in place of one that drains; they take turns."""
+        usable = [peer for peer in self._peers.values() if peer.usable]
+        self._turn += 1
+        return usable[self._turn % len(usable)] if usable else None
 
     def connected_ids(self) -> list[str]:
         return [peer.node_id for peer in self._peers.values() if peer.usable]

@@ -10,7 +10,7 @@ import grpc
 
 from decode_node.background import Background
 from decode_node.remote_prefill import Listener, RemotePrefill
-from pdserve.errors import Overloaded, PeerError
+from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import error_from_rpc
@@ -23,8 +23,9 @@ _GOODBYE_SECONDS = 2.0  # for P to take in what it gets back at the end
 class PrefillStream:
     """Open from construction until ``close`` or until P ends it; then every prompt on it has failed.
 
-    ``on_end`` is called once, after that. What is sent waits for P to read (gRPC's flow control): no prompt is added
-    while ``_MOST_UNSENT`` messages do, and the others are a few for each handoff under way.
+    ``on_change`` is called after that, and when P says that it takes no more. What is sent waits for P to read (gRPC's
+    flow control): no prompt is added while ``_MOST_UNSENT`` messages do, and the others are a few for each handoff
+    under way.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class PrefillStream:
         epoch: str,
         timing: PeerTiming,
         background: Background,
-        on_end: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.timing = timing
         self.peer = peer
         self.epoch = epoch
         self.ended = ""  # why
-        self._on_end = on_end
+        self.draining = False  # P takes no more prompts
+        self._on_change = on_change
         self._prefills: dict[int, RemotePrefill] = {}
         self._numbers = itertools.count(1)
         self._outbox: asyncio.Queue[pb.HandoffRequest | None] = asyncio.Queue()
@@ -54,8 +56,10 @@ class PrefillStream:
 
     def prefill(self, request: pb.PrefillRequest, listener: Listener) -> RemotePrefill:
         """Ask P for a prompt; ``request`` lacks its number and P's epoch. Raises PeerError when the stream has ended,
-        Overloaded when P does not read it.
+        Overloaded when P drains, or does not read it.
         """
+        if self.draining:
+            raise Draining(f"{self.peer} is draining")
         if self.ended:
             raise PeerError(self.ended)
         if self._outbox.qsize() >= _MOST_UNSENT:
@@ -72,6 +76,14 @@ class PrefillStream:
     def forget(self, number: int) -> None:
         """Nothing more is expected of a prompt."""
         self._prefills.pop(number, None)
+        self._close_if_drained()
+
+    def drain(self) -> None:
+        """Have it end when nothing is expected of it any more. Idempotent."""
+        if not self.draining:
+            self.draining = True
+            self._on_change()
+            self._close_if_drained()
 
     def close(self, reason: str) -> None:
         """End it, and everything on it; what is given back at that is still sent. Idempotent."""
@@ -83,12 +95,18 @@ class PrefillStream:
         self._prefills.clear()
         self._outbox.put_nowait(None)
         asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._call.cancel)
-        self._on_end()
+        self._on_change()
+
+    def _close_if_drained(self) -> None:
+        if self.draining and self.idle:
+            self.close(f"{self.peer} is draining")
 
     async def _read(self) -> None:
         reason = f"{self.peer} ended the stream"
         try:
             async for message in self._call:
+                if message.draining:
+                    self.drain()
                 for event in message.events:
                     prefill = self._prefills.get(event.request)
                     if prefill is not None:  # else it was given up, and this was on its way

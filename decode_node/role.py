@@ -12,6 +12,7 @@ from decode_node.metrics import Metrics
 from decode_node.peers import Peers
 from decode_node.service import DecodeService
 from decode_node.settings import FailurePolicy, Settings
+from engine.drain import Drained
 from engine.node import Node
 from pdserve.discovery.places import check_place
 from pdserve.errors import ConfigError
@@ -36,11 +37,12 @@ class DecodeRole:
         self._metrics = Metrics()
         self._peers: Peers | None = None
 
-    def attach(self, node: Node) -> None:
+    def attach(self, node: Node) -> Drained:
         self._peers = Peers(self._settings, node, self._metrics)
-        handoffs = Handoffs(node.link, self._settings, node.config.model, self._metrics)
-        service = DecodeService(node, self._peers, handoffs)
+        handoffs = Handoffs(node.link, self._peers, self._settings, node.config.model, self._metrics)
+        service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
+        return service
 
     async def connect(self) -> None:
         if self._peers is not None:

@@ -7,16 +7,15 @@ from typing import Any
 
 from decode_node.generation import Generation
 from decode_node.handoffs import Handoffs
-from decode_node.peers import Peers
 from decode_node.settings import FailurePolicy
 from engine.admission import check_request, check_resume
+from engine.drain import Streams
 from engine.messages import Mode
 from engine.node import Node
 from engine.outbox import Context, Outbox, serve
-from pdserve.errors import NodeError, PdserveError, PeerError, RequestError
+from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import abort
 from pdserve.wire import failure_to_pb, sampling_from_pb, unpack_tokens
 
 
@@ -44,25 +43,41 @@ class RouterStream:
         for generation in list(self.generations.values()):
             generation.cancel()
 
+    def fail(self, error: PdserveError) -> None:
+        for generation in list(self.generations.values()):
+            generation.fail(error)
+
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
-    def __init__(self, node: Node, peers: Peers, handoffs: Handoffs) -> None:
+    def __init__(self, node: Node, handoffs: Handoffs) -> None:
         self._node = node
-        self._peers = peers
         self._handoffs = handoffs
+        self._streams: Streams[RouterStream] = Streams()
+        self.farewell = node.config.peer_timing.answer_within
+
+    async def finish(self) -> None:
+        """Tell routers that nothing is taken in any more; returns when no request runs."""
+        self._streams.drain()
+        await self._streams.until(lambda: not any(stream.generations for stream in self._streams))
+
+    def hand_over(self, why: Draining) -> None:
+        """Have routers take back what runs."""
+        self._streams.drain()
+        for stream in self._streams:
+            stream.fail(why)
+
+    async def part(self) -> None:
+        await self._streams.ended()
 
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
         self, request_iterator: AsyncIterable[pb.ServeRequest], context: Context
     ) -> None:
-        try:
-            self._node.check_ready()
-        except NodeError as exc:
-            await abort(context, exc)
         stream = RouterStream()
-        try:
-            await serve(context, stream.outbox, self._read(stream, request_iterator), stream.is_idle)
-        finally:
-            stream.cancel()
+        with self._streams.opened(stream):
+            try:
+                await serve(context, stream.outbox, self._read(stream, request_iterator), stream.is_idle)
+            finally:
+                stream.cancel()
 
     async def _read(self, stream: RouterStream, requests: AsyncIterable[pb.ServeRequest]) -> None:
         """Raises RequestError when the router breaks the protocol."""
@@ -89,7 +104,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             check_request(tokens, sampling, self._node.config)
             check_resume(resume, sampling, self._node.config)
         except PdserveError as exc:
-            counters["pdserve_decode_request_failures_total"] += 1
+            self._count_failure(exc)
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
         generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream))
@@ -99,26 +114,34 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
     def _ended(self, stream: RouterStream) -> Any:
         def on_end(generation: Generation) -> None:
             if generation.error is not None:
-                self._handoffs.counters["pdserve_decode_request_failures_total"] += 1
+                self._count_failure(generation.error)
             stream.forget(generation)
+            self._streams.changed()
 
         return on_end
+
+    def _count_failure(self, error: PdserveError) -> None:
+        handed_over = isinstance(error, Draining)
+        name = "pdserve_requests_handed_over_total" if handed_over else "pdserve_decode_request_failures_total"
+        self._handoffs.counters[name] += 1
 
     def _place(self, generation: Generation, prefill_node: str) -> None:
         """Hand off, or prefill here, as is done wherever log-probabilities of the prompt are asked for."""
         settings, counters = self._handoffs.settings, self._handoffs.counters
-        peer = self._peers.get(prefill_node) if prefill_node else None
         scores = generation.sampling.prompt_logprobs >= 0
         if not prefill_node or scores or generation.num_tokens < settings.handoff_min_tokens:
             counters["pdserve_local_prefills_total"] += 1
             generation.submit(Mode.LOCAL)
-        elif peer is not None:
-            self._handoffs.begin(generation, peer)
-        else:
+            return
+        try:
+            peer = self._handoffs.peers.get(prefill_node)
+        except PdserveError as exc:
             counters["pdserve_handoff_failures_total"] += 1
             if settings.failure_policy is FailurePolicy.FAIL:
-                generation.fail(PeerError(f"prefill node {prefill_node} is not connected; name another one"))
+                generation.fail(exc)
                 return
             counters["pdserve_handoff_recomputes_total"] += 1
             counters["pdserve_handoff_recomputed_tokens_total"] += generation.num_tokens
             generation.submit(Mode.LOCAL)
+        else:
+            self._handoffs.begin(generation, peer)

@@ -2,7 +2,7 @@
 
                                                           stuck  (the engine does not answer; engine/pulse.py)
                                                             ▲▼
-    loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0
+    loading ──engine ready──► connecting ──role connected──► ready ──signal──► draining ──► exit 0   (engine/drain.py)
        └────────────┴───────────── engine or start failed ─────┴──► one line on stderr, exit 1 or 2
 
 The port is bound before anything is loaded, so that a taken one is found at once, and the node answers ``Describe`` and
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ import grpc
 import uvloop
 from prometheus_client.metrics_core import Metric
 
+from engine.drain import Drained, Signals, drain
 from engine.health import Health, State
 from engine.link import EngineLink
 from engine.messages import Posts, Progress
@@ -40,7 +40,7 @@ from pdserve import rpc
 from pdserve.compat import compat_hash
 from pdserve.config import NodeConfig, NodeOptions
 from pdserve.device import node_devices
-from pdserve.errors import NodeError
+from pdserve.errors import Draining, NodeError
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from
 from pdserve.kv import KVLayout
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STOP_GRACE = 0.5  # seconds that calls in flight get when the node is told to stop
+_STOP_GRACE = 0.5  # seconds for the last words on calls that are in flight when the node ends
 
 
 class Role(Protocol):
@@ -65,8 +65,11 @@ class Role(Protocol):
     services: tuple[str, ...]  # full names of its gRPC services
     uses_connector: bool
 
-    def attach(self, node: Node) -> None:
-        """Register servicers at ``node.server`` and callbacks at ``node.link``. The engine has not been started yet."""
+    def attach(self, node: Node) -> Drained:
+        """Register servicers at ``node.server`` and callbacks at ``node.link``. The engine has not been started yet.
+
+        Returns what has to end before the node does.
+        """
 
     async def connect(self) -> None:
         """Whatever must be there before the node is ready, within a bound. The engine is ready."""
@@ -120,7 +123,9 @@ class Node:
         return f"{self.node_id}-{self.epoch}"
 
     def check_ready(self) -> None:
-        """Raise NodeError unless this node takes requests now."""
+        """Raise NodeError, or Draining, unless this node takes requests now."""
+        if self.state is State.DRAINING:
+            raise Draining(f"{self.role.name} node {self.node_id} is about to end; go to another one")
         if self.state is not State.READY:
             raise NodeError(f"{self.role.name} node {self.node_id} is {self.state}; try again when it is ready")
 
@@ -161,7 +166,7 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
 
 
 async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOptions, status: StatusWriter) -> None:
-    stop = _stop_event()
+    signals = Signals()
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     metrics = _metrics_server(front)
@@ -174,7 +179,7 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
     add_node_service(node)
-    role.attach(node)
+    service = role.attach(node)
     async with _running(node, metrics):
         await node.enter(State.LOADING)
         await server.start()
@@ -182,13 +187,16 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
             await metrics.start(node)
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node.node_id, node.epoch, address)
-        if not await _unless(stop, node.link, _start(node, status)):
+        if not await _unless(signals.stop, node.link, _start(node, status)):
             return
         await node.enter(State.READY)
         status.ready()
         _log.info("ready: %s, %s", config.served_model_name, _describe_cache(config, node.link.kv_layout))
-        await _unless(stop, node.link, _attend(node))
+        await _unless(signals.stop, node.link, _attend(node))
         await node.enter(State.DRAINING)
+        _log.info("draining for %g s at most; a second signal ends this node at once", front.drain_timeout)
+        if not await _unless(signals.hurry, node.link, _drain(node, service, front.drain_timeout)):
+            service.hand_over(Draining("the node ends at once; send the request again"))
 
 
 def _metrics_server(front: FrontOptions) -> MetricsServer | None:
@@ -215,7 +223,8 @@ async def _attend(node: Node) -> None:
     """Have everybody know, for ever, whether the engine answers."""
 
     async def on_change(trouble: str) -> None:
-        await node.enter(State.STUCK if trouble else State.READY)
+        if node.state is not State.DRAINING:
+            await node.enter(State.STUCK if trouble else State.READY)
         if trouble:
             _log.error("%s: no requests are taken until it goes on", trouble)
             node.link.refuse_all(NodeError(f"{node.role.name} node {node.node_id}: {trouble}"))
@@ -223,6 +232,15 @@ async def _attend(node: Node) -> None:
             _log.warning("the engine goes on")
 
     await node.watch.run(on_change)
+
+
+async def _drain(node: Node, service: Drained, seconds: float) -> None:
+    """An engine that gets stuck meanwhile fails its requests, as it does at any time."""
+    attending = asyncio.create_task(_attend(node), name="engine watch while draining")
+    try:
+        await drain(service, seconds)
+    finally:
+        attending.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -255,15 +273,6 @@ async def _unless(stop: asyncio.Event, link: EngineLink, work: object) -> bool:
         for task in (job, stopping):
             task.cancel()
         await asyncio.wait([job, stopping])
-
-
-def _stop_event() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 def _describe_cache(config: NodeConfig, layout: KVLayout) -> str:

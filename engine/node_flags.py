@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.address import join_address
 from pdserve.errors import ConfigError
+from pdserve.flags import DRAIN_SECONDS, add_drain_flag
 
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
@@ -21,6 +22,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str | None = None  # None: the address it is reached at
     advertise: str | None = None  # host or host:port that others dial
     metrics_port: int | None = None  # 0: any free one; None: no metrics over HTTP
+    drain_timeout: float = DRAIN_SECONDS
     status_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -49,6 +51,7 @@ def add_front_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve /metrics for Prometheus there, over HTTP; 0 takes a free port (default: no)",
     )
+    add_drain_flag(group, "it is handed over to other nodes")
     internal = parser.add_argument_group("for whoever starts this process")
     internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
     internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")

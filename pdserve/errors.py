@@ -8,6 +8,7 @@
     │   ├── RequestTooLong     prompt and output exceed the model's length            (HTTP 400)
     │   └── ModelNotFound      the request names a model nobody serves                (HTTP 404)
     ├── Overloaded             no room now, come back later                           (HTTP 503, Retry-After)
+    │   └── Draining           the node or router ends soon; another one goes on      (HTTP 503, Retry-After)
     ├── DeadlineExceeded       the request's deadline passed                          (HTTP 504)
     └── NodeError              a node failed under a request                          (HTTP 502)
         ├── PeerError          a peer is dead, hung, restarted or incompatible
@@ -59,6 +60,10 @@ class Overloaded(PdserveError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class Draining(Overloaded):
+    """Whoever says so was told to end: it takes nothing new, or hands over what it has. No fault of anybody's."""
 
 
 class DeadlineExceeded(PdserveError):

@@ -19,6 +19,8 @@ from pdserve.discovery.places import check_place
 from pdserve.errors import ConfigError
 from pdserve.simulation import ENGINES, Costs
 
+DRAIN_SECONDS = 30.0  # of --drain-timeout, where it is not given
+
 SIZE_UNITS = {
     "": 1,
     "K": 10**3,
@@ -92,6 +94,17 @@ def port_number(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time of up to a day; 0 is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{value:g} must be at least 0 and at most 86400 seconds")
+    return value
 
 
 def _fraction(text: str) -> float:
@@ -228,6 +241,18 @@ def add_tls_flag(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="speak gRPC over TLS, with ca.pem, cert.pem and key.pem of DIR, and only to who has a certificate of that "
         "CA; on all nodes and routers or on none",
+    )
+
+
+def add_drain_flag(parser: argparse._ActionsContainer, then: str) -> None:
+    """How long a process that is told to end may go on; ``then`` is what becomes of the rest."""
+    parser.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=DRAIN_SECONDS,
+        metavar="S",
+        help=f"how long what runs may go on after SIGTERM, before {then}; SIGINT or a second signal is 0 "
+        "(default %(default)s)",
     )
 
 

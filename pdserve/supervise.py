@@ -200,7 +200,8 @@ class Supervisor:
     def _terminate(self, children: Sequence[Child], end: float) -> None:
         for child in children:
             if child.process.poll() is None:
-                child.process.terminate()
+                # SIGINT is without delay, but whoever has not come to handling it yet dies of it with a traceback.
+                child.process.send_signal(signal.SIGINT if child.state == "ready" else signal.SIGTERM)
         self._wait_for(children, end)
 
     def _wait_for(self, children: Sequence[Child], end: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import (
     DeadlineExceeded,
+    Draining,
     Overloaded,
     PdserveError,
     PeerError,
@@ -154,6 +155,8 @@ def failure_to_pb(error: PdserveError) -> pb.Failure:
     match error:
         case RequestError():
             code = codes.INVALID
+        case Draining():
+            code = codes.DRAINING
         case Overloaded():
             code = codes.OVERLOADED
         case DeadlineExceeded():
@@ -174,5 +177,7 @@ def failure_from_pb(failure: pb.Failure, peer: str) -> PdserveError:
             return Overloaded(message, max(failure.retry_after_ms / 1000, 1.0))
         case pb.Failure.DEADLINE:
             return DeadlineExceeded(message)
+        case pb.Failure.DRAINING:
+            return Draining(message)
         case _:
             return PeerError(message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable
 from functools import partial
 
 from engine.admission import check_request, check_skip
@@ -22,11 +22,13 @@ class DecodeStream:
     prompts that the engine has accepted are added, a few each.
     """
 
-    def __init__(self, node: Node, leases: Leases) -> None:
+    def __init__(self, node: Node, leases: Leases, on_end: Callable[[], None]) -> None:
+        """``on_end`` is called when a prompt is not computed any more."""
         self.outbox = Outbox(pb.PrefillEvents)
+        self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until all is announced
         self._node = node
         self._leases = leases
-        self._prefills: dict[int, PendingPrefill] = {}  # by D's number, until all is announced
+        self._on_end = on_end
 
     async def read(self, requests: AsyncIterable[pb.HandoffRequest]) -> None:
         """Obey until D ends the stream. Raises RequestError when D breaks the protocol."""
@@ -41,29 +43,36 @@ class DecodeStream:
                     stood = self._leases.release(release.epoch, release.lease)
                     self._add(pb.PrefillEvent(request=release.request, released=pb.Released(stood=stood)))
                 case "cancel":
-                    prefill = self._prefills.pop(message.cancel.request, None)
+                    prefill = self.prefills.pop(message.cancel.request, None)
                     if prefill is not None:
                         prefill.hang_up()
+                        self._on_end()
                 case _:
                     raise RequestError("a HandoffRequest asks for nothing known; use the same version everywhere")
             await self.outbox.room()
 
     def hang_up(self) -> None:
         """The stream has ended: nobody waits for its prompts. What was announced stays leased."""
-        for prefill in self._prefills.values():
+        for prefill in self.prefills.values():
             prefill.hang_up()
-        self._prefills.clear()
+        self.prefills.clear()
+
+    def fail(self, error: PdserveError) -> None:
+        """Compute no more of its prompts. What was announced stays leased."""
+        for number, prefill in tuple(self.prefills.items()):
+            prefill.hang_up()
+            self._on_failed(number, error)
 
     def _prefill(self, request: pb.PrefillRequest) -> None:
         number = request.request
-        if number in self._prefills:
+        if number in self.prefills:
             raise RequestError(f"prompt {number} is computed for this stream already; number them uniquely")
         try:
             prefill = self._admit(request)
         except PdserveError as exc:
             self._on_failed(number, exc)
             return
-        self._prefills[number] = prefill
+        self.prefills[number] = prefill
         accepted = pb.Accepted(queue_position=self._node.link.status.waiting, lease=prefill.rid)
         self._add(pb.PrefillEvent(request=number, accepted=accepted))
 
@@ -105,12 +114,14 @@ class DecodeStream:
         )
         self._add(pb.PrefillEvent(request=number, kv_ready=ready))
         if last:
-            del self._prefills[number]
+            del self.prefills[number]
             self._add(pb.PrefillEvent(request=number, finished=pb.Finished()))
+            self._on_end()
 
     def _on_failed(self, number: int, error: PdserveError) -> None:
-        self._prefills.pop(number, None)
+        self.prefills.pop(number, None)
         self._add(pb.PrefillEvent(request=number, failed=failure_to_pb(error)))
+        self._on_end()
 
     def _add(self, event: pb.PrefillEvent) -> None:
         """At the end of what is sent next."""

@@ -93,24 +93,33 @@ class PendingPrefill:
 
 
 class Leases:
-    """The lease table, its timer and the engine that holds the blocks, kept in step."""
+    """The lease table, its timer and the engine that holds the blocks, kept in step.
+
+    ``on_end`` is called when a lease has ended.
+    """
 
     def __init__(self, link: EngineLink, table: LeaseTable) -> None:
         self._link = link
         self.table = table
+        self.on_end: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._on_end: dict[int, Callable[[], None]] = {}  # by lease, until all of its blocks have been announced
+        self._wanted: dict[int, Callable[[], None]] = {}  # by lease, until all of its blocks have been announced
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is leased."""
+        return not len(self.table)
 
     def accept(self, lease: int, on_end: Callable[[], None]) -> None:
         """A prompt is to become a lease. ``on_end`` is called when that ends before all blocks were announced."""
         self.table.accept(lease)
-        self._on_end[lease] = on_end
+        self._wanted[lease] = on_end
 
     def announce(self, lease: int, complete: bool) -> bool:
         """A peer is to be told of more blocks. False when the lease has ended: it must not be."""
         stands = self.table.announce(lease, complete, time.monotonic())
         if stands and complete:
-            del self._on_end[lease]
+            del self._wanted[lease]
         self._arm()
         return stands
 
@@ -150,8 +159,9 @@ class Leases:
 
     def _free(self, lease: int) -> None:
         """The blocks of a lease that has ended are free; what the engine still computes for it is not wanted."""
-        on_end = self._on_end.pop(lease, None)
+        on_end = self._wanted.pop(lease, None)
         if on_end is not None:
             self._link.send(Cancel(lease))
             on_end()
         self._link.send(FreeLease(lease))
+        self.on_end()

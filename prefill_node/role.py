@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from engine.drain import Drained
 from engine.node import Node
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -30,9 +31,11 @@ class PrefillRole:
         self._lease_guard = lease_guard
         self._leases: Leases | None = None
 
-    def attach(self, node: Node) -> None:
+    def attach(self, node: Node) -> Drained:
         self._leases = Leases(node.link, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
-        pb_grpc.add_PrefillNodeServicer_to_server(PrefillService(node, self._leases), node.server)
+        service = PrefillService(node, self._leases)
+        pb_grpc.add_PrefillNodeServicer_to_server(service, node.server)
+        return service
 
     async def connect(self) -> None:
         """Decode nodes come to us."""

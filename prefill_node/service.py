@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterable
 
+from engine.drain import Streams
 from engine.node import Node
 from engine.outbox import Context, serve
 from pdserve.compat import PROTOCOL_VERSION, differences
-from pdserve.errors import NodeError, PdserveError, PeerError
+from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import abort
@@ -23,6 +24,24 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     def __init__(self, node: Node, leases: Leases) -> None:
         self._node = node
         self._leases = leases
+        self._streams: Streams[DecodeStream] = Streams()
+        self.farewell = leases.table.seconds + leases.table.guard
+        leases.on_end = self._streams.changed
+
+    async def finish(self) -> None:
+        """Tell decode nodes that no prompt is taken in any more; returns when none is computed and nothing leased."""
+        self._streams.drain()
+        await self._streams.until(lambda: self._leases.idle and not any(stream.prefills for stream in self._streams))
+
+    def hand_over(self, why: Draining) -> None:
+        """Leave prompts that are not computed yet to decode nodes; what they were told of stays leased."""
+        self._streams.drain()
+        for stream in self._streams:
+            stream.fail(why)
+
+    async def part(self) -> None:
+        await self._streams.until(lambda: self._leases.idle)
+        await self._streams.ended()
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
         try:
@@ -40,15 +59,12 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        try:
-            self._node.check_ready()
-        except NodeError as exc:
-            await abort(context, exc)
-        stream = DecodeStream(self._node, self._leases)
-        try:
-            await serve(context, stream.outbox, stream.read(request_iterator), lambda: stream.outbox.empty)
-        finally:
-            stream.hang_up()
+        stream = DecodeStream(self._node, self._leases, self._streams.changed)
+        with self._streams.opened(stream):
+            try:
+                await serve(context, stream.outbox, stream.read(request_iterator), lambda: stream.outbox.empty)
+            finally:
+                stream.hang_up()
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
         if request.protocol != PROTOCOL_VERSION:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.errors import Overloaded, PdserveError
+from pdserve.errors import Draining, Overloaded, PdserveError
 from router.endpoint import GenerateEndpoint
 from router.errors import ClientGone, HttpError, NotStored, error_object, http_error, send_answer
 from router.gate.door import Door
@@ -112,6 +112,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
+        if service.draining:
+            raise Draining("the router is about to end; go to another one")
         if not service.nodes.ready:
             raise no_decode_node(next(iter(service.models.values())).fleet.snapshot())
         return json_response({"status": "ok"})

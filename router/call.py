@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdserve.errors import DeadlineExceeded, NodeError, Overloaded, PdserveError, RequestError
+from pdserve.errors import DeadlineExceeded, Draining, NodeError, Overloaded, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 
 
@@ -31,4 +31,6 @@ def error_of(failure: pb.Failure) -> PdserveError:
         return Overloaded(failure.message, max(failure.retry_after_ms / 1000, 1.0))
     if code == pb.Failure.DEADLINE:
         return DeadlineExceeded(failure.message)
+    if code == pb.Failure.DRAINING:
+        return Draining(failure.message)
     return NodeError(failure.message or "the decode node ended the request without a reason")

@@ -87,10 +87,10 @@ class Metrics:
         self.migrations = counter(
             "pdserve_migrations",
             "Prompts that went on at another decode node, by reason (lost: the node is dead, hung or restarted; "
-            "failed: it said so).",
+            "failed: it said so; drained: it was told to end).",
             ["reason"],
         )
-        for reason in ("lost", "failed"):
+        for reason in ("lost", "failed", "drained"):
             self.migrations.labels(reason)
         self.replayed_tokens = counter(
             "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry

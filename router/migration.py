@@ -1,9 +1,11 @@
-"""A prompt whose decode node fails goes on at another one, behind the tokens that are here already.
+"""A prompt whose decode node fails, or ends, goes on at another one, behind the tokens that are here already.
 
-    runs at a D ──the D is lost, or says that it failed──► waits for another D ──► runs there
-                                                               │ too many have failed, or nobody takes it in time
-                                                               ▼
-                                                             an error
+    runs at a D ──the D is lost, says that it failed, or drains──► waits for another D ──► runs there
+                                                                       │ too many have failed, or nobody
+                                                                       ▼ takes it in time
+                                                                     an error
+
+A node that drains has not failed, and no request is to blame for it: that counts towards no limit.
 
 The noise of sampling depends on the seed, the choice and the position only, penalties are counted over the tokens sent
 along, and text exists only in the router. So the client reads what it would have read anyway. Of a node that a prompt
@@ -17,7 +19,7 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from pdserve.errors import NodeError, Overloaded, PdserveError
+from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
 from router.call import NodeLost
 from router.fleet import Call
 from router.metrics import Metrics
@@ -25,15 +27,15 @@ from router.policy import NodeView
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 10.0  # seconds in which a decode node must have taken it, since the last one failed
-_AVOIDED = 2.0  # seconds for which those that failed are left alone: it takes a while until one that is ill says so
+_PATIENCE = 10.0  # seconds in which a decode node must have taken it, since it left the last one
+_AVOIDED = 2.0  # seconds for which those that it left are left alone: it takes a while until one that is ill says so
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 
 Accepts = Callable[[NodeView], bool]
 
 
 class Migration:
-    """Of one prompt, ``limit`` times at most: one that kills its nodes must not kill them all.
+    """Of one prompt; from nodes that failed ``limit`` times at most: one that kills its nodes must not kill them all.
 
     ``send`` starts the prompt at a decode node that is accepted, behind its tokens, or raises PdserveError.
     ``give_up`` is told the error that the client is to see.
@@ -52,11 +54,11 @@ class Migration:
         self._metrics = metrics
         self._send = send
         self._give_up = give_up
-        self._failed: set[str] = set()  # ids of decode nodes
-        self._failed_at = 0.0
+        self._left: set[str] = set()  # ids of decode nodes that it was at
+        self._left_at = 0.0  # the latest
         self._num_failures = 0
         self._moved = False  # from a node without room to another
-        self._like: NodeView | None = None  # the node before: one of another kind may compute other tokens
+        self._like: NodeView | None = None  # whom it has tokens of: a node of another kind may compute other ones
         self._reason: PdserveError | None = None
         self._pause = _FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
@@ -73,9 +75,11 @@ class Migration:
         """The call has ended, with ``num_tokens`` of output here: have the prompt go on elsewhere, or give up."""
         if self._over:
             return
-        if isinstance(error, NodeError) and self._limit:
+        if isinstance(error, Draining):
+            self._leave(call.node, num_tokens, error, "drained")
+        elif isinstance(error, NodeError) and self._limit:
             self._node_failed(error, call.node, num_tokens)
-        elif isinstance(error, Overloaded) and self._num_failures:
+        elif isinstance(error, Overloaded) and self._left:
             self._try_later()  # it has begun already: a node without room is no reason to end it
         elif not (isinstance(error, Overloaded) and self._ask_another(call.node)):
             self._give_up(error)
@@ -97,19 +101,25 @@ class Migration:
             text = f"{self._num_failures} decode nodes failed under this request, the limit is {self._limit + 1}"
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
-        logger.warning("request %s goes on elsewhere, behind %d tokens: %s", self._request_id, num_tokens, error)
-        self._metrics.migrations.labels("lost" if isinstance(error, NodeLost) else "failed").inc()
+        self._leave(node, num_tokens, error, "lost" if isinstance(error, NodeLost) else "failed")
+
+    def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
+        """Have it go on at another node."""
+        level = logging.INFO if why == "drained" else logging.WARNING
+        logger.log(level, "request %s goes on elsewhere, behind %d tokens: %s", self._request_id, num_tokens, error)
+        self._metrics.migrations.labels(why).inc()
         self._metrics.replayed_tokens.inc(num_tokens)
-        self._failed.add(node.node_id)
-        self._failed_at = perf_counter()
-        self._like, self._reason, self._pause = node, error, _FIRST_PAUSE
+        self._left.add(node.node_id)
+        self._left_at = perf_counter()
+        self._like = node if num_tokens else None
+        self._reason, self._pause = error, _FIRST_PAUSE
         self._try()
 
     def _accepts(self, node: NodeView) -> bool:
-        assert self._like is not None
-        if (node.compat_hash, node.version) != (self._like.compat_hash, self._like.version):
+        like = self._like
+        if like is not None and (node.compat_hash, node.version) != (like.compat_hash, like.version):
             return False
-        return node.node_id not in self._failed or perf_counter() > self._failed_at + _AVOIDED
+        return node.node_id not in self._left or perf_counter() > self._left_at + _AVOIDED
 
     def _try(self) -> None:
         try:
@@ -118,8 +128,9 @@ class Migration:
             self._try_later()
 
     def _try_later(self) -> None:
-        if perf_counter() > self._failed_at + _PATIENCE:
-            self._give_up(NodeError(f"no other decode node took the request within {_PATIENCE:g} s: {self._reason}"))
+        if perf_counter() > self._left_at + _PATIENCE:
+            kind = Overloaded if isinstance(self._reason, Draining) else NodeError
+            self._give_up(kind(f"no other decode node took the request within {_PATIENCE:g} s: {self._reason}"))
             return
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -194,6 +194,8 @@ class NodeClient:
         if self._usable and self.role == "decode" and self.stream is None:
             self._open_stream()
             changed = True
+        if self.stream is not None and self.description is not None and self.description.state == "draining":
+            self.stream.drain()
         latest = self._heard_at - REPORTED - self._pause
         while self._sent and self._sent[0][0] < latest:
             self._sent.popleft()
@@ -215,7 +217,7 @@ class NodeClient:
     def _open_stream(self) -> None:
         assert self._dialer is not None
         assert self.description is not None
-        self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_end)
+        self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
 
     def _lose(self, reason: str) -> None:
         stops = self.description is not None and self.description.state == "draining"
@@ -236,8 +238,8 @@ class NodeClient:
         if self.stream is not None:
             self.stream.close(reason)
 
-    def _on_stream_end(self, stream: ServeStream) -> None:
-        if self.stream is stream:
+    def _on_stream_change(self, stream: ServeStream) -> None:
+        if stream.ended and self.stream is stream:
             self.stream = None
         self._view = None
         self._on_change()

@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.flags import CommandParser, add_tls_flag, parse_size, place, positive_int
+from pdserve.flags import (
+    DRAIN_SECONDS,
+    CommandParser,
+    add_drain_flag,
+    add_tls_flag,
+    parse_size,
+    place,
+    positive_int,
+    seconds,
+)
 from pdserve.resolve import model_name
 from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 from router.policy import POLICIES, PREFIX_AWARE
@@ -34,6 +43,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None = None  # files in PEM; both or none
     tls_key: str | None = None
     grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py)
+    drain_grace: float = 0.0  # seconds
+    drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
     tool_call_parser: str = "auto"  # of the names in router/chat/dialect.py, as the next
     reasoning_parser: str = "auto"
@@ -87,6 +98,15 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
     add_tls_flag(parser)
     add("--max-body-bytes", type=parse_size, default=32 * 1024 * 1024, metavar="SIZE", help="larger bodies get a 413")
+    add(
+        "--drain-grace",
+        type=seconds,
+        default=0.0,
+        metavar="S",
+        help="how long requests are taken in after SIGTERM, while /health says no: until load balancers have noticed "
+        "(default %(default)s)",
+    )
+    add_drain_flag(parser, "it ends with an error; counted from the end of that grace")
     tools, reasoning = ("auto", "none", *TOOL_FORMATS), ("auto", "none", *REASONING_FORMATS)
     add("--tool-call-parser", type=tool_parser_name, default="auto", metavar="NAME", help=f"one of {', '.join(tools)}")
     add(

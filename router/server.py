@@ -24,13 +24,12 @@ from router.service import Service
 from router.tokenizer import Tokenizer
 
 _OBJECTS = 20_000  # new ones between two looks for garbage in cycles, of which requests leave none
-_DRAIN_SECONDS = 1.0  # what running requests get to end by themselves once a signal has come
-_GRACEFUL_SECONDS = 1  # what uvicorn then waits for their connections
+_GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to take the last words
 _READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
 
 
 def serve(options: RouterOptions, status: StatusWriter) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError or CapacityError when it cannot start."""
+    """Serve until a signal, and what runs then to its end. Raises ConfigError or CapacityError when it cannot start."""
     certificate = None
     if options.tls_cert is not None and options.tls_key is not None:
         certificate = Certificate(options.tls_cert, options.tls_key)
@@ -73,7 +72,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with our way to end: drain, then errors to what still runs, then exit with status 0."""
+    """uvicorn with our way to end:
+
+    SIGTERM ──► /health: no ──--drain-grace──► nobody is let in ──all have ended, or --drain-timeout──► exit 0
+                                                  SIGINT, or a second signal: at once ─┘
+                                                      (what still runs ends with an error)
+    """
 
     def __init__(
         self, config: uvicorn.Config, service: Service, status: StatusWriter, certificate: Certificate | None
@@ -83,13 +87,14 @@ class _Server(uvicorn.Server):
         self._status = status
         self._certificate = certificate
         self._background: list[asyncio.Task[None]] = []
+        self._hurry = asyncio.Event()  # to end without delay
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's own raises the signal again after serving, which would end the process with it."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         self._background.append(asyncio.create_task(self._report_ready()))
         if self._certificate is not None:
             self._background.append(asyncio.create_task(self._certificate.watch()))
@@ -99,21 +104,43 @@ class _Server(uvicorn.Server):
             for task in self._background:
                 task.cancel()
 
-    def _on_signal(self) -> None:
-        if self._service.gate.draining:
-            self.should_exit = True
-            return
-        self._service.gate.drain()
-        self._background.append(asyncio.create_task(self._end()))
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGINT or self._service.draining:
+            self._hurry.set()
+        if not self._service.draining:
+            self._service.draining = True
+            self._background.append(asyncio.create_task(self._end()))
 
     async def _end(self) -> None:
-        """New connections are refused at once; running requests end, or are ended after a moment."""
-        for server in self.servers:
-            server.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._service.gate.empty(), _DRAIN_SECONDS)
+        options = self._service.options
+        self._ask_to_leave()
+        tasks = [asyncio.create_task(self._finish()), asyncio.create_task(self._hurry.wait())]
+        await asyncio.wait(
+            tasks, timeout=options.drain_grace + options.drain_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in tasks:
+            task.cancel()
         self._service.abort()
         self.should_exit = True
+
+    async def _finish(self) -> None:
+        """Returns when nobody is in any more, nor may come in."""
+        await asyncio.sleep(self._service.options.drain_grace)
+        self._close_doors()
+        await self._service.gate.empty()
+
+    def _ask_to_leave(self) -> None:
+        """Every response closes its connection from now on: the client's next request goes to another router."""
+        self.config.encoded_headers.append((b"connection", b"close"))
+        self.server_state.default_headers.append((b"connection", b"close"))  # what uvicorn made of them last
+
+    def _close_doors(self) -> None:
+        """New connections are refused, and idle ones closed."""
+        self._service.gate.close()
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
 
     async def _report_ready(self) -> None:
         nodes = self._service.nodes

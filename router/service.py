@@ -37,6 +37,7 @@ class Service:
             self.models[name] = ServedModel(name, root, tokenizer, fleet, options)
         self.gate = Gate(options.max_inflight, options.max_queue, self.metrics)
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
+        self.draining = False  # it is told to end, and so is not healthy
         self._watch: asyncio.Task[None] | None = None  # of the file of keys
         self._generations: set[Generation] = set()
 
@@ -55,7 +56,8 @@ class Service:
         await self.nodes.close()
 
     def abort(self) -> None:
-        """End everything that runs with an error."""
+        """End everything that runs or waits with an error."""
+        self.gate.dismiss()
         for generation in list(self._generations):
             generation.fail(NodeError("the router is shutting down; send the request again"))
 

@@ -221,6 +221,13 @@ class Fleet:
         processes = [*self.prefill, *self.decode, *([self.router] if self.router else [])]
         self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
 
+    def serves(self) -> bool:
+        """Whether the router knows of a decode node that is ready, which it hears a moment after that is."""
+        with suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{self.url}/health", timeout=5.0).close()
+            return True
+        return False
+
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not condition():

@@ -81,6 +81,7 @@ class RouterClient:
         self._requests: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
         self._results: dict[int, tuple[Generated, int]] = {}
         self.num_batches = 0
+        self.draining = False  # the node said so
         self.error: grpc.RpcError | None = None
         self._call: Any = pb_grpc.DecodeNodeStub(self._channel).Serve(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -143,6 +144,7 @@ class RouterClient:
         try:
             for batch in self._call:
                 self.num_batches += 1
+                self.draining |= batch.draining
                 for output in batch.outputs:
                     result, n = self._results[output.request]
                     result.take(output, n)
@@ -192,6 +194,7 @@ class PrefillClient:
         self._prefills: dict[int, Prefill] = {}
         self._numbers = itertools.count(1)
         self.messages: list[list[str]] = []  # that came: the kinds of their events
+        self.draining = False  # the node said so
         self._call: Any = pb_grpc.PrefillNodeStub(self._channel).Serve(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -250,6 +253,7 @@ class PrefillClient:
         end: grpc.RpcError | None = None
         try:
             for message in self._call:
+                self.draining |= message.draining
                 self.messages.append([event.WhichOneof("kind") for event in message.events])
                 for event in message.events:
                     self._prefills[event.request].events.put(event)

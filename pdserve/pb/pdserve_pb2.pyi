@@ -660,16 +660,20 @@ class OutputBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """D takes no request that is sent from now on; the router ends the stream when none is under way"""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]: ...
     def __init__(
         self,
         *,
         outputs: _abc.Iterable[Global___Output] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,6 +779,8 @@ class Failure(_message.Message):
         DEADLINE: Failure._Code.ValueType  # 3
         NODE_FAILED: Failure._Code.ValueType  # 4
         CANCELLED: Failure._Code.ValueType  # 5
+        DRAINING: Failure._Code.ValueType  # 6
+        """not taken, or handed over: the node is told to end, and another one is to go on"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     UNSPECIFIED: Failure.Code.ValueType  # 0
@@ -785,6 +791,8 @@ class Failure(_message.Message):
     DEADLINE: Failure.Code.ValueType  # 3
     NODE_FAILED: Failure.Code.ValueType  # 4
     CANCELLED: Failure.Code.ValueType  # 5
+    DRAINING: Failure.Code.ValueType  # 6
+    """not taken, or handed over: the node is told to end, and another one is to go on"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -1123,16 +1131,20 @@ class PrefillEvents(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """P takes no prompt that is sent from now on; D ends the stream when it needs nothing more of P"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillEvent]: ...
     def __init__(
         self,
         *,
         events: _abc.Iterable[Global___PrefillEvent] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "events", b"events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

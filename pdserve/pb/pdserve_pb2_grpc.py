@@ -74,7 +74,7 @@ class NodeServicer:
 
     def Watch(self, request, context):
         """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
-        second. For those who choose among nodes. Ends when the node is told to stop.
+        second. For those who choose among nodes. Ends with the node; one that drains says so here at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

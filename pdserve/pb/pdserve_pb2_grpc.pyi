@@ -45,7 +45,7 @@ class NodeStub:
     """What this node holds right now."""
     Watch: _grpc.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]
     """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
-    second. For those who choose among nodes. Ends when the node is told to stop.
+    second. For those who choose among nodes. Ends with the node; one that drains says so here at once.
     """
 
 @_typing.type_check_only
@@ -59,7 +59,7 @@ class NodeAsyncStub(NodeStub):
     """What this node holds right now."""
     Watch: _aio.UnaryStreamMultiCallable[_pdserve_pb2.WatchRequest, _pdserve_pb2.NodeReport]  # type: ignore[assignment]
     """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
-    second. For those who choose among nodes. Ends when the node is told to stop.
+    second. For those who choose among nodes. Ends with the node; one that drains says so here at once.
     """
 
 class NodeServicer(metaclass=_abc_1.ABCMeta):
@@ -88,7 +88,7 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.NodeReport], _abc.AsyncIterator[_pdserve_pb2.NodeReport]]:
         """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
-        second. For those who choose among nodes. Ends when the node is told to stop.
+        second. For those who choose among nodes. Ends with the node; one that drains says so here at once.
         """
 
 def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from pdserve.errors import DeadlineExceeded, Overloaded
+from pdserve.errors import DeadlineExceeded, Draining, Overloaded
 from router.errors import ClientGone
 from router.gate.allowance import Allowance, Headers
 from router.gate.keys import Client
@@ -28,23 +28,27 @@ class Gate:
         self._allowances: dict[str, Allowance] = {}  # by name of the client
         self._visits: set[Visit] = set()
         self._empty = asyncio.Event()
-        self.draining = False
+        self._closed = False
         metrics.waiting.set_function(lambda: self._line.num_waiting)
 
-    def drain(self) -> None:
+    def close(self) -> None:
+        """Let nobody in from now on; who is inside stays, waiting or not. Idempotent."""
+        self._closed = True
+
+    def dismiss(self) -> None:
         """Let nobody in from now on, and send away who waits."""
-        self.draining = True
+        self.close()
         self._line.dismiss(_draining())
 
     async def empty(self) -> None:
-        """Returns once no request is inside; for use after ``drain``."""
+        """Returns once no request is inside; for use after ``close``."""
         if self._visits:
             await self._empty.wait()
 
     @contextmanager
     def enter(self, client: Client) -> Iterator[Visit]:
         """A request whose body is yet to be read. Raises Overloaded or LimitExceeded."""
-        if self.draining:
+        if self._closed:
             raise _draining()
         arriving = len(self._visits) - self._line.num_admitted - self._line.num_waiting
         if arriving >= self._max_arriving:
@@ -138,5 +142,5 @@ async def _wait(turn: asyncio.Future[Overloaded | None], patience: float, client
         raise error
 
 
-def _draining() -> Overloaded:
-    return Overloaded("the router is shutting down; try another one")
+def _draining() -> Draining:
+    return Draining("the router is shutting down; try another one")

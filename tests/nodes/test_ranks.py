@@ -60,10 +60,10 @@ def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet,
         assert fleet.complete(PROMPT[:length], 12) == reference_greedy(reference, PROMPT[:length], 12)
     rank = rank_of(node)
     rank.suspend()
-    fleet.wait_until(lambda: node.describe().state == "stuck", END_SECONDS)
     fleet.wait_until(lambda: f"{RANK_1} has given no sign of life" in node.output, END_SECONDS)
+    fleet.wait_until(lambda: not fleet.serves(), END_SECONDS)
     rank.resume()
-    fleet.wait_until(lambda: node.describe().state == "ready", END_SECONDS)
+    fleet.wait_until(fleet.serves, END_SECONDS)
     assert fleet.complete(PROMPT, 12) == reference_greedy(reference, PROMPT, 12)
     node.wait_idle()
     with ThreadPoolExecutor() as pool:

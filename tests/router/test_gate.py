@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from router_process import MODEL, RouterProcess, router_process
+from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.api_keys import key_entry, new_key
@@ -90,13 +91,6 @@ def lingering(http: httpx.Client, name: str) -> Iterator[None]:
 def metric(http: httpx.Client, series: str) -> float:
     found = re.search(rf"^{re.escape(series)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
     return float(found[1]) if found else 0.0
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +275,7 @@ def test_keys_change_while_the_router_runs(http: httpx.Client, key_file: Path) -
     wait_for(lambda: models("bob") == 200)
 
 
-def test_what_waits_when_the_router_stops_is_told(
+def test_what_waits_when_the_router_ends_at_once_is_told(
     tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path
 ) -> None:
     scripted_node.scripts["linger"] = linger
@@ -293,7 +287,7 @@ def test_what_waits_when_the_router_stops_is_told(
     ):
         waits = threads.submit(ask, http, "alice")
         wait_for(lambda: metric(http, "pdserve_requests_waiting") == 1)
-        process.process.terminate()
+        process.process.send_signal(signal.SIGINT)
         assert waits.result(20).status_code == 503
 
 

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from router_process import MODEL, router_process
+from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, Script, ScriptedNode
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -72,13 +71,6 @@ def nodes(tokenizer_dir: Path) -> Iterator[Nodes]:
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dir: Path) -> Tokenizer:
     return Tokenizer.load(tokenizer_dir)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.02)
 
 
 def stream(client: httpx.Client, body: dict[str, Any]) -> list[Any]:

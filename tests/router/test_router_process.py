@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from router_process import router_process
-from scripted_node import Conversation, ScriptedNode
+from router_process import RouterProcess, router_process, wait_for
+from scripted_node import Conversation, Script, ScriptedNode
 
 from pdserve.errors import ConfigError
 from router.options import parse_options
@@ -98,26 +101,88 @@ def test_without_nodes_it_is_up_but_not_healthy(tokenizer_dir: Path) -> None:
         assert response.json()["error"]["code"] == "overloaded"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_and_the_process(
-    tokenizer_dir: Path, scripted_node: ScriptedNode, number: signal.Signals
-) -> None:
-    async def script(conversation: Conversation) -> None:
-        conversation.token(65)
-        await conversation.cancelled.wait()
-
-    scripted_node.scripts["signal"] = script
+@contextmanager
+def streaming(process: RouterProcess, node: ScriptedNode, script: Script) -> Iterator[Iterator[str]]:
+    """The events of a request, behind its first token, which ``script`` has said."""
+    node.scripts["signal"] = script
     body = {"prompt": [1], "cache_salt": "signal", "stream": True}
-    with router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process:
-        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: {")
+    with httpx.stream("POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20) as response:
+        lines = filter(None, response.iter_lines())
+        assert next(lines).startswith("data: {")
+        yield lines
+
+
+def health(process: RouterProcess) -> int:
+    """The status of an answer, 0 where nobody can connect any more."""
+    try:
+        return httpx.get(f"{process.url}/health", trust_env=False).status_code
+    except httpx.TransportError:
+        return 0
+
+
+async def endless(conversation: Conversation) -> None:
+    conversation.token(65)
+    await conversation.cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "signals"),
+    [
+        ((), (signal.SIGINT,)),
+        ((), (signal.SIGTERM, signal.SIGTERM)),
+        (("--drain-grace", "60"), (signal.SIGTERM, signal.SIGINT)),
+        (("--drain-timeout", "0.2"), (signal.SIGTERM,)),
+    ],
+    ids=["ctrl-c", "twice", "twice in the grace", "limit"],
+)
+def test_what_does_not_end_in_time_is_told(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, flags: tuple[str, ...], signals: tuple[signal.Signals, ...]
+) -> None:
+    with (
+        router_process(tokenizer_dir, ["--decode", scripted_node.address, *flags]) as process,
+        streaming(process, scripted_node, endless) as lines,
+    ):
+        for number in signals:
             process.process.send_signal(number)
-            rest = [line for line in lines if line]
+            wait_for(lambda: health(process) != 200)  # two of a kind at once would be one
+        rest = list(lines)
         assert "shutting down" in rest[-1]
         assert "[DONE]" not in "".join(rest)
         assert process.process.wait(timeout=10) == 0
     scripted_node.wait_cancelled("signal")
+
+
+def test_sigterm_lets_streams_end_and_new_requests_go_elsewhere(
+    tokenizer_dir: Path, scripted_node: ScriptedNode
+) -> None:
+    """For the grace new requests are taken in, since whoever balances load learns of the end late."""
+    go_on = asyncio.Event()
+
+    async def until_told(conversation: Conversation) -> None:
+        conversation.token(65)
+        await go_on.wait()
+        conversation.token(66, finish="length")
+
+    async def short(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts["short"] = short
+    flags = ["--decode", scripted_node.address, "--drain-grace", "1.5"]
+    with (
+        router_process(tokenizer_dir, flags) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+        streaming(process, scripted_node, until_told) as lines,
+    ):
+        assert health(process) == 200
+        process.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: health(process) == 503)
+        answer = client.post("/v1/completions", json={"prompt": [1], "cache_salt": "short"})
+        assert answer.status_code == 200
+        assert answer.headers["connection"] == "close"
+        wait_for(lambda: health(process) == 0)
+        scripted_node.do(go_on.set)
+        assert list(lines)[-1] == "data: [DONE]"
+        assert process.process.wait(timeout=10) == 0
 
 
 def test_the_end_of_the_lifeline_ends_the_process(tokenizer_dir: Path) -> None:

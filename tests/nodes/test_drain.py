@@ -1,0 +1,192 @@
+"""Nodes that are told to end: what they still take, say and wait for. Simulated ones, with the tests' own clients."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import grpc
+import pytest
+from fleet import Fleet, NodeProcess, add_tokenizer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import pack_tokens, sampling_to_pb
+
+SLOW_STEPS = ("--engine", "simulated", "--sim-costs", "step=0.02")
+SLOW_PROMPTS = ("--max-batch-tokens", "64", "--max-num-seqs", "64")  # a step each
+SHORT_LEASES = ("--lease-seconds", "0.6", "--lease-guard", "0.2")
+END_SECONDS = 10.0
+PROMPT = list(range(3, 43))
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+Start = Callable[..., NodeProcess]
+
+
+@pytest.fixture
+def fleet(checkpoint: Path) -> Iterator[Fleet]:
+    with closing(Fleet()) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def start(fleet: Fleet, checkpoint: Path) -> Start:
+    """A node of a role, ready."""
+
+    def start(role: str, *flags: str) -> NodeProcess:
+        start_node = fleet.start_prefill if role == "prefill" else fleet.start_decode
+        node = start_node(add_tokenizer(checkpoint), [*SLOW_STEPS, *flags])
+        fleet.wait_ready()
+        return node
+
+    return start
+
+
+def serves(node: NodeProcess) -> tuple[bool, bool, bool]:
+    """What probes are told: alive, loaded, ready."""
+    with grpc.insecure_channel(node.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        live, loaded, ready = (
+            health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0).status == SERVING
+            for service in ("live", "loaded", "")
+        )
+    return live, loaded, ready
+
+
+def drain(fleet: Fleet, node: NodeProcess) -> None:
+    node.signal(signal.SIGTERM)
+    fleet.wait_until(lambda: node.describe().state == "draining", END_SECONDS)
+
+
+def assert_ended(node: NodeProcess) -> None:
+    node.wait_ended(END_SECONDS)
+    assert node.child.process.returncode == 0, node.output
+    assert not any(word in node.output for word in ("Traceback", "ERROR")), node.output
+
+
+def prefill_request(node: NodeProcess, prompt: list[int] = PROMPT) -> pb.PrefillRequest:
+    return pb.PrefillRequest(
+        epoch=node.describe().epoch, token_ids=pack_tokens(prompt), sampling=sampling_to_pb(greedy(4))
+    )
+
+
+def ready_of(prefill: Prefill) -> pb.KVReady:
+    """The last announcement of a prompt."""
+    return prefill.all()[-1].kv_ready
+
+
+# ---------------------------------------------------------------- decode nodes
+
+
+def test_a_decode_node_ends_what_runs_and_takes_nothing_more(fleet: Fleet, start: Start) -> None:
+    node = start("decode")
+    with RouterClient(node.address) as client, RouterClient(node.address) as idle:
+        running = client.send(PROMPT, greedy(100, n=2))
+        assert running.started.wait(END_SECONDS)
+        drain(fleet, node)
+        assert serves(node) == (True, True, False)
+        late = idle.generate(PROMPT, greedy(4)).failure
+        assert late is not None
+        assert late.code == pb.Failure.DRAINING
+        assert {choice: len(tokens) for choice, tokens in running.wait().choices.items()} == {0: 100, 1: 100}
+        assert not idle.error, "its stream was open until the node ended"
+        client.half_close()
+        idle.half_close()
+        assert_ended(node)
+        assert client.draining
+        assert idle.draining
+
+
+def test_what_a_decode_node_cannot_end_in_time_is_handed_over(start: Start) -> None:
+    node = start("decode", "--drain-timeout", "0.3")
+    with RouterClient(node.address) as client:
+        running = client.send(PROMPT, greedy(2000))
+        assert running.started.wait(END_SECONDS)
+        node.signal(signal.SIGTERM)
+        failure = running.wait().failure
+        assert failure is not None
+        assert failure.code == pb.Failure.DRAINING
+        client.half_close()
+        assert_ended(node)
+        assert not client.error
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=["ctrl-c", "twice"])
+def test_a_decode_node_in_a_hurry_hands_over_at_once(
+    fleet: Fleet, start: Start, signals: tuple[signal.Signals, ...]
+) -> None:
+    node = start("decode")
+    with RouterClient(node.address) as client:
+        running = client.send(PROMPT, greedy(2000))
+        assert running.started.wait(END_SECONDS)
+        for number in signals[:-1]:
+            node.signal(number)
+            fleet.wait_until(lambda: node.describe().state == "draining", END_SECONDS)
+        node.signal(signals[-1])
+        assert_ended(node)
+        failure = running.wait().failure
+        assert failure is not None
+        assert failure.code == pb.Failure.DRAINING
+
+
+# ---------------------------------------------------------------- prefill nodes
+
+
+def test_a_prefill_node_keeps_its_leases_to_the_end(fleet: Fleet, start: Start) -> None:
+    """SIGTERM comes between an announcement and the read."""
+    node = start("prefill")
+    with PrefillClient(node.address) as client:
+        request = prefill_request(node)
+        ready = ready_of(client.send(request))
+        drain(fleet, node)
+        assert serves(node) == (True, True, False)
+        with pytest.raises(PrefillFailed) as refused:
+            client.send(prefill_request(node)).all()
+        assert refused.value.code == pb.Failure.DRAINING
+        assert client.extend(request.epoch, ready.lease) > 0
+        assert node.status().leased_blocks == len(ready.block_ids)
+        assert client.release(request.epoch, ready.lease), "it stood"
+        client.half_close()
+        assert client.draining
+        assert_ended(node)
+
+
+def test_a_prefill_node_computes_what_it_has_accepted(fleet: Fleet, start: Start) -> None:
+    node = start("prefill", *SLOW_PROMPTS)
+    prompt = [3 + i % 100 for i in range(1000)]
+    with PrefillClient(node.address) as client:
+        request = prefill_request(node, prompt)
+        prefills = [client.send(prefill_request(node, [i, *prompt])) for i in range(3, 6)]
+        assert prefills[-1].next().WhichOneof("kind") == "accepted"
+        drain(fleet, node)
+        for prefill in prefills:
+            assert client.release(request.epoch, ready_of(prefill).lease)
+        client.half_close()
+        assert_ended(node)
+
+
+def test_nobody_waits_for_a_decode_node_that_is_gone(start: Start) -> None:
+    """Its lease ends by time, and with it the prefill node."""
+    node = start("prefill", *SHORT_LEASES)
+    with PrefillClient(node.address) as client:
+        ready_of(client.send(prefill_request(node)))
+    node.signal(signal.SIGTERM)
+    assert_ended(node)
+    assert "expired" in node.output
+
+
+def test_what_a_prefill_node_cannot_compute_in_time_is_left_to_others(start: Start) -> None:
+    node = start("prefill", *SLOW_PROMPTS, *SHORT_LEASES, "--drain-timeout", "0.2")
+    prompt = [3 + i % 100 for i in range(4000)]
+    with PrefillClient(node.address) as client:
+        prefills = [client.send(prefill_request(node, [i, *prompt])) for i in range(3, 5)]
+        assert prefills[-1].next().WhichOneof("kind") == "accepted"
+        node.signal(signal.SIGTERM)
+        for prefill in prefills:
+            with pytest.raises(PrefillFailed) as failed:
+                prefill.all()
+            assert failed.value.code == pb.Failure.DRAINING
+        assert_ended(node)
