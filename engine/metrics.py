@@ -30,7 +30,7 @@ _TOTALS = {  # of engine.messages.Totals
 
 
 class NodeMetrics(Collector):
-    """Of what the front knows at this moment; the engine is never asked."""
+    """Of what the front knows at this moment; the engine is never asked. Collected on any thread: it only reads."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
