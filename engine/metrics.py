@@ -10,14 +10,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.health import State
-from engine.messages import Status
+from engine.messages import Status, Totals
 from engine.node_service import VERSION
 from pdserve.cost import TYPICAL
 
 if TYPE_CHECKING:
     from engine.node import Node
 
-_TOTALS = {  # of engine.messages.Totals
+_TOTALS = {  # by field
     "steps": "Steps with a forward pass.",
     "step_seconds": "That these took, each without those before it.",
     "preemptions": "Sequences that made way because KV blocks were lacking.",
@@ -40,8 +40,8 @@ class NodeMetrics(Collector):
         yield _info(node)
         yield _gauges("pdserve_node_state", "1 for the state that the node is in.", "state", _states(node.state))
         yield from _of_load(status)
-        for name, documentation in _TOTALS.items():
-            yield CounterMetricFamily(f"pdserve_{name}", documentation, getattr(status.totals, name))
+        for name in Totals.__struct_fields__:
+            yield CounterMetricFamily(f"pdserve_{name}", _TOTALS[name], getattr(status.totals, name))
         yield from _gaps(node)
         yield from node.role.metrics()
 
