@@ -216,7 +216,7 @@ def measure_peers(num_peers: int, seconds: float) -> None:
         with Fleet() as fleet:
             known = [word for address in nodes.addresses["prefill"] for word in ("--prefill", address)]
             began = time.perf_counter()
-            flags = ["--engine", "simulated", *known, "--peer-timeout", "20"]
+            flags = ["--engine", "simulated", *known]
             decode = fleet.start_decode(EMBEDDED_MODEL, flags)
             fleet.wait_until(lambda: len(decode.describe().connected_peers) == num_peers, 120.0)
             ready = time.perf_counter() - began
