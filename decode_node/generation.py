@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from decode_node.course import Course, Outcome
 from engine.link import EngineLink, Event, error_of
 from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Scored, Submit
 from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
@@ -47,9 +48,11 @@ class Generation:
         link: EngineLink,
         sink: OutputSink,
         on_end: Callable[[Generation], None],
+        course: Course,
     ) -> None:
         self.number = message.request
         self.request_id = message.request_id
+        self.course = course
         self.token_ids = message.token_ids
         self.num_tokens = num_tokens
         self.sampling = sampling
@@ -65,6 +68,7 @@ class Generation:
         self._link = link
         self._sink = sink
         self._on_end = on_end
+        self._fresh = True  # the engine has brought nothing yet
         self._choices = set(self.resume or range(sampling.n))  # that go on
         self._timer = loop.call_later(self.timeout, self._on_deadline) if self.timeout else None
         self._until = time.monotonic() + self.timeout
@@ -84,6 +88,8 @@ class Generation:
         return max(0.0, self._until - time.monotonic()) if self.timeout else None
 
     def submit(self, mode: Mode) -> None:
+        if mode is Mode.HANDOFF:
+            self.course.reserve()
         message = Submit(
             self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority, resume=self.resume
         )
@@ -109,10 +115,13 @@ class Generation:
         if not self.ended:
             self._choices.clear()
             self._link.send(Cancel(self.rid))
-            self._end()
+            self._end(Outcome.CANCELLED if self.error is None else Outcome.FAILED)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Output):  # once per token, so ahead of the match, which costs more
+            if self._fresh:
+                self._fresh = False
+                self.course.on_output(event.queued)
             if event.finish is FinishReason.ERROR or event.finish is FinishReason.ABORT:
                 self.fail(NodeError("the engine gave up this request"))
             else:
@@ -145,7 +154,7 @@ class Generation:
             output.finish_reason = finish
             self._choices.remove(choice)
             if self.ended:
-                self._end()
+                self._end(Outcome.DONE)
 
     def _on_deadline(self) -> None:
         waits_for = self._link.pulse.waits_for
@@ -153,10 +162,11 @@ class Generation:
         text = f"the request was not finished within its {self.timeout:.3g} s{reason}; allow more time"
         self.fail(DeadlineExceeded(text))
 
-    def _end(self) -> None:
+    def _end(self, outcome: Outcome) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self.handoff is not None:
             self.handoff.abandon()
         self._link.close(self.rid)
+        self.course.on_end(outcome, self.error)
         self._on_end(self)

@@ -25,12 +25,13 @@ from decode_node.peers import Peers
 from decode_node.remote_prefill import RemotePrefill
 from decode_node.settings import FailurePolicy, Settings
 from engine.link import EngineLink
-from engine.messages import Cancel, Mode, PrefillLocally
+from engine.messages import Cancel, Mode, PrefillLocally, ReadEnded, StartRead
 from pdserve.cost import worth_handoff
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError
 from pdserve.model_config import ModelConfig
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
+from pdserve.tracing.spans import Span
 from pdserve.wire import logprobs_from_pb, sampling_to_pb
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,6 @@ class Driver:
         self._prefill: RemotePrefill | None = None
         self._announced = False  # P has announced blocks
         self._lacking = 0  # tokens of the prompt whose KV is not here
-        self._started = 0.0  # when the first tokens came
         self._timer: asyncio.TimerHandle | None = None
         self._over = False
 
@@ -97,13 +97,15 @@ class Driver:
             self._peer.check()
         node, generation = self._node, self._generation
         node.counters["pdserve_handoff_failures_total"] += 1
+        generation.course.on_handoff_failed(error)
         if node.settings.failure_policy is FailurePolicy.FAIL:
             known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
             generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
             return
         node.counters["pdserve_handoff_recomputes_total"] += 1
         node.counters["pdserve_handoff_recomputed_tokens_total"] += self._lacking
-        _log.warning("request %s is prefilled here: %s", generation.request_id or generation.rid, error)
+        name, extra = generation.request_id or generation.rid, generation.course.about
+        _log.warning("request %s is prefilled here: %s", name, error, extra=extra)
         node.link.send(PrefillLocally(generation.rid, generation.first))
 
     def abandon(self) -> None:
@@ -121,12 +123,14 @@ class Driver:
         except PdserveError as exc:
             self.fail(exc)
         except Exception:
-            _log.exception("the handoff of %s failed", self._generation.request_id or self._generation.rid)
+            name, extra = self._generation.request_id or self._generation.rid, self._generation.course.about
+            _log.exception("the handoff of %s failed", name, extra=extra)
             self.abandon()
             self._generation.fail(NodeError("the handoff failed for a reason that the decode node's log tells"))
 
     def _start(self, cached_tokens: int) -> None:
         node, generation = self._node, self._generation
+        generation.course.on_reserved()
         self._lacking = generation.num_tokens - cached_tokens
         if not worth_handoff(self._lacking, node.settings.handoff_min_tokens):
             node.counters["pdserve_local_prefills_total"] += 1
@@ -148,7 +152,8 @@ class Driver:
             generation.rid, stream.epoch, stream.peer, generation.num_tokens, asked_at=time.monotonic()
         )
         cached_tokens = generation.num_tokens - self._lacking
-        self._prefill = stream.prefill(_prefill_request(generation, cached_tokens), self)
+        span = generation.course.hand_off(stream.peer, self._lacking)
+        self._prefill = stream.prefill(_prefill_request(generation, cached_tokens, span), self)
 
     def _take(self, event: Event | pb.FirstTokens) -> None:
         assert self._handoff is not None
@@ -161,24 +166,29 @@ class Driver:
         """Do what follows from an event. Raises PdserveError when that is to give up."""
         assert self._prefill is not None
         self._announced = self._announced or isinstance(event, pb.KVReady)
+        course = self._generation.course
+        if isinstance(event, ReadEnded):
+            course.on_read_ended(event.num_bytes, event.num_descriptors)
         for action in handoff.on(event, time.monotonic()):
             if action is Ask.EXTEND:
                 self._prefill.extend()
             elif action is Ask.RELEASE:
                 self._prefill.release()
             else:
+                if isinstance(action, StartRead):
+                    course.on_read_begun()
                 self._node.link.send(action)
         if handoff.phase is Phase.CONFIRMED:
             self._end()
-            self._node.metrics.exposed.observe(time.monotonic() - self._started)
+            course.on_confirmed()
         else:
             self._wake_at(handoff.wake_at)
 
     def _pass_on(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
-        self._started = time.monotonic()
         generation, model = self._generation, self._node.model
         first = _samples(tokens, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
         handoff.sampled(first)
+        generation.course.on_first_tokens(tokens.queued_ms / 1000)
         if generation.resume:
             return
         generation.emit_first(first, tokens.cached_tokens, model.eos_token_ids)
@@ -202,7 +212,7 @@ class Driver:
         self._stop_timer()
 
 
-def _prefill_request(generation: Generation, cached_tokens: int) -> pb.PrefillRequest:
+def _prefill_request(generation: Generation, cached_tokens: int, span: Span) -> pb.PrefillRequest:
     remaining = generation.remaining
     return pb.PrefillRequest(
         request_id=generation.request_id,
@@ -212,6 +222,8 @@ def _prefill_request(generation: Generation, cached_tokens: int) -> pb.PrefillRe
         priority=generation.priority,
         skip_tokens=cached_tokens,
         timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
+        traceparent=span.traceparent,
+        tracestate=span.tracestate,
     )
 
 

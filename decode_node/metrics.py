@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from engine.messages import ReadEnded
-from pdserve.metrics import Tally
+from pdserve.metrics import Tallies, Tally
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ PEER_COUNTERS = {
     "pdserve_kv_checksum_failures_total": "Blocks that differed from their digests.",
     "pdserve_peer_losses_total": "Connections that were lost.",
 }
-_EXPOSED_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
+TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # of a request's way to its first token; docs/traces.md
+_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
 
 
 class PeerMetrics:
@@ -56,13 +57,15 @@ class PeerMetrics:
 
 
 class Metrics:
-    """``counters`` are those without labels, by name; ``exposed`` is observed once per handoff that succeeds."""
+    """``counters`` are those without labels, by name; ``exposed`` is observed once per handoff that succeeds, and
+    ``first_step`` once it has brought a second token.
+    """
 
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
-        self.exposed = Tally(
-            "pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _EXPOSED_BOUNDS
-        )
+        self.exposed = Tally("pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _BOUNDS)
+        self.first_step = Tally("pdserve_handoff_first_step_seconds", "From there to the second token.", _BOUNDS)
+        self._ttft = Tallies("pdserve_ttft_part_seconds", "What first tokens waited for.", "part", TTFT_PARTS, _BOUNDS)
         self._peers: list[PeerMetrics] = []
 
     def add_peer(self, address: str) -> PeerMetrics:
@@ -72,6 +75,11 @@ class Metrics:
     def drop_peer(self, address: str) -> None:
         """Nothing more is told of it."""
         self._peers = [peer for peer in self._peers if peer.address != address]
+
+    def observe_ttft(self, parts: Mapping[str, float]) -> None:
+        """A first token is on its way: what it has waited for (``TTFT_PARTS``), in seconds."""
+        for part, seconds in parts.items():
+            self._ttft.observe(part, seconds)
 
     def count_read(self, read: ReadEnded) -> None:
         """One has ended, whoever waited for it. Reads from a life before a peer's newest one are nobody's."""
@@ -85,7 +93,8 @@ class Metrics:
         """All of them, for Prometheus."""
         for name, documentation in COUNTERS.items():
             yield CounterMetricFamily(name, documentation, self.counters[name])
-        yield from self.exposed.collect()
+        for histogram in (self.exposed, self.first_step, self._ttft):
+            yield from histogram.collect()
         for name, documentation in PEER_COUNTERS.items():
             family = CounterMetricFamily(name, documentation, labels=["peer"])
             for peer in self._peers:

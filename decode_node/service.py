@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable
 from typing import Any
 
+from decode_node.course import Course
 from decode_node.generation import Generation
 from decode_node.handoffs import Handoffs
 from decode_node.settings import FailurePolicy
@@ -16,6 +17,7 @@ from engine.outbox import Context, Outbox, serve
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.tracing.spans import Attributes
 from pdserve.wire import failure_to_pb, sampling_from_pb, unpack_tokens
 
 
@@ -107,9 +109,16 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             self._count_failure(exc)
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
-        generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream))
+        course = self._course(message, len(tokens))
+        generation = Generation(message, len(tokens), sampling, self._node.link, stream, self._ended(stream), course)
         stream.generations[message.request] = generation
         self._place(generation, message.prefill_node)
+
+    def _course(self, message: pb.Generate, num_tokens: int) -> Course:
+        attributes: Attributes = {"pdserve.request_id": message.request_id, "gen_ai.usage.input_tokens": num_tokens}
+        span = self._node.tracer.go_on("decode node", message.traceparent, message.tracestate, attributes)
+        metrics, told = self._handoffs.metrics, self._node.log_requests
+        return Course(message.request_id, span, metrics, resumed=bool(message.resume), told=told)
 
     def _ended(self, stream: RouterStream) -> Any:
         def on_end(generation: Generation) -> None:

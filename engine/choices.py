@@ -120,7 +120,8 @@ class Choices:
         return sequence
 
     def _report_first(self, request: Request, choice: int, sample: Sample, reason: FinishReason | None) -> None:
-        self._report.outputs.append(Output(request.rid, choice, sample, reason, request.cached_tokens or 0))
+        output = Output(request.rid, choice, sample, reason, request.cached_tokens or 0, request.queued)
+        self._report.outputs.append(output)
 
     def _reason(self, request: Request, sample: Sample, num_outputs: int) -> FinishReason | None:
         return finish_reason(sample.token_id, num_outputs, request.sampling, self._eos_token_ids)

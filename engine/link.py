@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
 
@@ -47,6 +47,7 @@ from engine.pulse import Pulse
 from pdserve import errors
 from pdserve.config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
+from pdserve.logs import chosen_format, message_of, passed_on
 from pdserve.records import RankKV
 from pdserve.transports import Connected
 
@@ -193,15 +194,26 @@ class EngineLink:
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Pass the engine's words on until it ends, then tell whoever waits for it."""
         assert process.stdout is not None
-        while chunk := await process.stdout.read(1 << 16):
-            text = chunk.decode(errors="replace")
-            sys.stderr.write(text)
-            sys.stderr.flush()
-            self._last_lines.extend(line.strip() for line in text.splitlines() if line.strip())
+        in_json = chosen_format() == "json"
+        async for line in _lines(process.stdout):
+            print(passed_on(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
+            if line.strip():
+                self._last_lines.append(message_of(line))
         error = EngineDied(_obituary(await process.wait(), self._last_lines))
         if not self._started.done():
             self._started.set_exception(error)
         self.closed.set_result(error)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """What comes, by lines however long, without their ends."""
+    rest = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 class _FromEngine(asyncio.Protocol):

@@ -159,6 +159,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     sample: Sample | None
     finish: FinishReason | None = None
     cached_tokens: int = 0  # on a request's first output
+    queued: float = 0.0  # likewise: seconds that it waited for its first step
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):

@@ -44,11 +44,13 @@ from pdserve.errors import Draining, NodeError
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, options_from
 from pdserve.kv import KVLayout
-from pdserve.logs import setup_logging
+from pdserve.logs import identify, setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
 from pdserve.resolve import resolve
 from pdserve.timing import PeerTiming
 from pdserve.tls import PeerTls
+from pdserve.tracing.flags import make_tracer
+from pdserve.tracing.spans import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
     from engine.metrics_server import MetricsServer
@@ -101,6 +103,8 @@ class Node:
         self.server = server
         self.node_id = node_id
         self.tls = tls  # to speak to other nodes with
+        self.tracer: Tracer = NO_TRACER
+        self.log_requests = False
         self.epoch = secrets.token_hex(8)
         self.compat_hash = compat_hash(config.compat_fields)
         self.state = State.LOADING
@@ -149,7 +153,7 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
         args = parser.parse_args(argv)
         role, front, options = make(args), front_options_from(args), options_from(args)
         host = hosted_from(args, options.num_ranks)
-        setup_logging(role.name)
+        setup_logging(role.name, front.log_format)
         watch_lifeline(front.lifeline_fd)
         status = StatusWriter(front.status_fd)
         try:
@@ -178,6 +182,8 @@ async def _serve(role: Role, options: NodeOptions, host: Hosted, front: FrontOpt
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
+    identify(node=node.node_id)
+    node.tracer, node.log_requests = make_tracer(front.traces, role.name, node.node_id), front.log_requests
     add_node_service(node)
     service = role.attach(node)
     async with _running(node, metrics):
@@ -255,6 +261,7 @@ async def _running(node: Node, metrics: MetricsServer | None) -> AsyncIterator[N
         await node.link.shutdown()
         if metrics is not None:
             metrics.close()
+        node.tracer.close()
 
 
 async def _unless(stop: asyncio.Event, link: EngineLink, work: object) -> bool:

@@ -10,12 +10,14 @@ import msgspec
 from pdserve.address import join_address
 from pdserve.errors import ConfigError
 from pdserve.flags import DRAIN_SECONDS, add_drain_flag
+from pdserve.logs import add_log_flag
+from pdserve.tracing.flags import add_trace_flag
 
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
 class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node listens, what it is called, and who started it."""
+    """Where a node listens, what it is called, what it tells, and who started it."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
@@ -25,6 +27,9 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float = DRAIN_SECONDS
     status_fd: int | None = None
     lifeline_fd: int | None = None
+    log_format: str = "text"
+    log_requests: bool = False
+    traces: str = ""  # URL of a collector; "": no traces
 
     def address(self, port: int) -> str:
         """``host:port`` as others dial it, ``port`` being the one that was bound."""
@@ -52,6 +57,10 @@ def add_front_flags(parser: argparse.ArgumentParser) -> None:
         help="serve /metrics for Prometheus there, over HTTP; 0 takes a free port (default: no)",
     )
     add_drain_flag(group, "it is handed over to other nodes")
+    told = parser.add_argument_group("what it tells")
+    add_log_flag(told)
+    told.add_argument("--log-requests", action="store_true", help="a line in the log for each request")
+    add_trace_flag(told)
     internal = parser.add_argument_group("for whoever starts this process")
     internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
     internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")

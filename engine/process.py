@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from functools import partial
 
 from engine.assembly import assemble
@@ -26,6 +27,7 @@ from engine.scheduler import Scheduler
 from pdserve.config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
+from pdserve.logs import chosen_format, setup_logging
 from pdserve.process import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    setup_logging("engine", chosen_format(), "%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
         return _serve(channel, socket.socket(fileno=int(argv[1])))
@@ -96,6 +98,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: Grammars) -> Sche
         eos_token_ids=config.model.eos_token_ids,
         kv_checksum=config.kv_checksum,
         grammars=grammars,
+        clock=time.monotonic,
     )
 
 

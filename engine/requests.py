@@ -23,6 +23,8 @@ class Request:
     priority: int = 0  # lower is more urgent
     skip_tokens: int = 0
     cached_tokens: int | None = None  # found in the prefix cache when first admitted
+    waits_since: float = 0.0  # a moment of the scheduler's clock
+    queued: float = 0.0  # seconds that it has waited for blocks, and a step to compute its prompt in
     sequences: dict[int, Sequence] = field(default_factory=dict)
     branches: dict[int, list[int]] = field(default_factory=dict)  # output of each choice that waits for the prompt's KV
     announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D

@@ -12,12 +12,12 @@ A sequence's way:
 Steps may be planned while earlier ones are in flight, their tokens unknown. A step writes KV into the blocks of all its
 sequences until it has been applied, so the blocks of a sequence that has ended meanwhile stay held until then.
 
-Everything here is plain Python over plain values: no device, no transfer, no clock.
+Everything here is plain Python over plain values: no device, no transfer; nothing is decided by the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 
 import msgspec
@@ -46,7 +46,7 @@ class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
     Steps are applied in the order in which they were planned. ``full_step`` is explained at StepDraft, ``stages`` are
-    those of engine/microbatch.py.
+    those of engine/microbatch.py. By ``clock``, in seconds, it is told how long requests have waited.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         kv_checksum: bool = False,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._full_step = full_step
         self._max_waiting = max_waiting
+        self._clock = clock
         self.pool = BlockPool(num_blocks)
         self.report = Report()
         self.totals = Totals()
@@ -108,6 +110,7 @@ class Scheduler:
         sampling, mode, salt = message.sampling, message.mode, message.cache_salt
         request = Request(message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens)
         request.branches = resume
+        request.waits_since = self._clock()
         if not self._constraints.holds(request):
             self._queue(request)
 
@@ -133,6 +136,7 @@ class Scheduler:
         request = sequence.request
         request.mode = Mode.LOCAL
         self._give_back(sequence)
+        request.waits_since = self._clock()
         self._waiting.appendleft(sequence)
         if first:
             self._take_from_peer(sequence, first)
@@ -246,6 +250,7 @@ class Scheduler:
         self.totals.preempted_tokens += sequence.num_computed
         self._forget_in_runner(sequence)
         self._give_back(sequence)
+        sequence.request.waits_since = self._clock()
         self._waiting.appendleft(sequence)
 
     @property
@@ -270,6 +275,8 @@ class Scheduler:
             if handoff:
                 self.reservations.add(sequence)
             else:
+                if not sequence.num_outputs:
+                    request.queued += self._clock() - request.waits_since
                 self._running[sequence.seq] = sequence
                 draft.add_prompt(sequence)
                 self._prompts.append(sequence)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.logs import chosen_format, json_line, passed_on
 from pdserve.process import EXIT_REFUSED
 from pdserve.supervise import Child
 
@@ -32,8 +33,15 @@ class Board(Protocol):
 
 
 def make_board(children: Sequence[Child]) -> Board:
-    """The board for where stderr goes. ``children`` may grow."""
+    """The board for where stderr goes, and for the log's format. ``children`` may grow."""
+    if chosen_format() == "json":
+        return JsonBoard()
     return LiveBoard(children) if sys.stderr.isatty() else PlainBoard()
+
+
+def quiet_board() -> Board:
+    """For when all are ready: nothing is drawn over."""
+    return JsonBoard() if chosen_format() == "json" else PlainBoard()
 
 
 class PlainBoard:
@@ -58,6 +66,26 @@ class PlainBoard:
 
     def close(self) -> None:
         pass
+
+
+class JsonBoard:
+    """Passes on what children log, as lines of one log."""
+
+    def changed(self, child: Child) -> None:
+        if child.state == "ready":
+            self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name, "role": "up"}))
+
+    def printed(self, child: Child, text: str) -> None:
+        self._print(passed_on(text, {"child": child.name}))
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
 
 class LiveBoard:

@@ -12,7 +12,9 @@ from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.exits import run_command
 from pdserve.flags import CommandParser, add_node_flags, add_tls_flag, options_from, port_number, positive_int
+from pdserve.logs import add_log_flag
 from pdserve.plan.flags import add_plan_flags
+from pdserve.tracing.flags import add_trace_flag, add_trace_sample_flag
 
 #: Commands that are processes of their own, with the module that is their program.
 ROLES = {
@@ -118,6 +120,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-keys", metavar="FILE", help="serve only who has a key of this file (pdserve key NAME)")
     parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate in PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
+    parser.add_argument("--log-requests", action="store_true", help="lines in the log for each request")
+    add_log_flag(parser)
+    add_trace_flag(parser)
+    add_trace_sample_flag(parser)
     add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
     for kind in ("prefill", "decode"):
         ranks = parser.add_argument_group(f"ranks of {kind} nodes")

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from pdserve.errors import PdserveError
+from pdserve.logs import chosen_format, json_line
 from pdserve.process import exit_status, one_line
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
@@ -24,7 +25,13 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except Exception as exc:
         hint = "" if isinstance(exc, PdserveError) else " (PDSERVE_TRACEBACK=1 shows where)"
-        print(f"pdserve: error: {one_line(exc)}{hint}", file=sys.stderr)
-        if os.environ.get("PDSERVE_TRACEBACK", "0") not in ("", "0"):
-            traceback.print_exc()
+        stack = os.environ.get("PDSERVE_TRACEBACK", "0") not in ("", "0")
+        say(f"pdserve: error: {one_line(exc)}{hint}", traceback.format_exc() if stack else "")
         return exit_status(exc)
+
+
+def say(text: str, stack: str = "", level: str = "CRITICAL") -> None:
+    """A line on stderr that is there whatever the log is told to leave out; in the log's format where that is JSON."""
+    if chosen_format() == "json":
+        text, stack = json_line(level, "pdserve", text, None, {"stack": stack} if stack else {}), ""
+    print(text, stack, sep="\n" if stack else "", end="" if stack else "\n", file=sys.stderr, flush=True)

@@ -30,10 +30,33 @@ class Tally(Collector):
         self._sum += amount
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._documentation)
+        self.add_to(family, [])
+        yield family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """As the series with these values of the family's labels."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family = HistogramMetricFamily(self._name, self._documentation)
-        family.add_metric([], buckets, self._sum)
+        family.add_metric(labels, buckets, self._sum)
+
+
+class Tallies(Collector):
+    """A tally for each value of a label."""
+
+    def __init__(
+        self, name: str, documentation: str, label: str, values: Iterable[str], bounds: Sequence[float]
+    ) -> None:
+        self._name, self._documentation, self._label = name, documentation, label
+        self._tallies = {value: Tally(name, documentation, bounds) for value in values}
+
+    def observe(self, value: str, amount: float) -> None:
+        self._tallies[value].observe(amount)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
+        for value, tally in self._tallies.items():
+            tally.add_to(family, [value])
         yield family
 
 

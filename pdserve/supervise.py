@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pdserve.logs import message_of
+
 #: Seconds that a child may take after SIGTERM before the next in line gets its own …
 STOP_EACH = 1.0
 #: … and after which, counted from the first SIGTERM, whatever is left is killed.
@@ -81,7 +83,7 @@ class Child:
     def last_error(self) -> str:
         """What it reported, else the last thing it printed."""
         printed = [line for line in self.last_lines if line.strip()]
-        return self.error or (printed[-1].strip() if printed else "it said nothing")
+        return self.error or (message_of(printed[-1]) if printed else "it said nothing")
 
 
 @dataclass(frozen=True)

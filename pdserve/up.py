@@ -8,32 +8,34 @@ import json
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import msgspec
 
-from pdserve.board import Board, PlainBoard, make_board
+from pdserve.board import Board, make_board, quiet_board
 from pdserve.config import NodeConfig, NodeOptions
 from pdserve.deal import deal, with_split
 from pdserve.device import find_gpus, node_devices
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
-from pdserve.exits import EXIT_INTERRUPTED
+from pdserve.exits import EXIT_INTERRUPTED, say
 from pdserve.flags import node_flags_of, options_from
+from pdserve.logs import choose_format
 from pdserve.process import EXIT_REFUSED
 from pdserve.resolve import resolve
 from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
 
 POLL_SECONDS = 0.1  # how late a signal may be noticed
-ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls")  # that are passed on to the router
+ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # that are passed on to the router
+COMMON_FLAGS = ("traces", "log_requests")  # … and these to nodes, too
 LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
 
 
 def up(args: argparse.Namespace) -> int:
     """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
+    choose_format(args.log_format)
     check_port(args.host, args.port)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
@@ -46,8 +48,8 @@ def up(args: argparse.Namespace) -> int:
         if stop.received:
             return EXIT_INTERRUPTED
         print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
-        watch(children, PlainBoard(), until=lambda: stop.received)
-        print("stopping", file=sys.stderr, flush=True)
+        watch(children, quiet_board(), until=lambda: stop.received)
+        say("stopping", level="INFO")
     return 0
 
 
@@ -101,9 +103,12 @@ class Fleet:
         return self._router is not None and all(child.state == "ready" for child in self._children.children)
 
     def _spawn_nodes(self, role: str, nodes: list[NodeOptions], flags: list[str]) -> list[Child]:
+        flags = ["--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
         names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
         return [
-            self._children.spawn(name, f"{role}_node", [*node_flags_of(options), "--host", LOCAL, *flags])
+            self._children.spawn(
+                name, f"{role}_node", [*node_flags_of(options), "--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
+            )
             for name, options in zip(names, nodes, strict=True)
         ]
 
@@ -111,10 +116,15 @@ class Fleet:
         peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
         model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
         where = ["--host", self._args.host, "--port", str(self._args.port)]
-        chosen = [
-            word for name in ROUTER_FLAGS if (value := getattr(self._args, name)) for word in (_flag(name), value)
-        ]
+        chosen = self._given((*ROUTER_FLAGS, *COMMON_FLAGS))
         return self._children.spawn("router", "router", [*model, *where, *chosen, *peers])
+
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Flags that are passed on, as far as they were given."""
+        found = [
+            (_flag(name), value) for name in names if (value := getattr(self._args, name)) not in (None, False, "")
+        ]
+        return [word for flag, value in found for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def _listening(children: list[Child]) -> bool:

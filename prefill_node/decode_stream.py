@@ -11,7 +11,9 @@ from engine.node import Node
 from engine.outbox import Outbox
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.tracing.spans import Attributes
 from pdserve.wire import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
+from prefill_node.course import Course
 from prefill_node.prefills import Leases, PendingPrefill
 
 
@@ -89,9 +91,15 @@ class DecodeStream:
         check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
         on_part, on_failed = partial(self._on_part, request.request), partial(self._on_failed, request.request)
         timeout = request.timeout_ms / 1000
-        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, on_part, on_failed)
+        course = self._course(request, len(tokens))
+        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, on_part, on_failed, course)
         prefill.submit(request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens)
         return prefill
+
+    def _course(self, request: pb.PrefillRequest, num_tokens: int) -> Course:
+        attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}
+        span = self._node.tracer.go_on("prefill node", request.traceparent, request.tracestate, attributes)
+        return Course(request.request_id, num_tokens, span, self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:
         seconds = self._leases.extend(request.epoch, request.lease)
@@ -137,4 +145,5 @@ def _first_tokens(prefill: PendingPrefill) -> pb.FirstTokens:
             for sample in prefill.samples
         ],
         cached_tokens=prefill.cached_tokens,
+        queued_ms=prefill.queued * 1000,
     )

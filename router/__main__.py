@@ -23,7 +23,7 @@ def run(options: RouterOptions) -> int:
     """Serve until a signal comes; raises, and tells the parent, when the router cannot start."""
     status = StatusWriter(options.status_fd)
     watch_lifeline(options.lifeline_fd)
-    setup_logging("router")
+    setup_logging("router", options.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # Read when gRPC starts. What a router forks executes another program at once; with gRPC's handlers around a fork
     # the new process's pipe was closed now and then (4 of 28, on busy cores).

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from time import perf_counter
-from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
 from pdserve.connections import hang_up
 from pdserve.errors import DeadlineExceeded, PdserveError
+from router.account import Account
 from router.answer import shown_tokens
 from router.echo import with_echo
 from router.errors import BodyTooLarge, ClientGone, kind_of, send_error
-from router.formats import new_request_id
 from router.gate.admission import Visit
 from router.gate.allowance import Headers
 from router.gate.door import client_of
@@ -40,11 +38,6 @@ _STREAM_HEADERS = [
 ]
 
 
-class _Arrival(NamedTuple):
-    request_id: str
-    at: float  # of perf_counter
-
-
 class GenerateEndpoint:
     """An ASGI application for one of these paths."""
 
@@ -54,45 +47,36 @@ class GenerateEndpoint:
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival = _Arrival(new_request_id(), perf_counter())
-        metrics = self._service.metrics
-        client = client_of(scope)
-        outcome = "server_error"
+        service, client = self._service, client_of(scope)
+        account = Account(service, self._name, client, scope)
         try:
-            with self._service.gate.enter(client) as visit:
-                outcome = await self._serve(receive, send, visit, arrival)
+            with service.gate.enter(client) as visit:
+                account.answered(await self._serve(receive, send, visit, account))
         except PdserveError as exc:
-            outcome = kind_of(exc)[1]
+            account.refused(exc)
             await send_error(send, exc)
         except ClientGone:
-            outcome = "disconnected"
+            account.left()
             hang_up(scope)
         finally:
-            metrics.requests.labels(self._name, outcome).inc()
-            if client.name:
-                metrics.key_requests.labels(client.name, outcome).inc()
-            seconds = perf_counter() - arrival.at
-            metrics.duration.labels(self._name).observe(seconds)
-            if self._service.options.log_requests:
-                whose = f" of key {client.name}" if client.name else ""
-                text = "request %s%s: %s, %s after %.3f s"
-                logger.info(text, arrival.request_id, whose, self._name, outcome, seconds)
+            account.close()
 
-    async def _serve(self, receive: Receive, send: Send, visit: Visit, arrival: _Arrival) -> str:
+    async def _serve(self, receive: Receive, send: Send, visit: Visit, account: Account) -> str:
         """Returns the outcome. Raises PdserveError only while no byte has been sent."""
         body = self._parse(await read_body(receive, self._service.options.max_body_bytes))
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watcher = asyncio.create_task(_watch_disconnect(receive, gone))
         try:
-            return await self._generate(body, send, visit, arrival, gone)
+            return await self._generate(body, send, visit, account, gone)
         finally:
             watcher.cancel()
 
     async def _generate(
-        self, body: GenerateBody, send: Send, visit: Visit, arrival: _Arrival, gone: asyncio.Future[None]
+        self, body: GenerateBody, send: Send, visit: Visit, account: Account, gone: asyncio.Future[None]
     ) -> str:
         service = self._service
         model = service.find(body.model)
+        account.takes(model.name)
         limits = model.fleet.limits()
         prompts = [truncated(prompt, body, limits) for prompt in await model.encoder.encode(body)]
         structure = model.answerer.structure(body, prompts[0])
@@ -101,8 +85,8 @@ class GenerateEndpoint:
         jobs = [make_job(prompt, body, limits, structure.grammar) for prompt in prompts]
         reading = model.answerer.reading(body, prompts[0])
         options = GenerationOptions(
-            request_id=arrival.request_id,
-            arrived=arrival.at,
+            request_id=account.request_id,
+            arrived=account.arrived,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
             stops=body.stops,
@@ -110,9 +94,12 @@ class GenerateEndpoint:
             priority=visit.priority(body.priority),
             continues_prompt=body.continues_prompt,
             shown_tokens=shown_tokens(body, reading),
+            span=account.span,
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        account.waits()
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
+        account.admitted()
         headers.append((b"x-request-id", options.request_id.encode()))
         response = model.answerer.response(body, jobs, options.request_id, reading)
         generation = Generation(jobs, options, model.tokenizer, response, service.metrics)
@@ -128,6 +115,7 @@ class GenerateEndpoint:
         finally:
             deadline.cancel()
             generation.close()
+            account.used(generation)
             visit.used(generation.usage.completion_tokens)
 
 
@@ -177,7 +165,8 @@ async def _answer(send: Send, response: Response, options: GenerationOptions, he
             assert isinstance(response, BodyResponse)
             return await _whole(send, response, headers)
     except TimeoutError as exc:
-        logger.warning("request %s: the client reads too slowly; its connection is closed", options.request_id)
+        text = "request %s: the client reads too slowly; its connection is closed"
+        logger.warning(text, options.request_id, extra=options.about)
         raise ClientGone from exc
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from time import perf_counter
+from time import monotonic
 from typing import Protocol
 
 import msgspec
 
 from pdserve.errors import NodeError, PdserveError
+from pdserve.logs import about
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.tracing.spans import NO_SPAN, Kind, Span
 from pdserve.wire import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb
 from router.choice import Choice
 from router.fleet import Call, Fleet
@@ -40,7 +42,7 @@ class Consumer(Protocol):
 
 
 class GenerationOptions(msgspec.Struct, frozen=True):
-    """What all prompts of a request have in common. ``arrived`` is of ``perf_counter``."""
+    """What all prompts of a request have in common. ``arrived`` is of ``time.monotonic``."""
 
     request_id: str
     arrived: float
@@ -51,11 +53,17 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     priority: int = 0
     continues_prompt: bool = True  # a completion does, a chat message begins a new text
     shown_tokens: tuple[str, ...] | None = ()  # special tokens that have a text all the same; None: all
+    span: Span = NO_SPAN  # the request's
 
     @property
     def remaining(self) -> float:
         """Seconds of the timeout that are left."""
-        return self.timeout - (perf_counter() - self.arrived)
+        return self.timeout - (monotonic() - self.arrived)
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What lines in the log say besides their message."""
+        return about(self.request_id, self.span.trace_id)
 
 
 class Generation:
@@ -73,6 +81,7 @@ class Generation:
         self.usage = Usage(prompt_tokens=sum(len(job.prompt.token_ids) for job in jobs))
         self.consumer = consumer
         self.metrics = metrics
+        self.ttft: float | None = None  # seconds from the request's arrival to its first token
         self.runs: list[PromptRun] = []
         for index, job in enumerate(jobs):
             self.runs.append(PromptRun(self, job, index * job.sampling.n, tokenizer))
@@ -141,8 +150,9 @@ class PromptRun:
         ]
         self.scores = PromptScores(job.prompt.token_ids) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
+        self._span = NO_SPAN  # of the present attempt at a node
         self._migration = Migration(
-            options.request_id, options.migrations, generation.metrics, self._send, generation.fail
+            options.request_id, options.span, options.migrations, generation.metrics, self._send, generation.fail
         )
 
     def start(self, fleet: Fleet) -> None:
@@ -166,18 +176,25 @@ class PromptRun:
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:
                 message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
+        span = options.span.child("generate", kind=Kind.CLIENT)
+        message.traceparent, message.tracestate = span.traceparent, span.tracestate
         self._call = self._fleet.generate(message, self, accepts, self.prefix)
+        self._span = span  # that of an attempt for which there was no node is forgotten
+        span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True
 
     def cancel(self) -> None:
         self._migration.cancel()
         if self._call is not None:
             self._call.cancel()
+            self._span.end()
             self._account()
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
         self._call.finish()
+        self._span.fail(error)
+        self._span.end()
         num_tokens = sum(len(choice.token_ids) for choice in self.choices if not choice.finish_reason)
         self._migration.on_failure(error, self._call, num_tokens)
 
@@ -185,7 +202,8 @@ class PromptRun:
         try:
             self._on_output(output)
         except Exception:  # a fault in one response must not end the stream that all share
-            logger.exception("request %s: an output could not be handled", self._generation.options.request_id)
+            options = self._generation.options
+            logger.exception("request %s: an output could not be handled", options.request_id, extra=options.about)
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
@@ -212,7 +230,7 @@ class PromptRun:
 
     def _count(self, choice: Choice, output: pb.Output) -> None:
         generation = self._generation
-        now = perf_counter()
+        now = monotonic()
         if self._waiting:
             self._on_first_of_node(now, output)
         if choice.token_ids:
@@ -228,7 +246,11 @@ class PromptRun:
             return
         self._started = True
         generation = self._generation
-        generation.metrics.ttft.observe(now - generation.options.arrived)
+        ttft = now - generation.options.arrived
+        generation.metrics.ttft.observe(ttft)
+        if generation.ttft is None:
+            generation.ttft = ttft
+            generation.options.span.event("first token")
         generation.usage.cached_tokens += output.cached_tokens
         generation.metrics.cached_tokens.inc(output.cached_tokens)
 
@@ -239,6 +261,7 @@ class PromptRun:
             self._call.cancel()
         else:
             self._call.finish()
+        self._span.end()
         self._account()
         self._generation.run_finished()
 

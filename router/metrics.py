@@ -52,6 +52,11 @@ class Metrics:
             "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
         )
         self.registry.register(self.itl)
+        self.prepared = histogram(
+            "pdserve_prepare_seconds",
+            "From a request's arrival to its prompts as tokens, when it begins to wait for a place.",
+            buckets=_TTFT_BUCKETS,
+        )
         self.duration = histogram(
             "pdserve_request_duration_seconds",
             "From a request's arrival to the end of its response.",

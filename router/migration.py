@@ -20,6 +20,8 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
+from pdserve.logs import about
+from pdserve.tracing.spans import Span
 from router.call import NodeLost
 from router.fleet import Call
 from router.metrics import Metrics
@@ -44,12 +46,14 @@ class Migration:
     def __init__(
         self,
         request_id: str,
+        span: Span,
         limit: int,
         metrics: Metrics,
         send: Callable[[Accepts], None],
         give_up: Callable[[PdserveError], None],
     ) -> None:
         self._request_id = request_id
+        self._span = span  # the request's
         self._limit = limit
         self._metrics = metrics
         self._send = send
@@ -106,7 +110,10 @@ class Migration:
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
         """Have it go on at another node."""
         level = logging.INFO if why == "drained" else logging.WARNING
-        logger.log(level, "request %s goes on elsewhere, behind %d tokens: %s", self._request_id, num_tokens, error)
+        text = "request %s goes on elsewhere, behind %d tokens: %s"
+        logger.log(level, text, self._request_id, num_tokens, error, extra=about(self._request_id, self._span.trace_id))
+        reason = {"pdserve.migration.reason": why, "pdserve.replayed_tokens": num_tokens}
+        self._span.event("migration", {"pdserve.decode_node": node.node_id, **reason})
         self._metrics.migrations.labels(why).inc()
         self._metrics.replayed_tokens.inc(num_tokens)
         self._left.add(node.node_id)

@@ -19,7 +19,9 @@ from pdserve.flags import (
     positive_int,
     seconds,
 )
+from pdserve.logs import add_log_flag
 from pdserve.resolve import model_name
+from pdserve.tracing.flags import add_trace_flag, add_trace_sample_flag
 from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 from router.policy import POLICIES, PREFIX_AWARE
 
@@ -40,6 +42,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
     protect_metrics: bool = False
     log_requests: bool = False
+    log_format: str = "text"
+    traces: str = ""  # URL of a collector; "": no traces
+    trace_sample: float = 1.0  # of requests whose clients do not decide it
     tls_cert: str | None = None  # files in PEM; both or none
     tls_key: str | None = None
     grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py)
@@ -94,6 +99,9 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
     add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
     add("--log-requests", action="store_true", help="a line in the log for each request, with the name of its key")
+    add_log_flag(parser)
+    add_trace_flag(parser)
+    add_trace_sample_flag(parser)
     add("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate and what links it to its CA, in PEM")
     add("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
     add_tls_flag(parser)

@@ -16,7 +16,9 @@ from pdserve.address import join_address
 from pdserve.connections import BoundedConnection
 from pdserve.errors import CapacityError
 from pdserve.hub import resolve_model
+from pdserve.logs import identify
 from pdserve.process import StatusWriter
+from pdserve.tracing.flags import make_tracer
 from router.app import create_app
 from router.https import Certificate
 from router.options import RouterOptions
@@ -35,9 +37,11 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         certificate = Certificate(options.tls_cert, options.tls_key)
     listener = bind(options.host, options.port)
     status.listening(join_address(*listener.getsockname()[:2]))
+    name = join_address(socket.gethostname(), listener.getsockname()[1])
+    identify(node=name)
     status.loading("tokenizer", -1)
     tokenizers = {name: (root, Tokenizer.load(resolve_model(root))) for name, root in options.models}
-    service = Service(options, tokenizers)
+    service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))
     config = uvicorn.Config(
         create_app(service),
         loop="uvloop",

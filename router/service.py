@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from pdserve.errors import ModelNotFound, NodeError, RequestError
 from pdserve.tls import PeerTls
+from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.fleet import Fleet
 from router.gate.admission import Gate
 from router.gate.key_file import KeyFile
@@ -23,9 +24,12 @@ from router.tokenizer import Tokenizer
 class Service:
     """The router without HTTP."""
 
-    def __init__(self, options: RouterOptions, tokenizers: Mapping[str, tuple[str, Tokenizer]]) -> None:
+    def __init__(
+        self, options: RouterOptions, tokenizers: Mapping[str, tuple[str, Tokenizer]], tracer: Tracer = NO_TRACER
+    ) -> None:
         """``tokenizers`` are, for each name of a model, what it was read from and the tokenizer. Raises ConfigError."""
         self.options = options
+        self.tracer = tracer
         self.metrics = Metrics()
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         self.nodes = Nodes({"prefill": options.prefill, "decode": options.decode}, tokenizers.keys(), tls)
@@ -54,6 +58,7 @@ class Service:
         for model in self.models.values():
             await model.close()
         await self.nodes.close()
+        self.tracer.close()
 
     def abort(self) -> None:
         """End everything that runs or waits with an error."""

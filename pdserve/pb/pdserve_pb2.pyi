@@ -568,6 +568,8 @@ class Generate(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number for it, unique on this stream"""
     request_id: _builtins.str
@@ -582,6 +584,10 @@ class Generate(_message.Message):
     """prefixes are shared between requests of equal salt only"""
     priority: _builtins.int
     """lower values are admitted first"""
+    traceparent: _builtins.str
+    """of the router's span, as W3C Trace Context has it; empty: the request is not traced"""
+    tracestate: _builtins.str
+    """beside it"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -600,10 +606,12 @@ class Generate(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1028,6 +1036,8 @@ class PrefillRequest(_message.Message):
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number for it, used once on a stream"""
     request_id: _builtins.str
@@ -1043,6 +1053,9 @@ class PrefillRequest(_message.Message):
     """0: none"""
     priority: _builtins.int
     """as in Generate"""
+    traceparent: _builtins.str
+    """of D's span, as in Generate"""
+    tracestate: _builtins.str
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -1057,10 +1070,12 @@ class PrefillRequest(_message.Message):
         skip_tokens: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1273,7 +1288,10 @@ class FirstTokens(_message.Message):
 
     CHOICES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUED_MS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
+    queued_ms: _builtins.float
+    """that the prompt waited at P before its first step"""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]: ...
     def __init__(
@@ -1281,10 +1299,11 @@ class FirstTokens(_message.Message):
         *,
         choices: _abc.Iterable[Global___FirstToken] | None = ...,
         cached_tokens: _builtins.int = ...,
+        queued_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "queued_ms", b"queued_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

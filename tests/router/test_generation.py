@@ -24,7 +24,7 @@ def test_a_request_that_is_over_leaves_no_work_to_the_garbage_collector() -> Non
     jobs = [Job(Prompt([1, 2, 3]), SamplingParams(max_tokens=4, n=2))]
     form = CompletionFormat(TOKENIZER, "model", "id", 0, False)
     response = StreamResponse(form, ResponseOptions(-1, False, False), jobs)
-    options = GenerationOptions(request_id="id", arrived=time.perf_counter(), timeout=1.0, migrations=2)
+    options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
     generation = Generation(jobs, options, TOKENIZER, response, Metrics())
     response.generation = generation
     choice: Choice = generation.runs[0].choices[0]

@@ -1,0 +1,89 @@
+"""Logs in JSON: every line of every process is an object, and one search finds a request's whole way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleet import MODEL_NAME, Process, start_fleet
+
+from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.logs import message_of, passed_on
+
+FLAGS = ("--engine", "simulated", "--log-format", "json", "--log-requests")
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+SECRET = "xylophone"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    return directory
+
+
+def lines_of(process: Process) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in process.output.splitlines()]
+
+
+def test_one_search_finds_the_way_of_a_request(model: Path) -> None:
+    with start_fleet(model, 1, 1, True, FLAGS, FLAGS, FLAGS[2:]) as fleet:
+        body = {"model": MODEL_NAME, "prompt": SECRET * 60, "max_tokens": 3, "ignore_eos": True}
+        answer = httpx.post(f"{fleet.url}/v1/completions", json=body)
+        request_id = answer.headers["x-request-id"]
+        assert fleet.router is not None
+        processes = {"router": fleet.router, "decode": fleet.decode[0], "prefill": fleet.prefill[0]}
+
+        def about_it(process: Process) -> list[dict[str, Any]]:
+            return [line for line in lines_of(process) if line.get("request_id") == request_id]
+
+        fleet.wait_until(lambda: all(about_it(process) for process in processes.values()), 10.0)
+        for role, process in processes.items():
+            for line in lines_of(process):
+                assert line["role"] == role
+                assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", line["time"])
+                assert line["level"] in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+                assert line["message"]
+                assert line["logger"]
+            assert SECRET not in process.output
+        found = {role: about_it(process)[0] for role, process in processes.items()}
+
+    usage = answer.json()["usage"]
+    router, decode, prefill = found["router"], found["decode"], found["prefill"]
+    assert router["node"]
+    assert decode["node"] == fleet.decode[0].address
+    assert (router["status"], router["outcome"], router["model"]) == (200, "ok", MODEL_NAME)
+    assert router["prompt_tokens"] == prefill["prompt_tokens"] == usage["prompt_tokens"]
+    assert router["output_tokens"] == 3
+    assert 0 < router["ttft_seconds"] <= router["seconds"]
+    assert decode["outcome"] == "done"
+    assert decode["reserve_seconds"] + decode["queue_seconds"] + decode["prefill_seconds"] < router["ttft_seconds"]
+    assert prefill["prefill_seconds"] < decode["prefill_seconds"]
+
+
+def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
+    """… with the traceback as a field where that is asked for."""
+    command = [sys.executable, "-m", "prefill_node", str(tmp_path / "nowhere"), "--log-format", "json"]
+    ended = subprocess.run(command, capture_output=True, text=True, env={"PDSERVE_TRACEBACK": "1"}, timeout=60)
+    (line,) = (json.loads(line) for line in ended.stderr.splitlines())
+    assert line["level"] == "CRITICAL"
+    assert "nowhere" in line["message"]
+    assert "Traceback" in line["stack"]
+
+
+def test_what_a_child_prints_past_its_log_becomes_a_line_of_it() -> None:
+    assert json.loads(passed_on("Fatal: \t{disk}", {"process": "engine"}))["message"] == "Fatal: \t{disk}"
+    assert json.loads(passed_on('{"no": "log"}', {}))["message"] == '{"no": "log"}'
+    logged = json.loads(passed_on('{"time":"t","message":"m","role":"engine"}', {"child": "decode-0"}))
+    assert logged == {"time": "t", "message": "m", "role": "engine", "child": "decode-0"}
+    assert message_of('{"time":"t","message":"out of memory"}') == "out of memory"
+    assert message_of(" {plain} ") == "{plain}"

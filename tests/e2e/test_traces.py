@@ -1,0 +1,234 @@
+"""A request's way through router, D and P as one trace at a real collector, also when things break."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from collector import Collector, Span
+from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
+
+from pdserve.embedded import EMBEDDED_MODEL
+
+SIMULATED = ("--engine", "simulated")
+SOON = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are sent
+LONG, SHORT = 700, 8  # tokens of prompts that are handed off in parts, and that are not
+PARTS = ("--max-batch-tokens", "256")
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+AT_P = {"queue": {}, "prefill": {}, "lease": {}}
+HANDED_OFF = {"reserve": {}, "handoff": {"transfer": {}, "prefill node": AT_P}, "first step": {}, "decode": {}}
+HERE = {"queue": {}, "prefill": {}, "decode": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, collector: Collector) -> Iterator[Fleet]:
+    """A P and two D; the router traces nothing unless clients ask for it."""
+    flags = [*SIMULATED, "--traces", collector.url]
+    sampling = ["--traces", collector.url, "--trace-sample", "0"]
+    with (
+        mock.patch.dict(os.environ, SOON),
+        start_fleet(model, 1, 2, True, [*flags, *PARTS], [*flags, "--sim-costs", "step=0.01"], sampling) as fleet,
+    ):
+        yield fleet
+
+
+def traced(trace: str = TRACE, sampled: bool = True) -> dict[str, str]:
+    return {"traceparent": f"00-{trace}-{PARENT}-{sampled:02x}", "tracestate": "vendor=it"}
+
+
+def body_of(length: int, num_tokens: int = 4, **fields: Any) -> dict[str, Any]:
+    """A new prompt at each call, so that no cache has it."""
+    prompt = random.choices(range(3, 4096), k=length)
+    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+
+
+def ask(fleet: Fleet, body: dict[str, Any], headers: dict[str, str]) -> str:
+    """Returns the request's id."""
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=30.0)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-request-id"]
+
+
+def check_nested(span: Span) -> None:
+    """What is below a span lies in it. All processes have the same clock here."""
+    for child in span.children:
+        assert span.start <= child.start <= child.end <= span.end, (span.name, child.name)
+        check_nested(child)
+
+
+def check_contiguous(*spans: Span) -> None:
+    for before, after in itertools.pairwise(spans):
+        assert before.end == after.start, (before.name, after.name)
+
+
+def test_a_handoff_is_one_trace_whose_parts_make_up_the_time_to_first_token(fleet: Fleet, collector: Collector) -> None:
+    body = body_of(LONG)
+    root = collector.wait(ask(fleet, body, traced()), "generate", "decode node", "prefill node", "lease")
+    assert root.raw.trace_id.hex() == TRACE
+    assert root.raw.parent_span_id.hex() == PARENT
+    assert root.shape == {"prepare": {}, "admission": {}, "generate": {"decode node": HANDED_OFF}}
+    check_nested(root)
+    assert {span.raw.trace_state for span in root.walk()} == {"vendor=it"}
+    assert not [span.name for span in root.walk() if span.failed]
+
+    generate = root.child("generate")
+    at_d = generate.child("decode node")
+    handoff = at_d.child("handoff")
+    at_p, transfer = handoff.child("prefill node"), handoff.child("transfer")
+    services = [span.service for span in (root, generate, at_d, handoff, at_p)]
+    assert services == ["pdserve-router", "pdserve-router", "pdserve-decode", "pdserve-decode", "pdserve-prefill"]
+    check_contiguous(at_d.child("reserve"), handoff, at_d.child("first step"), at_d.child("decode"))
+    check_contiguous(at_p.child("queue"), at_p.child("prefill"))
+    first = handoff.events["first tokens"]
+    assert at_p.child("prefill").end <= first <= at_d.events["first token"] <= root.events["first token"]
+    assert transfer.start < at_p.child("prefill").end, "the first parts are read while P computes"
+    assert transfer.attributes["pdserve.transfer.parts"] == 3
+    assert 0 < transfer.attributes["pdserve.transfer.exposed"] <= (transfer.end - transfer.start) / 1e9
+
+    said = root.attributes
+    assert said["gen_ai.request.model"] == MODEL_NAME
+    assert said["gen_ai.usage.input_tokens"] == LONG
+    assert said["gen_ai.usage.output_tokens"] == 4
+    assert said["http.response.status_code"] == 200
+    assert handoff.attributes["pdserve.prefill_node"] == fleet.prefill[0].address
+    known = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
+    assert known + (first - at_d.start) / 1e9 < said["gen_ai.response.time_to_first_chunk"]
+
+
+def test_the_parts_are_a_histogram_too(fleet: Fleet, collector: Collector) -> None:
+    def totals() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for node in fleet.decode:
+            for name, value in node.status().counters.items():
+                found[name] = found.get(name, 0.0) + value
+        return found
+
+    before = totals()
+    root = collector.wait(ask(fleet, body_of(LONG), traced("1" * 32)), "decode node")
+    after = totals()
+
+    def new(kind: str, part: str) -> float:
+        name = f'pdserve_ttft_part_seconds_{kind}{{part="{part}"}}'
+        return after[name] - before[name]
+
+    parts = ("reserve", "queue", "prefill", "lost")
+    assert [new("count", part) for part in parts] == [1, 1, 1, 0]
+    at_d = root.child("generate").child("decode node")
+    handoff = at_d.child("handoff")
+    assert sum(new("sum", part) for part in parts) <= (at_d.events["first token"] - at_d.start) / 1e9
+    assert new("sum", "prefill") >= LONG * 24e-6, "what P needs for it"
+    name = "pdserve_handoff_first_step_seconds_count"
+    assert after[name] - before[name] == 1
+    assert handoff.attributes["pdserve.handoff.tokens"] == LONG
+
+
+def test_a_short_prompt_is_prefilled_on_d(fleet: Fleet, collector: Collector) -> None:
+    root = collector.wait(ask(fleet, body_of(SHORT), traced("2" * 32)), "decode node")
+    at_d = root.child("generate").child("decode node")
+    assert at_d.shape == HERE
+    check_nested(root)
+    check_contiguous(*(at_d.child(name) for name in HERE))
+
+
+def test_nothing_is_told_of_what_is_not_sampled(fleet: Fleet, collector: Collector) -> None:
+    """Neither where the client says so, nor where it leaves that to the router, which samples nothing."""
+    before = collector.trace_ids()
+    ask(fleet, body_of(LONG), traced("3" * 32, sampled=False))
+    ask(fleet, body_of(LONG), {})
+    ask(fleet, body_of(LONG), {"traceparent": "what is this"})
+    last = ask(fleet, body_of(LONG), traced("4" * 32))
+    collector.wait(last, "lease", "decode node")  # each process sends in the order in which spans end
+    assert collector.trace_ids() - before == {"4" * 32}
+
+
+def test_spans_end_when_the_client_goes(fleet: Fleet, collector: Collector) -> None:
+    body = body_of(LONG, 400, stream=True)
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=traced("5" * 32)) as answer:
+        next(answer.iter_lines())
+    root = collector.wait(answer.headers["x-request-id"], "decode node", "lease")
+    at_d = root.child("generate").child("decode node")
+    assert root.attributes["error.type"] == "disconnected"
+    assert at_d.attributes["pdserve.outcome"] == "cancelled"
+    assert not root.failed
+    assert at_d.child("handoff").child("prefill node").shape == AT_P
+
+
+def test_an_error_is_the_status_of_its_span(fleet: Fleet, collector: Collector) -> None:
+    body = body_of(SHORT, stop_token_ids=[10**6])
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=traced("6" * 32))
+    assert answer.status_code == 400
+    root = collector.wait("6" * 32)
+    assert root.attributes["http.response.status_code"] == 400
+    assert root.attributes["error.type"] == "invalid_request_error"
+    assert not root.failed, "the client's fault"
+
+
+def test_a_request_that_goes_on_elsewhere_stays_one_trace(fleet: Fleet, collector: Collector) -> None:
+    body = body_of(SHORT, 150, stream=True)
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=traced("8" * 32)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        struck = running(fleet)
+        struck.kill()
+        assert [*lines][-2] == "data: [DONE]"
+    try:
+        root = collector.wait(answer.headers["x-request-id"], "decode node")
+        lost, again = (child for child in root.children if child.name == "generate")
+        assert lost.failed
+        assert lost.attributes["pdserve.decode_node"] == struck.address
+        assert not again.failed
+        assert again.child("decode node").attributes["pdserve.outcome"] == "done"
+        assert lost.end <= root.events["migration"] <= again.start
+        assert not root.failed
+    finally:
+        struck.restart()
+
+
+def running(fleet: Fleet) -> NodeProcess:
+    (found,) = (node for node in fleet.decode if node.status().running)
+    return found
+
+
+def test_a_collector_that_is_away_is_mentioned_once_and_troubles_nobody(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    sends = SOON | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    flags = [*SIMULATED]
+    tracing = ["--traces", f"http://127.0.0.1:{port}"]
+    with mock.patch.dict(os.environ, sends), start_fleet(model, 0, 1, True, (), flags, tracing) as fleet:
+        assert fleet.router is not None
+        router = fleet.router
+        for _ in range(3):
+            ask(fleet, body_of(SHORT), {})
+        fleet.wait_until(lambda: "traces are lost" in router.output, 20.0)
+        with Collector(port) as late:
+            first = ask(fleet, body_of(SHORT), {})
+            assert {*late.wait(first).shape} == {"prepare", "admission", "generate"}
+        assert router.output.count("traces are lost") == 1
+        assert "again" in router.output
+        ask(fleet, body_of(SHORT), {})
