@@ -106,9 +106,7 @@ class Fleet:
         flags = ["--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
         names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
         return [
-            self._children.spawn(
-                name, f"{role}_node", [*node_flags_of(options), "--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
-            )
+            self._children.spawn(name, f"{role}_node", [*node_flags_of(options), *flags])
             for name, options in zip(names, nodes, strict=True)
         ]
 
@@ -121,10 +119,14 @@ class Fleet:
 
     def _given(self, names: Iterable[str]) -> list[str]:
         """Flags that are passed on, as far as they were given."""
-        found = [
-            (_flag(name), value) for name in names if (value := getattr(self._args, name)) not in (None, False, "")
-        ]
-        return [word for flag, value in found for word in ((flag,) if value is True else (flag, str(value)))]
+        words: list[str] = []
+        for name in names:
+            value = getattr(self._args, name)
+            if value is True:
+                words.append(_flag(name))
+            elif value is not None and value is not False:
+                words += [_flag(name), str(value)]
+        return words
 
 
 def _listening(children: list[Child]) -> bool:

@@ -1,0 +1,48 @@
+"""What the components for traces add to an overlay."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from overlays import COMPONENT, KUBERNETES, builder
+
+COLLECTOR = "--traces=http://collector.observability:4318"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The overlay for several machines, with traces."""
+    copy = tmp_path_factory.mktemp("k8s") / "k8s"
+    shutil.copytree(KUBERNETES, copy)
+    for folder, component in (("", "../../components/router/tracing"), ("nodes", "../../../components/nodes/tracing")):
+        add(copy / "overlays/multi-node" / folder / "kustomization.yaml", component)
+    made = subprocess.run([*builder(), str(copy / "overlays/multi-node")], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return list(yaml.load_all(made.stdout, yaml.CSafeLoader))
+
+
+def add(path: Path, component: str) -> None:
+    content = yaml.safe_load(path.read_text())
+    content["components"].append(component)
+    path.write_text(yaml.safe_dump(content))
+
+
+def test_all_programs_send_their_spans_and_the_router_samples(built: list[dict[str, Any]]) -> None:
+    specs = [each["spec"]["template"] for each in built if each["kind"] in ("Deployment", "StatefulSet")]
+    roles = {spec["metadata"]["labels"][COMPONENT]: spec["spec"]["containers"][0]["args"] for spec in specs}
+    assert {*roles} == {"router", "prefill", "decode"}
+    assert all(COLLECTOR in args for args in roles.values())
+    assert [role for role, args in roles.items() if any("--trace-sample=" in word for word in args)] == ["router"]
+
+
+def test_the_way_to_the_collector_is_open_to_all_and_to_nobody_else(built: list[dict[str, Any]]) -> None:
+    (policy,) = (each["spec"] for each in built if each["metadata"]["name"] == "traces")
+    assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/part-of": "pdserve"}
+    (rule,) = policy["egress"]
+    assert rule["ports"] == [{"port": 4318}]
+    assert rule["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "observability"}}}]
