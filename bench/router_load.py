@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+from collector import Collector
 from decode_client import connect
 from fleet import Fleet
 
@@ -136,6 +137,7 @@ class Bench:
             requests_per_s=answers / seconds,
             cpu=cpu,
             us_per_token=1e6 * cpu * seconds / max(num_tokens, 1) if streamed else 0,
+            us_per_request=1e6 * cpu * seconds / max(answers, 1),
             mib=self._megabytes(),
         )
 
@@ -203,16 +205,20 @@ def percentile(values: list[float], share: int) -> float:
 
 
 @contextmanager
-def fleet_of(num_nodes: int, costs: str) -> Iterator[Fleet]:
+def fleet_of(num_nodes: int, costs: str, router_flags: list[str]) -> Iterator[Fleet]:
     flags = ["--engine", "simulated", "--sim-costs", costs, "--peer-timeout", "40"]
     with Fleet() as fleet:
         while len(fleet.decode) < num_nodes:
             for _ in range(min(STARTED_AT_ONCE, num_nodes - len(fleet.decode))):
                 fleet.start_decode(EMBEDDED_MODEL, flags)
             fleet.wait_ready(180.0)
-        fleet.start_router(EMBEDDED_MODEL)
+        fleet.start_router(EMBEDDED_MODEL, router_flags)
         fleet.wait_ready(180.0)
         yield fleet
+
+
+def tracing(share: str | None, collector: Collector) -> list[str]:
+    return [] if share is None else ["--traces", collector.url, "--trace-sample", share]
 
 
 def main() -> None:
@@ -224,8 +230,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each window; 0: only hold")
     parser.add_argument("--hold", type=float, default=0.0, help="seconds of the last part; 0: leave it out")
     parser.add_argument("--costs", default="step=0.0065,decode=0.0001", help="of the nodes, as --sim-costs takes them")
+    parser.add_argument(
+        "--trace-sample", metavar="SHARE", help="of requests that the router traces (default: no traces)"
+    )
     args = parser.parse_args()
-    with fleet_of(args.nodes, args.costs) as fleet:
+    with Collector() as collector, fleet_of(args.nodes, args.costs, tracing(args.trace_sample, collector)) as fleet:
         bench = Bench(fleet, args)
         if args.seconds:
             bench.throughput("streams", args.streams, args.tokens, True, args.seconds)
