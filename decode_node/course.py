@@ -106,14 +106,17 @@ class Course:
         self._stage = Stage.FIRST_STEP
 
     def on_handoff_failed(self, error: PdserveError) -> None:
-        """The prompt is computed here, unless this is the end."""
-        now = time.monotonic()
+        """P's KV will not be used."""
+        self._handoff.fail(error)
+        self._end_handoff(time.monotonic())
+
+    def recompute(self) -> None:
+        """The prompt is computed here instead."""
         if self._stage is Stage.REMOTE:
+            now = time.monotonic()
             self._parts["lost"] = now - self._since
             self._since = now
         self._stage = Stage.RECOMPUTE if self._stage is Stage.TRANSFER else Stage.PROMPT
-        self._handoff.fail(error)
-        self._end_handoff(now)
 
     def on_output(self, queued: float) -> None:
         """The engine's first one. A prompt that it has computed had waited for so many seconds."""

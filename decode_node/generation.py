@@ -119,12 +119,12 @@ class Generation:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Output):  # once per token, so ahead of the match, which costs more
-            if self._fresh:
-                self._fresh = False
-                self.course.on_output(event.queued)
             if event.finish is FinishReason.ERROR or event.finish is FinishReason.ABORT:
                 self.fail(NodeError("the engine gave up this request"))
             else:
+                if self._fresh:
+                    self._fresh = False
+                    self.course.on_output(event.queued)
                 self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
             return
         match event:

@@ -102,6 +102,7 @@ class Driver:
             known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
             generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
             return
+        generation.course.recompute()
         node.counters["pdserve_handoff_recomputes_total"] += 1
         node.counters["pdserve_handoff_recomputed_tokens_total"] += self._lacking
         name, extra = generation.request_id or generation.rid, generation.course.about

@@ -112,7 +112,8 @@ class _Recorded(Span):
         return _Recorded(self._tracer, span, self._offset)
 
     def set(self, attributes: Attributes) -> None:
-        self._span.set_attributes(attributes)
+        if self._span.is_recording():
+            self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
         self._span.add_event(name, attributes, self._at(None))

@@ -17,8 +17,9 @@ COLLECTOR = "--traces=http://collector.observability:4318"
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The overlay for several machines, with traces."""
-    copy = tmp_path_factory.mktemp("k8s") / "k8s"
-    shutil.copytree(KUBERNETES, copy)
+    deploy = tmp_path_factory.mktemp("traces") / "deploy"
+    shutil.copytree(KUBERNETES.parent, deploy)
+    copy = deploy / KUBERNETES.name
     for folder, component in (("", "../../components/router/tracing"), ("nodes", "../../../components/nodes/tracing")):
         add(copy / "overlays/multi-node" / folder / "kustomization.yaml", component)
     made = subprocess.run([*builder(), str(copy / "overlays/multi-node")], capture_output=True, text=True)

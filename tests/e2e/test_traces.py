@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -207,6 +208,32 @@ def test_a_request_that_goes_on_elsewhere_stays_one_trace(fleet: Fleet, collecto
         assert not root.failed
     finally:
         struck.restart()
+
+
+def test_a_handoff_that_fails_is_a_part_of_its_own(fleet: Fleet, collector: Collector) -> None:
+    """P dies before it says anything of the prompt."""
+    (prefill,) = fleet.prefill
+
+    def handoffs() -> float:
+        return sum(node.counter("handoffs") for node in fleet.decode)
+
+    before = handoffs()
+    prefill.stop("front")
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, fleet, body_of(LONG), traced("9" * 32))
+        fleet.wait_until(lambda: handoffs() > before, 10.0)
+        prefill.kill()
+        request_id = asked.result()
+    try:
+        root = collector.wait(request_id, "decode node")
+        at_d = root.child("generate").child("decode node")
+        assert at_d.shape == {"reserve": {}, "handoff": {}, **HERE}
+        assert at_d.child("handoff").failed
+        assert not at_d.failed
+        check_contiguous(*(at_d.child(name) for name in HERE))
+        assert at_d.child("handoff").end <= at_d.child("queue").start <= at_d.events["first token"]
+    finally:
+        prefill.restart()
 
 
 def running(fleet: Fleet) -> NodeProcess:
