@@ -110,11 +110,11 @@ class Course:
         self._handoff.fail(error)
         self._end_handoff(time.monotonic())
 
-    def recompute(self) -> None:
-        """The prompt is computed here instead."""
+    def begin_anew(self) -> None:
+        """The prompt is computed here instead, or at another P."""
         if self._stage is Stage.REMOTE:
             now = time.monotonic()
-            self._parts["lost"] = now - self._since
+            self._parts["lost"] = self._parts.get("lost", 0.0) + now - self._since
             self._since = now
         self._stage = Stage.RECOMPUTE if self._stage is Stage.TRANSFER else Stage.PROMPT
 

@@ -88,6 +88,8 @@ class Driver:
         if self._over:
             return
         if isinstance(error, Draining) and not self._announced and (other := self._node.peers.other()) is not None:
+            self._generation.course.on_handoff_failed(error)
+            self._generation.course.begin_anew()
             self._do(self._ask, other)
             return
         self.abandon()
@@ -102,7 +104,7 @@ class Driver:
             known = isinstance(error, Overloaded)  # else what went wrong between nodes is no fault of the client's
             generation.fail(error if known else NodeError(f"the handoff failed: {error}"))
             return
-        generation.course.recompute()
+        generation.course.begin_anew()
         node.counters["pdserve_handoff_recomputes_total"] += 1
         node.counters["pdserve_handoff_recomputed_tokens_total"] += self._lacking
         name, extra = generation.request_id or generation.rid, generation.course.about

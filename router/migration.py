@@ -21,7 +21,7 @@ from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
 from pdserve.logs import about
-from pdserve.tracing.spans import Span
+from pdserve.tracing.spans import Attributes, Span
 from router.call import NodeLost
 from router.fleet import Call
 from router.metrics import Metrics
@@ -112,8 +112,12 @@ class Migration:
         level = logging.INFO if why == "drained" else logging.WARNING
         text = "request %s goes on elsewhere, behind %d tokens: %s"
         logger.log(level, text, self._request_id, num_tokens, error, extra=about(self._request_id, self._span.trace_id))
-        reason = {"pdserve.migration.reason": why, "pdserve.replayed_tokens": num_tokens}
-        self._span.event("migration", {"pdserve.decode_node": node.node_id, **reason})
+        told: Attributes = {
+            "pdserve.decode_node": node.node_id,
+            "pdserve.migration.reason": why,
+            "pdserve.replayed_tokens": num_tokens,
+        }
+        self._span.event("migration", told)
         self._metrics.migrations.labels(why).inc()
         self._metrics.replayed_tokens.inc(num_tokens)
         self._left.add(node.node_id)

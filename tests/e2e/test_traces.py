@@ -26,9 +26,14 @@ LONG, SHORT = 700, 8  # tokens of prompts that are handed off in parts, and that
 PARTS = ("--max-batch-tokens", "256")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
-AT_P = {"queue": {}, "prefill": {}, "lease": {}}
-HANDED_OFF = {"reserve": {}, "handoff": {"transfer": {}, "prefill node": AT_P}, "first step": {}, "decode": {}}
-HERE = {"queue": {}, "prefill": {}, "decode": {}}
+AT_P: dict[str, Any] = {"queue": {}, "prefill": {}, "lease": {}}
+HANDED_OFF: dict[str, Any] = {
+    "reserve": {},
+    "handoff": {"transfer": {}, "prefill node": AT_P},
+    "first step": {},
+    "decode": {},
+}
+HERE: dict[str, Any] = {"queue": {}, "prefill": {}, "decode": {}}
 
 
 @pytest.fixture(scope="module")
