@@ -3,10 +3,10 @@
     PYTHONPATH=.:tests python bench/plan_check.py
     PYTHONPATH=.:tests python bench/plan_check.py --model MODEL --costs costs.toml --workload 256-512:32:1:1:2
 
-Each workload is PROMPT:OUTPUT:P:D:RATE, lengths as ``pdserve plan`` takes them. A real router places the requests,
-which arrive at random and whatever becomes of earlier ones; the prediction is for the very same ones. Simulated nodes
-have the costs of an 8B model on an H200, ``--slower`` times as long, so that nodes, router and clients take little of
-two cores; figures are divided by it again.
+Each workload is PROMPT:OUTPUT:P:D:RATE, lengths as ``pdserve plan`` takes them; with no P, each D does it all. A real
+router places the requests, which arrive at random and whatever becomes of earlier ones; the prediction is for the very
+same ones. Simulated nodes have the costs of an 8B model on an H200, ``--slower`` times as long, so that nodes, router
+and clients take little of two cores; figures are divided by it again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ WORKLOADS = (
     "p50=1500,p99=8000:p50=150,p99=600:2:2:28",
     "p50=4000,p99=16000:p50=40,p99=200:3:1:18",
     "p50=400,p99=2000:p50=300,p99=900:1:1:36",
+    "p50=1500,p99=8000:p50=150,p99=600:0:4:28",
 )
 SHARES = (50, 90)  # percentiles of first tokens: a few hundred requests say little of the last
 
@@ -129,7 +130,10 @@ def compare(args: argparse.Namespace, model: Path, text: str) -> str:
         local = sum(node.counter("local_prefills") for node in fleet.decode) / len(traces)
     costs = load_costs(args.costs) if args.costs else simulated_costs(model, slower)
     load = Load(costs, workload, Slo(dict.fromkeys(SHARES, 1e9)), Limits(headroom=0.0))
-    first, later = load.on_prefill(rate, int(prefill)), load.on_decode(rate, int(decode))
+    if int(prefill):
+        first, later = load.on_prefill(rate, int(prefill)), load.on_decode(rate, int(decode))
+    else:
+        first = later = load.aggregated(rate, int(decode))
     gaps = [gap for trace in traces for gap in trace.gaps]
     pairs = [(first.ttft[share], percentile([trace.ttft for trace in traces], share)) for share in SHARES]
     pairs += [(later.itl[share], percentile(gaps, share)) for share in (50, 99)]

@@ -138,12 +138,14 @@ class Load:
         role = self._decoding(rate / nodes, nodes, 0.0, step, with_piece, [])
         if role.lacks and not role.itl:
             return role
-        beside = self.step(round(role.mean_batch))
-        seconds = [own + beside * n for own, n in zip(self.prefill_seconds, self.pieces, strict=True)]
-        utilisation = max(role.utilisation, rate * fmean(seconds) / nodes)
+        shared = self.step(round(role.mean_batch))
+        seconds = [own + shared * n for own, n in zip(self.prefill_seconds, self.pieces, strict=True)]
+        busy = rate * fmean(seconds) / nodes
+        if busy > 1.0 - self.limits.headroom:
+            return msgspec.structs.replace(role, lacks="compute", utilisation=busy)
         ttft = self._first_tokens(seconds, 0.0, rate, nodes)
         lacks = role.lacks or _missed("TTFT", ttft, self.slo.ttft)
-        return msgspec.structs.replace(role, ttft=ttft, lacks=lacks, utilisation=utilisation)
+        return msgspec.structs.replace(role, ttft=ttft, lacks=lacks, utilisation=max(role.utilisation, busy))
 
     def _first_tokens(self, seconds: Sequence[float], exposed: float, rate: float, nodes: int) -> dict[int, float]:
         """Percentiles of TTFT, where prompts take ``seconds``. What waits shares steps, and is done together."""
@@ -184,7 +186,7 @@ class Load:
         if most < 1:
             return Role(nodes=nodes, lacks=by, utilisation=1.0, most_by=by)
         role = Role(nodes=nodes, lacks="", utilisation=demand * step(most) / most, most_batch=most, most_by=by)
-        if role.utilisation > 1.0 - self.limits.headroom:
+        if role.utilisation >= 1.0 - self.limits.headroom:
             return msgspec.structs.replace(role, lacks="decode steps" if by == "max-num-seqs" else by)
         shares = occupancy(demand, step, most)
         gaps = list(self._gaps(shares, step, longer, first))

@@ -65,7 +65,7 @@ def plan_for_gpus(load: Load, gpus: int) -> Plan:
     nodes = gpus // load.costs.gpus
     if nodes < 2:
         raise CapacityError(
-            f"{gpus} GPUs are {nodes} nodes; a prefill and a decode node take {2 * load.costs.gpus} GPUs, "
+            f"{gpus} GPUs are {nodes} nodes; a prefill and a decode node take {2 * load.costs.gpus} GPUs; "
             "on fewer start decode nodes alone: they compute prompts as well"
         )
     idle = 1e-6  # requests per second: whatever cannot be served at this rate never can
@@ -81,11 +81,6 @@ def plan_for_gpus(load: Load, gpus: int) -> Plan:
 
     rate, _ = _most(lacks, idle)
     return plan_for_rate(load, rate)
-
-
-def rate_of_aggregated(load: Load, nodes: int) -> float:
-    """The highest rate that so many nodes carry that do both, with the head-room; 0 where they carry none."""
-    return _most(lambda rate: load.aggregated(rate, nodes).lacks, 1e-6)[0]
 
 
 def _fewest(try_out: Callable[[int], Role], what: str) -> tuple[Role, str]:
