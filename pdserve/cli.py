@@ -51,6 +51,10 @@ def _run(argv: list[str]) -> int:
         from pdserve.probe import probe
 
         return probe(args)
+    if args.command == "top":
+        from pdserve.top.command import top
+
+        return top(args)
     if args.command == "key":
         return _make_key(args.name)
     _parser().print_help()
@@ -86,6 +90,7 @@ def _parser() -> CommandParser:
     explain.add_argument("--json", action="store_true", help="for programs")
     add_plan_flags(commands.add_parser("plan", help="say how many prefill and decode nodes a workload needs"))
     _add_probe(commands.add_parser("probe", help="ask a node for its health: status 0 when it is well"))
+    _add_top(commands.add_parser("top", help="watch a router and its nodes in a terminal"))
     key = commands.add_parser("key", help="make an API key: what `pdserve router --api-keys FILE` is to hold of it")
     key.add_argument("name", type=_key_name, metavar="NAME", help="of its user, in logs and metrics")
     return parser
@@ -108,6 +113,12 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds (default %(default)s)")
     add_tls_flag(parser)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the router")
+    parser.add_argument("--api-key", metavar="KEY", help="where the router wants one; or in PDSERVE_API_KEY")
+    parser.add_argument("--once", action="store_true", help="print it once, as plain text; so it does into a pipe")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -11,22 +12,28 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+_PARTS = 8  # finer buckets in each that is exported: a quantile of them is right to some 5 %
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
 
 class Tally(Collector):
     """A histogram that is told of every token: a tenth of the price of prometheus_client's, which locks twice for each.
 
-    For one thread.
+    For one thread. ``counts``, by ``fine_bounds`` and beyond them, are for ``quantile``: it tells more than Prometheus can.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        """``bounds`` are the upper ones of buckets, ascending, each inclusive."""
+        """``bounds`` are the upper ones of buckets that are exported, ascending, each inclusive."""
         self._name, self._documentation = name, documentation
         self._bounds = list(bounds)
-        self._counts = [0] * (len(bounds) + 1)  # not cumulative; the last is beyond all bounds
+        self.fine_bounds = subdivided(bounds, _PARTS)
+        self.counts = [0] * (len(self.fine_bounds) + 1)
         self._sum = 0.0
 
     def observe(self, amount: float) -> None:
-        self._counts[bisect_left(self._bounds, amount)] += 1
+        self.counts[bisect_left(self.fine_bounds, amount)] += 1
         self._sum += amount
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
@@ -37,7 +44,9 @@ class Tally(Collector):
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """As the series with these values of the family's labels."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        totals = list(accumulate(self.counts))
+        totals = [*totals[_PARTS - 1 :: _PARTS], totals[-1]]
+        buckets = list(zip(bounds, map(float, totals), strict=True))
         family.add_metric(labels, buckets, self._sum)
 
 
@@ -60,11 +69,45 @@ class Tallies(Collector):
         yield family
 
 
+def subdivided(bounds: Sequence[float], parts: int) -> list[float]:
+    """Each of these intervals in parts of equal ratio, the first, which begins at 0, in parts of equal length."""
+    found: list[float] = []
+    low = 0.0
+    for high in bounds:
+        shares = [part / parts for part in range(1, parts)]
+        found += [low * (high / low) ** share if low else high * share for share in shares]
+        found.append(high)
+        low = high
+    return found
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
+    """The value that ``share`` of what was counted do not exceed; None of nothing.
+
+    Within a bucket values are taken to be spread evenly. What is beyond all bounds is told as the highest of them.
+    """
+    rank = share * sum(counts)
+    if not rank > 0.0:
+        return None
+    before = 0.0
+    for index, (high, count) in enumerate(zip(bounds, counts, strict=False)):
+        if before + count >= rank:
+            low = bounds[index - 1] if index else 0.0
+            return low + (high - low) * (rank - before) / count
+        before += count
+    return bounds[-1]
+
+
 def series(name: str, **labels: str) -> str:
     """``name{label="value",…}``, as in Prometheus' text format."""
     escaped = ((label, _escape(value)) for label, value in labels.items())
     text = ",".join(f'{label}="{value}"' for label, value in escaped)
     return f"{name}{{{text}}}" if text else name
+
+
+def labels_of(text: str) -> dict[str, str]:
+    """The labels of what ``series`` has written."""
+    return {label: _ESCAPED.sub(_unescaped, value) for label, value in _LABEL.findall(text)}
 
 
 def flat(families: Iterable[Metric]) -> dict[str, float]:
@@ -74,3 +117,7 @@ def flat(families: Iterable[Metric]) -> dict[str, float]:
 
 def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import Draining, Overloaded, PdserveError
+from router.dashboard.routes import PAGE, add_dashboard
 from router.endpoint import GenerateEndpoint
 from router.errors import ClientGone, HttpError, NotStored, error_object, http_error, send_answer
 from router.gate.door import Door
@@ -73,11 +74,13 @@ def create_app(service: Service) -> ASGIApp:
     _add_models(app, service)
     add_token_routes(app, service)
     _add_operations(app, service)
+    if service.observer is not None:
+        add_dashboard(app, service.observer)
     _add_error_handlers(app)
     whole = Shortcut(app, endpoints)
     if service.keys is None:
         return whole
-    open_paths = {"/health"} if service.options.protect_metrics else {"/health", "/metrics"}
+    open_paths = {"/health", *PAGE} | (set() if service.options.protect_metrics else {"/metrics"})
     return Door(whole, service.keys.client_of, open_paths, refused=service.metrics.unauthorized.inc)
 
 

@@ -43,11 +43,12 @@ class Metrics:
             "pdserve_cached_prompt_tokens", "Prompt tokens that a prefix cache had.", registry=self.registry
         )
         self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
-        self.ttft = histogram(
+        self.ttft = Tally(
             "pdserve_time_to_first_token_seconds",
             "From the request's arrival to the first token of each prompt.",
-            buckets=_TTFT_BUCKETS,
+            _TTFT_BUCKETS,
         )
+        self.registry.register(self.ttft)
         self.itl = Tally(
             "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
         )

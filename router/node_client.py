@@ -99,6 +99,12 @@ class NodeClient:
             self._view = self._look(self.description)
         return self._view
 
+    async def status(self, timeout: float) -> pb.NodeStatus:
+        """What the node holds and has counted. Raises AioRpcError, also when that takes ``timeout`` seconds."""
+        assert self._dialer is not None, "it has been started"
+        stub: NodeAsyncStub = NodeStub(self._dialer.channel)
+        return await stub.Status(pb.StatusRequest(), timeout=timeout)
+
     def sent(self, uncached_tokens: int, num_tokens: int) -> None:
         """A request goes there: so many prompt tokens to be computed, and so many to have room for."""
         self.in_flight += 1

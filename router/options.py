@@ -41,6 +41,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024  # HTTP requests that wait for one of these
     api_keys: str | None = None  # a file (router/gate/keys.py); None: anybody may ask
     protect_metrics: bool = False
+    dashboard: bool = True
     log_requests: bool = False
     log_format: str = "text"
     traces: str = ""  # URL of a collector; "": no traces
@@ -98,6 +99,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-queue", type=_count, default=1024, metavar="N", help="requests waiting for that; more get a 503")
     add("--api-keys", metavar="FILE", help="serve only who has a key of this file; `pdserve key NAME` makes one")
     add("--protect-metrics", action="store_true", help="/metrics wants a key, too")
+    add("--no-dashboard", dest="dashboard", action="store_false", help="no /dashboard, and nothing for `pdserve top`")
     add("--log-requests", action="store_true", help="a line in the log for each request, with the name of its key")
     add_log_flag(parser)
     add_trace_flag(parser)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pdserve.errors import ModelNotFound, NodeError, RequestError
 from pdserve.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
+from router.dashboard.observer import Observer
 from router.fleet import Fleet
 from router.gate.admission import Gate
 from router.gate.key_file import KeyFile
@@ -42,12 +43,15 @@ class Service:
         self.gate = Gate(options.max_inflight, options.max_queue, self.metrics)
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
         self.draining = False  # it is told to end, and so is not healthy
+        self.observer = Observer(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
         self._watch: asyncio.Task[None] | None = None  # of the file of keys
         self._generations: set[Generation] = set()
 
     def start(self) -> None:
         """Begin to look after nodes and keys; needs the event loop."""
         self.nodes.start()
+        if self.observer is not None:
+            self.observer.start()
         if self.keys is not None:
             self.keys.on_reload = lambda success: self.metrics.key_reloads.labels("ok" if success else "failed").inc()
             self._watch = asyncio.create_task(self.keys.watch(), name="API keys")
@@ -55,6 +59,8 @@ class Service:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        if self.observer is not None:
+            self.observer.close()
         for model in self.models.values():
             await model.close()
         await self.nodes.close()

@@ -1,0 +1,131 @@
+// The tables of nodes and of the ways between them.
+
+import {announce, element, find, mark, newMark, say, set} from "./dom.js";
+import {bytesPerSecond, count, percent, rate, seconds, UNKNOWN} from "./format.js";
+import {column, Table} from "./table.js";
+
+const KINDS = {
+  ready: "good", loading: "coming", connecting: "coming", draining: "leaving", stuck: "ill", lost: "gone",
+  unreachable: "gone", unused: "unused",
+};
+const kindOf = (node) => KINDS[node.state] ?? "ill";
+const present = (node) => node.state !== "lost" && node.state !== "unreachable";
+const told = (text) => (node) => (present(node) ? text(node) : UNKNOWN);
+const measured = (text) => told((node) => (node.measured ? text(node.measured) : UNKNOWN));
+
+function stateOf(node) {
+  if (node.lost_seconds === null) return node.state;
+  return `${node.state} for ${seconds(Math.max(1, Math.round(node.lost_seconds)))}`;
+}
+
+const NAME = {
+  title: "Node",
+  make: () => element("div", {class: "name"}, element("b"), element("small")),
+  show(made, node) {
+    const [name, more] = made.children;
+    say(name, node.name || node.address);
+    const parts = node.name && node.name !== node.address ? [node.address] : [];
+    if (node.model && node.showsModel) parts.push(node.model);
+    say(more, parts.join(" · "));
+  },
+};
+
+const STATE = {title: "State", kind: "state-column", make: newMark, show: (made, node) => mark(made, kindOf(node), stateOf(node))};
+
+const KV = {
+  title: "KV in use",
+  kind: "kv",
+  make: () => element("div", {class: "use"},
+    element("span", {class: "bar", "aria-hidden": "true"}, element("span")), element("b"), element("small")),
+  show(made, node) {
+    const [bar, text, more] = made.children;
+    const known = present(node) && node.total_blocks > 0;
+    const used = node.total_blocks - node.free_blocks;
+    bar.firstChild.style.width = known ? `${(100 * used) / node.total_blocks}%` : "0";
+    set(bar, "class", known && used > 0.9 * node.total_blocks ? "bar full" : "bar");
+    say(text, percent(known ? used / node.total_blocks : null));
+    const leased = node.measured?.leased_blocks ? `, ${count(node.measured.leased_blocks)} leased` : "";
+    say(more, known ? `${count(used)} of ${count(node.total_blocks)} blocks${leased}` : "");
+  },
+};
+
+const RUNNING = column("Running", told((node) => count(node.running)));
+const WAITING = column("Waiting", told((node) => count(node.waiting)));
+const CACHED = column("From cache", measured((its) => percent(its.cached_share)));
+
+const PREFILL = [
+  NAME, STATE, RUNNING, WAITING, KV,
+  column("Prompt tokens/s", measured((its) => rate(its.prompt_token_rate))),
+  column("Backlog, tokens", told((node) => count(node.backlog_tokens)),
+    told((node) => (node.backlog_tokens ? seconds(node.backlog_seconds) : ""))),
+  CACHED,
+];
+const DECODE = [
+  NAME, STATE, RUNNING, WAITING, KV,
+  column("Output tokens/s", measured((its) => rate(its.output_token_rate))),
+  column("Step", told((node) => seconds(node.step_seconds))),
+  CACHED,
+];
+const LINKS = [
+  {
+    title: "From → to",
+    make: () => element("span"),
+    show: (made, link) => say(made, `${link.prefill} → ${link.decode}`),
+  },
+  {
+    title: "Transport",
+    kind: "state-column",
+    make: newMark,
+    show: (made, link) => (link.transport === "none"
+      ? mark(made, "gone", "not connected")
+      : mark(made, "good", link.transport === "unknown" ? "connected" : link.transport)),
+  },
+  column("Traffic", (link) => bytesPerSecond(link.byte_rate)),
+  column("While reading", (link) => bytesPerSecond(link.speed)),
+  column("Failed reads/s", (link) => rate(link.read_failure_rate)),
+];
+
+const tables = {
+  prefill: new Table(find("prefill-nodes"), "Prefill nodes", PREFILL,
+    "No prefill node is listed: prompts are computed on decode nodes. --prefill says where some are."),
+  decode: new Table(find("decode-nodes"), "Decode nodes", DECODE,
+    "No decode node is listed: every request gets a 503. --decode says where some are."),
+};
+const links = new Table(find("links"), "Handoffs between nodes", LINKS, "No decode node knows a prefill node yet.");
+
+let states = new Map();
+
+export function showNodes(now) {
+  const several = now.models.length > 1;
+  for (const [role, table] of Object.entries(tables)) {
+    const nodes = now.nodes.filter((node) => node.role === role);
+    const ready = nodes.filter((node) => node.state === "ready").length;
+    const cached = role === "prefill" && now.traffic.cached_share !== null
+      ? ` · ${percent(now.traffic.cached_share)} of all prompt tokens were cached` : "";
+    say(find(`${role}-count`), nodes.length ? `${ready} of ${nodes.length} ready${cached}` : "");
+    table.show(nodes.map((node) => [node.address, {...node, showsModel: several || node.state === "unused"}]), kindOf);
+  }
+  tell(now.nodes);
+  showHandoffs(now);
+}
+
+/** What has changed of nodes since the last time, for those who do not see it. */
+function tell(nodes) {
+  const latest = new Map(nodes.map((node) => [`${node.role} ${node.address}`, node]));
+  const changed = [...latest].filter(([key, node]) => states.size && states.get(key) !== node.state);
+  if (changed.length) announce(changed.map(([, node]) => `${node.name || node.address}: ${node.state}`).join(", "));
+  states = new Map([...latest].map(([key, node]) => [key, node.state]));
+}
+
+function showHandoffs(now) {
+  const {handoffs} = now;
+  const parts = handoffs === null ? [] : [
+    `${rate(handoffs.rate)}/s`, bytesPerSecond(handoffs.byte_rate), `${rate(handoffs.failure_rate)}/s failed`,
+    `${rate(handoffs.recompute_rate)}/s computed again`, `${rate(handoffs.local_rate)}/s not handed off`,
+  ];
+  if (now.num_links) parts.push(`${now.num_connected} of ${now.num_links} connected`);
+  if (now.links.length < now.num_links) parts.push(`the busiest ${now.links.length} are shown`);
+  say(find("handoffs-count"), parts.join(" · "));
+  links.show(now.links.map((link) => [`${link.prefill}\n${link.decode}`, link]),
+    (link) => (link.transport === "none" ? "gone" : ""));
+}
