@@ -26,7 +26,14 @@ def seconds(value: float | None) -> str:
         return f"{_digits(value * 1000)} ms"
     if value < 119.5:
         return f"{value:.2f} s" if value < 9.995 else f"{value:.0f} s"
-    return f"{value / 60:.0f} min" if value < 7170 else f"{value / 3600:.0f} h"
+    return age(value)
+
+
+def age(value: float) -> str:
+    """Of whole seconds, at least one, or minutes, or hours."""
+    if value < 119.5:
+        return f"{max(1, value):.0f} s"
+    return f"{value / 60:.0f} min" if value < 7170 else f"{value / 3600:,.0f} h"
 
 
 def bytes_per_second(value: float | None) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.live import History, Link, Model, Node, Now, Quantiles, Report
-from pdserve.top.numbers import UNKNOWN, bytes_per_second, count, percent, rate, seconds
+from pdserve.top.numbers import UNKNOWN, age, bytes_per_second, count, percent, rate, seconds
 
 # A shape beside each word: colour is for those who see it.
 _MARKS = {
@@ -140,7 +140,7 @@ def _nodes(role: str, nodes: Sequence[Node], shows_model: bool, length: int) -> 
     table = _table(f"{role} nodes", "state", "run", "wait", "KV", *last, "cached")
     for node in _shown(nodes, length):
         mark, style = _MARKS.get(node.state, ("?", "yellow"))
-        state = node.state if node.lost_seconds is None else f"{node.state} {seconds(node.lost_seconds)}"
+        state = node.state if node.lost_seconds is None else f"{node.state} {age(node.lost_seconds)}"
         name = clean(node.name or node.address) + (f" ({clean(node.model)})" if shows_model and node.model else "")
         table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *_figures(node))
     _end(table, nodes, length)

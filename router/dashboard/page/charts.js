@@ -95,7 +95,7 @@ class Chart {
       say(this.values[name], text);
       return `${this.values[name].previousSibling.textContent.trim()} ${text}`;
     });
-    const when = pointed ? `${seconds(pointed)} ago` : "now";
+    const when = pointed ? `${pointed} s ago` : "now";
     set(this.field, "aria-label", `${this.title}, ${when}: ${told.join(", ")}`);
   }
 }
@@ -132,8 +132,7 @@ export class Charts {
   }
 
   #draw() {
-    const when = this.pointed ? `${seconds(this.pointed)} ago` : "";
-    say(find("lines-when"), when);
+    say(find("lines-when"), this.pointed ? `${this.pointed} s ago` : "");
     for (const chart of this.charts) chart.draw(this.history, this.pointed);
   }
 }

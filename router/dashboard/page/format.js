@@ -8,39 +8,46 @@ const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
 
 /** Three digits or so, of a number that is not negative. */
 function digits(value) {
-  if (value >= 100 || value === 0) return grouped.format(value);
-  return value.toFixed(value >= 9.95 ? 0 : value >= 0.0995 ? 1 : 2);
+  if (value >= 9.95 || value === 0) return grouped.format(value);
+  return value.toFixed(value >= 0.0995 ? 1 : 2);
 }
 
-function scaled(value, factor, units) {
+function scaled(value, units) {
   let index = 0;
-  while (value >= factor * 0.9995 && index < units.length - 1) {
-    value /= factor;
+  while (value >= 999.5 && index < units.length - 1) {
+    value /= 1000;
     index += 1;
   }
-  return [value, units[index]];
+  return `${value > 0 && value < 99.95 ? value.toFixed(1) : grouped.format(value)}${SPACE}${units[index]}`;
 }
 
 /** 7, 1,234, 12.3 k, 4.5 M */
 export function count(value) {
   if (!known(value)) return UNKNOWN;
-  if (value < 10_000) return grouped.format(value);
-  const [number, unit] = scaled(value, 1000, ["", "k", "M", "G"]);
-  return `${number < 99.95 ? number.toFixed(1) : grouped.format(number)}${SPACE}${unit}`;
+  return value < 10_000 ? grouped.format(value) : scaled(value / 1000, ["k", "M", "G"]);
 }
 
 /** Of something per second: 0, 0.3, 14, 1,668, 12.3 k */
 export function rate(value) {
   if (!known(value)) return UNKNOWN;
-  return value >= 99.5 ? count(Math.round(value)) : digits(value);
+  return value >= 99.5 ? count(value) : digits(value);
 }
 
 /** Number and unit: ["4.9", "ms"] */
 export function secondsParts(value) {
   if (!known(value)) return [UNKNOWN, ""];
   if (value < 0.9995) return [digits(value * 1000), "ms"];
-  if (value < 119.5) return [value < 9.995 ? value.toFixed(2) : grouped.format(value), "s"];
+  return value < 9.995 ? [value.toFixed(2), "s"] : ageParts(value);
+}
+
+function ageParts(value) {
+  if (value < 119.5) return [Math.max(1, value).toFixed(0), "s"];
   return value < 7170 ? [grouped.format(value / 60), "min"] : [grouped.format(value / 3600), "h"];
+}
+
+/** Of whole seconds, at least one, or minutes, or hours. */
+export function age(value) {
+  return ageParts(value).join(SPACE);
 }
 
 export function seconds(value) {
@@ -49,9 +56,7 @@ export function seconds(value) {
 }
 
 export function bytesPerSecond(value) {
-  if (!known(value)) return UNKNOWN;
-  const [number, unit] = scaled(value, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
-  return `${number >= 9.995 ? grouped.format(number) : value ? number.toFixed(2) : 0}${SPACE}${unit}`;
+  return known(value) ? scaled(value, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]) : UNKNOWN;
 }
 
 export function percent(share) {

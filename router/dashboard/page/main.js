@@ -2,7 +2,7 @@
 
 import {Charts} from "./charts.js";
 import {announce, find, mark, say} from "./dom.js";
-import {seconds} from "./format.js";
+import {age} from "./format.js";
 import {showNodes} from "./nodes.js";
 import {showModels, showTiles} from "./tiles.js";
 
@@ -80,7 +80,7 @@ function lose(error) {
   say(find("trouble"), `${why}${old} This page tries again each second.`);
   find("trouble").hidden = false;
   find("shown").className = heardAt === null ? "waiting" : "stale";
-  const since = heardAt === null ? "" : ` for ${seconds(Math.ceil((performance.now() - heardAt) / 1000))}`;
+  const since = heardAt === null ? "" : ` for ${age((performance.now() - heardAt) / 1000)}`;
   mark(find("link"), "gone", `No answer${since}`);
   document.title = "no answer · pdserve";
 }

@@ -1,7 +1,7 @@
 // The tables of nodes and of the ways between them.
 
 import {announce, element, find, mark, newMark, say, set} from "./dom.js";
-import {bytesPerSecond, count, percent, rate, seconds, UNKNOWN} from "./format.js";
+import {age, bytesPerSecond, count, percent, rate, seconds, UNKNOWN} from "./format.js";
 import {column, Table} from "./table.js";
 
 const KINDS = {
@@ -15,7 +15,7 @@ const measured = (text) => told((node) => (node.measured ? text(node.measured) :
 
 function stateOf(node) {
   if (node.lost_seconds === null) return node.state;
-  return `${node.state} for ${seconds(Math.max(1, Math.round(node.lost_seconds)))}`;
+  return `${node.state} for ${age(node.lost_seconds)}`;
 }
 
 const NAME = {

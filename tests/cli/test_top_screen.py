@@ -1,0 +1,64 @@
+"""What ``pdserve top`` makes of a report, whatever it is."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pdserve.live import History, Link, Model, Node, Now, Quantiles, Report, Traffic
+from pdserve.top.screen import clean, fit, screen, sparkline
+
+TRAFFIC = Traffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())
+NO_HISTORY = History(*([] for _ in History.__struct_fields__))
+
+texts = st.text(max_size=120)
+nodes = st.builds(
+    Node,
+    name=texts,
+    role=st.sampled_from(["prefill", "decode"]),
+    address=texts,
+    model=texts,
+    state=st.sampled_from(["ready", "stuck", "lost", "unheard of"]),
+    lost_seconds=st.none() | st.floats(0, 1e6),
+    running=st.integers(0, 10**6),
+    total_blocks=st.integers(0, 10**6),
+)
+links = st.builds(
+    Link, texts, texts, st.sampled_from(["none", "unknown", "rdma"]), st.floats(0, 1e13), st.none(), st.just(0.0)
+)
+
+
+@given(st.lists(nodes, max_size=12), st.lists(links, max_size=12), st.integers(60, 200), st.integers(18, 60))
+def test_any_report_fits_the_terminal(some: list[Node], ways: list[Link], width: int, height: int) -> None:
+    models = [Model("m", 0, 0, 0, 0)]
+    now = Now("0", models, TRAFFIC, some, None, ways, len(ways), len(ways))
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(screen(Report("", now, NO_HISTORY), "http://r", width, height))
+    lines = captured.get().splitlines()
+    assert len(lines) <= height
+    assert not any(character in line for line in lines for character in "\x1b\x07\r\x9b")
+
+
+@given(texts)
+def test_names_cannot_steer_the_terminal(text: str) -> None:
+    assert clean(text).isprintable()
+    assert clean("d-one · ü日本") == "d-one · ü日本"
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=5), st.integers(0, 100))
+def test_tables_share_the_lines_there_are(wanted: list[int], room: int) -> None:
+    lengths = fit(wanted, room)
+    assert sum(lengths) <= max(room, len(wanted))
+    assert all(1 <= length <= max(1, most) for length, most in zip(lengths, wanted, strict=True))
+
+
+@given(st.lists(st.none() | st.floats(0, 1e6), min_size=1, max_size=300), st.integers(1, 100))
+def test_a_line_has_its_highest_value(values: list[float | None], columns: int) -> None:
+    line, most = sparkline(values, columns)
+    assert len(line) <= columns
+    assert most == max((value for value in values if value is not None), default=0.0)
+    assert ("█" in line) == (most > 0)

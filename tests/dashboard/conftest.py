@@ -1,0 +1,72 @@
+"""A fleet without devices behind one router, one of its nodes with a name that no page should believe."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from fleet import MODEL_NAME, Fleet
+
+from pdserve.embedded import EMBEDDED_MODEL
+
+HOSTILE = "d-<img src=x onerror=alert(1)>\x1b[2J"
+SIMULATED = ["--engine", "simulated"]
+
+Streams = Callable[[int], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return EMBEDDED_MODEL
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        fleet.start_prefill(model, [*SIMULATED, "--node-id", "p-one"])
+        fleet.start_decode(model, [*SIMULATED, "--node-id", "d-one"])
+        fleet.start_decode(model, [*SIMULATED, "--node-id", HOSTILE])
+        fleet.start_router(model)
+        fleet.wait_ready()
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def streams(fleet: Fleet) -> Streams:
+    """``streams(n)`` keeps n requests running within a block: each ends only to begin again."""
+
+    def run(url: str, ends: threading.Event, started: threading.Semaphore, seed: int) -> None:
+        prompt = random.Random(seed).choices(range(3, 4096), k=200)
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1500, "stream": True, "ignore_eos": True}
+        while not ends.is_set():
+            with (
+                suppress(httpx.TransportError),
+                httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as response,
+            ):
+                for index, _ in enumerate(response.iter_lines()):
+                    if index == 4:
+                        started.release()
+                    if ends.is_set():
+                        break
+
+    @contextmanager
+    def running(number: int) -> Iterator[None]:
+        ends, started = threading.Event(), threading.Semaphore(0)
+        threads = [threading.Thread(target=run, args=(fleet.url, ends, started, seed)) for seed in range(number)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in threads:
+                assert started.acquire(timeout=30)
+            yield
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join()
+
+    return running

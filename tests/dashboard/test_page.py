@@ -1,0 +1,243 @@
+"""The page in a real browser, before a real router and simulated nodes.
+
+Each size and colour scheme leaves a screenshot: ``pytest --basetemp=DIR tests/dashboard -k fits`` says where.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HOSTILE, Streams
+from fleet import Fleet
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.top import numbers
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
+QUIETER = ("disable-component-update", "disable-sync", "no-sandbox")
+PATIENCE = 20_000  # milliseconds
+
+expect.set_options(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One of the module only: while it runs, this thread has an event loop that other tests would stumble over."""
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("there is no Chromium here; run scripts/setup-browser as root, or install one")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=[f"--{flag}" for flag in (*QUIET, *QUIETER)])
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, all that it asks for, and all that it complains of."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+
+    def _said(self, message: ConsoleMessage) -> None:
+        self.complaints.append(message.text)
+
+    def open(self, url: str) -> Page:
+        self.page.goto(f"{url}/dashboard")
+        return self.page
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    yield Watched(context.new_page())
+    context.close()
+
+
+@pytest.fixture
+def page(watched: Watched, fleet: Fleet) -> Iterator[Page]:
+    """The page, live. In the end it has complained of nothing and asked for nothing elsewhere."""
+    yield live(watched.open(fleet.url))
+    assert watched.complaints == []
+    assert all(url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
+
+
+def live(page: Page) -> Page:
+    expect(page.locator("#link")).to_have_text("Live")
+    return page
+
+
+def row(page: Page, name: str) -> Locator:
+    return page.locator("tbody tr").filter(has=page.locator(".name b", has_text=name))
+
+
+def cell(row: Locator, title: str) -> Locator:
+    return row.locator(f"[data-title='{title}']")
+
+
+def test_rows_say_what_nodes_say(page: Page, fleet: Fleet, streams: Streams) -> None:
+    with streams(4):
+        expect(page.locator("#tile-running b")).to_have_text("4")
+        expect(page.locator("#tile-nodes dd").first).to_have_text("3of 3")
+        for node, name in zip(fleet.decode, ("d-one", "d-<img"), strict=True):  # each has two of the four
+            status = node.status()
+            assert status.running == 2
+            expect(cell(row(page, name), "Running")).to_have_text("2")
+            expect(cell(row(page, name), "KV in use")).to_contain_text(f"of {status.total_blocks:,} blocks")
+            expect(cell(row(page, name), "Output tokens/s")).not_to_have_text(numbers.UNKNOWN)
+            expect(cell(row(page, name), "Step")).to_contain_text("ms")
+        expect(page.locator("#links tbody tr")).to_have_count(2)
+        expect(page.locator("#links .state.good")).to_have_count(2)
+        expect(page.locator("#tile-ttft b")).not_to_have_text(numbers.UNKNOWN)
+        expect(page.locator("#tile-itl dd").first).to_contain_text("ms")
+        expect(page.locator("#tile-handoff dd").first).to_contain_text("ms")
+    expect(page.locator("#tile-running b")).to_have_text("0")
+    for name in ("d-one", "d-<img"):
+        expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")
+
+
+def test_a_name_that_is_markup_stays_a_name(page: Page) -> None:
+    """That it does nothing is what the fixture sees: no image is asked for, no dialog opens."""
+    name = row(page, "d-<img").locator(".name b")
+    assert name.evaluate("element => element.textContent") == HOSTILE
+    assert name.locator("*").count() == 0
+
+
+def test_a_node_that_dies_is_shown_lost_and_comes_back(page: Page, fleet: Fleet) -> None:
+    victim = fleet.decode[0]
+    expect(cell(row(page, "d-one"), "State")).to_have_text("ready")
+    victim.kill()
+    expect(cell(row(page, "d-one"), "State")).to_contain_text("lost for")
+    expect(cell(row(page, "d-one"), "Running")).to_have_text(numbers.UNKNOWN)
+    expect(page.locator("#tile-nodes")).to_contain_text("1 lost")
+    expect(page.locator("#announcements")).to_contain_text("d-one: lost")
+    victim.restart()
+    expect(cell(row(page, "d-one"), "State")).to_have_text("ready")
+    expect(page.locator("#tile-nodes")).to_contain_text("all well")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_it_fits(width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path) -> None:
+    with streams(2):
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        page.goto(f"{fleet.url}/dashboard")
+        expect(cell(row(page, "d-one"), "Output tokens/s")).not_to_have_text(numbers.UNKNOWN)
+        page.screenshot(path=tmp_path / f"{width}-{scheme}.png", full_page=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cut = "[...document.querySelectorAll('dd, td, th, .legend')].filter(e => e.scrollWidth > e.clientWidth + 1)"
+    assert page.evaluate(f"{cut}.map(e => e.textContent)") == []
+    assert page.evaluate(CONTRASTS) == []
+    page.close()
+
+
+# Colours of text, by their names in style.css, that differ too little from what they are on (WCAG 2.2, 1.4.3: 4.5).
+CONTRASTS = """() => {
+  const style = getComputedStyle(document.documentElement);
+  const light = (name) => {
+    const [r, g, b] = [1, 3, 5].map((at) => parseInt(style.getPropertyValue(name).trim().slice(at, at + 2), 16) / 255)
+      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const pairs = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second"].flatMap((text) =>
+    ["--card", "--ground"].map((ground) => [text, ground]));
+  pairs.push(["--bad", "--bad-ground"], ["--warn", "--warn-ground"], ["--quiet", "--bad-ground"]);
+  return pairs.filter(([text, ground]) => {
+    const [dark, bright] = [light(text), light(ground)].sort((a, b) => a - b);
+    return (bright + 0.05) / (dark + 0.05) < 4.5;
+  });
+}"""
+
+
+def test_it_works_by_keyboard(page: Page) -> None:
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Tab")
+    chart = page.locator(".plot").first
+    expect(chart).to_be_focused()
+    assert "now: running" in str(chart.get_attribute("aria-label"))
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#lines-when")).to_have_text("5 s ago")
+    page.keyboard.press("Escape")
+    expect(page.locator("#lines-when")).to_have_text("")
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#nodes")).to_be_focused()
+
+
+def test_it_rests_while_nobody_sees_it(page: Page, watched: Watched) -> None:
+    hide = "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); "
+    hide += "document.dispatchEvent(new Event('visibilitychange')) }"
+    page.evaluate(hide, True)
+    expect(page.locator("#link")).to_have_text("Paused")
+    asked = len(watched.requests)
+    page.wait_for_timeout(1500)  # more than a period
+    assert len(watched.requests) == asked
+    page.evaluate(hide, False)
+    live(page)
+
+
+def test_it_comes_back_with_the_router(watched: Watched, fleet: Fleet, model: Path) -> None:
+    page = live(watched.open(fleet.url))
+    assert fleet.router is not None
+    port = fleet.router.address.rpartition(":")[2]
+    fleet.router.signal(signal.SIGTERM)
+    expect(page.locator("#link")).to_contain_text("No answer for")
+    expect(page.locator("#trouble")).to_contain_text("The router does not answer.")
+    expect(row(page, "p-one")).to_be_visible()  # what was known stays
+    fleet.router.wait_ended(10.0)
+    fleet.start_router(model, ["--port", port])
+    live(page)
+    expect(page.locator("#trouble")).to_be_hidden()
+    expect(cell(row(page, "p-one"), "State")).to_have_text("ready")
+    assert all("ERR_CONNECTION_REFUSED" in complaint for complaint in watched.complaints)
+
+
+def test_a_router_with_keys_wants_one(watched: Watched, fleet: Fleet, model: Path, tmp_path: Path) -> None:
+    key, file = new_key(), tmp_path / "keys.toml"
+    file.write_text(key_entry("alice", key))
+    open_router = fleet.router
+    try:
+        guarded = fleet.start_router(model, ["--api-keys", str(file)])
+        fleet.wait_until(lambda: guarded.child.state == "ready", 30.0)
+        page = watched.open(fleet.url)
+        expect(page.get_by_label("API key")).to_be_focused()
+        expect(page.locator("#nodes")).to_be_hidden()
+        page.keyboard.type("sk-wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#door-why")).to_have_text("The router does not know this key.")
+        page.keyboard.type(key)
+        page.keyboard.press("Enter")
+        expect(row(live(page), "p-one")).to_be_visible()
+        live(page).reload()
+        expect(row(live(page), "p-one")).to_be_visible()  # the tab remembers it
+        assert not any(key in url for url in watched.requests)
+        guarded.signal(signal.SIGTERM)
+        guarded.wait_ended(10.0)
+    finally:
+        fleet.router = open_router
+
+
+def test_numbers_read_as_in_a_terminal(page: Page) -> None:
+    values = [0, 0.004, 0.0437, 0.31, 0.997, 1.26, 7, 9.96, 42.4, 99.7, 118, 631, 4321, 9999, 12345, 678901, 7.7e6, 3e9]
+    names = {"count": "count", "rate": "rate", "seconds": "seconds", "bytesPerSecond": "bytes_per_second"}
+    names["percent"] = "percent"
+    script = (
+        "async ([name, values]) => { const all = await import('/dashboard/format.js'); return values.map(all[name]) }"
+    )
+    for theirs, ours in names.items():
+        shown = page.evaluate(script, [theirs, [*values, None]])
+        said = [getattr(numbers, ours)(value) for value in values]
+        assert [text.replace("\u202f", " ") for text in shown] == [*said, numbers.UNKNOWN]

@@ -1,0 +1,168 @@
+"""``pdserve top`` on a real terminal, in a pipe, and before what is no router."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from conftest import Streams
+from fleet import Fleet
+from http_stub import http_stub
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_HOME = "\x1b[H"  # where a frame begins
+PATIENCE = 30.0  # seconds
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "pdserve", "top", *argv]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PDSERVE_API_KEY")}
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=PATIENCE, env=environ)
+
+
+class Terminal:
+    """One with a program in it."""
+
+    def __init__(self, argv: list[str], columns: int, lines: int) -> None:
+        self._ours, theirs = pty.openpty()
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(self._ours)
+        self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self.said = ""
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, key: str) -> None:
+        os.write(self._ours, key.encode())
+
+    @property
+    def frame(self) -> list[str]:
+        """The lines of the latest whole screen."""
+        frames = self.said.split(_HOME)
+        return _CONTROL.sub("", frames[-2] if len(frames) > 1 else "").splitlines()
+
+    def read_until(self, text: str) -> None:
+        """Until a whole screen has that text."""
+        end = time.monotonic() + PATIENCE
+        while not any(text in line for line in self.frame):
+            assert time.monotonic() < end, self.said
+            self._read()
+
+    def wait(self) -> int:
+        """The program's exit status."""
+        while self.process.poll() is None:
+            self._read()
+        return self.process.wait()
+
+    def _read(self) -> None:
+        if select.select([self._ours], [], [], 0.2)[0]:
+            self.said += os.read(self._ours, 65536).decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@contextmanager
+def terminal(argv: list[str], columns: int = 80, lines: int = 30) -> Iterator[Terminal]:
+    opened = Terminal(argv, columns, lines)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_a_terminal_shows_it_live_and_is_left_as_it_was(fleet: Fleet, streams: Streams) -> None:
+    with terminal(command(fleet.url)) as screen, streams(2):
+        screen.read_until("requests 2 running")
+        screen.read_until("d-one")
+        assert "3 of 3 nodes ready" in screen.frame[0]
+        assert max(map(len, screen.frame)) <= 80
+        assert "\x1b[2J" not in screen.said.split(_HOME, 2)[-1]  # which is in the name of a node
+        screen.resize(60, 20)
+        screen.process.send_signal(signal.SIGWINCH)  # as a terminal does that is its own
+        screen.read_until("q ends")
+        while max(map(len, screen.frame)) > 60:
+            screen._read()
+        assert len(screen.frame) <= 20
+        screen.press("q")
+        assert screen.wait() == 0
+        assert "\x1b[?1049l" in screen.said  # back to what was on the screen before
+        assert termios.tcgetattr(screen._ours) == screen.before
+
+
+def test_it_ends_by_a_signal_and_waits_for_a_router_that_went(fleet: Fleet) -> None:
+    with terminal(command(fleet.url)) as screen:
+        screen.read_until("q ends")
+        assert fleet.router is not None
+        fleet.router.signal(signal.SIGSTOP)
+        try:
+            screen.read_until("no answer from")
+        finally:
+            fleet.router.signal(signal.SIGCONT)
+        screen.read_until("q ends")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.wait() == 0
+
+
+def test_a_pipe_gets_it_once_as_plain_text(fleet: Fleet, streams: Streams) -> None:
+    with streams(2):
+        ended = run(fleet.url)
+    assert ended.returncode == 0, ended.stderr
+    assert "\x1b" not in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    assert "requests 2 running" in ended.stdout
+    (node,) = [line for line in ended.stdout.splitlines() if line.startswith("d-one")]
+    name, mark, state, running, *_ = node.split()
+    assert (name, mark, state, running) == ("d-one", "●", "ready", "1")
+    assert "–" not in node.rsplit(maxsplit=1)[0]  # its rates are known
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, b"{}", "wants an API key"),
+        (404, b"{}", "shows no dashboard"),
+        (500, b"{}", "status 500"),
+        (200, b"<html>", "use the router's version"),
+    ],
+)
+def test_what_is_no_open_router_is_one_line(status: int, body: bytes, said: str) -> None:
+    with http_stub(status, body) as url:
+        ended = run(url, "--once")
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
+        (["ftp://127.0.0.1:9"], "is no URL of a router"),
+        (["--api-key", "\x1b", "http://127.0.0.1:9"], "printable ASCII"),
+    ],
+)
+def test_a_wrong_start_is_one_line(argv: list[str], said: str) -> None:
+    ended = run(*argv, "--once")
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1

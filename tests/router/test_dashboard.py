@@ -1,0 +1,147 @@
+"""/dashboard over HTTP: who may see it, what it tells of nodes, and its history."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from router_process import MODEL, RouterProcess, router_process
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.live import STATE_PATH, Node, Report
+from pdserve.pb import pdserve_pb2 as pb
+
+PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
+
+
+def look(client: httpx.Client, **seen: str | int) -> Report:
+    response = client.get(STATE_PATH, params=seen)
+    assert response.status_code == 200, response.text
+    return msgspec.json.decode(response.content, type=Report)
+
+
+def client_of(router: RouterProcess) -> httpx.Client:
+    return httpx.Client(base_url=router.url, timeout=20, trust_env=False)
+
+
+def node_at(report: Report, address: str) -> Node:
+    return next(node for node in report.now.nodes if node.address == address)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest) -> Iterator[ScriptedNode]:
+    """A decode node of another model."""
+    node = ScriptedNode("other", node_id="other-node")
+    yield node
+    node.close()
+
+
+@pytest.mark.parametrize("path", PAGE)
+def test_the_page_lets_nothing_else_in(client: httpx.Client, path: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_is_open_and_what_it_shows_wants_a_key(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path: Path
+) -> None:
+    key, file = new_key(), tmp_path / "keys.toml"
+    file.write_text(key_entry("alice", key))
+    flags = ["--decode", scripted_node.address, "--api-keys", str(file)]
+    with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
+        assert [client.get(path).status_code for path in PAGE] == [200] * len(PAGE)
+        assert client.get(STATE_PATH).status_code == 401
+        assert client.get(STATE_PATH + "/").status_code == 401
+        response = client.get(STATE_PATH, headers={"Authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+        assert "alice" not in response.text
+        assert response.headers["cache-control"] == "no-store"
+
+
+def test_there_is_none_where_it_is_switched_off(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    flags = ["--decode", scripted_node.address, "--no-dashboard"]
+    with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
+        assert [client.get(path).status_code for path in (*PAGE, STATE_PATH)] == [404] * (len(PAGE) + 1)
+
+
+def test_requests_are_told_of_within_seconds(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65)
+        conversation.token(66)
+        conversation.token(67, finish="length")
+
+    async def failing(conversation: Conversation) -> None:
+        conversation.fail(pb.Failure.NODE_FAILED)
+
+    scripted_node.scripts |= {"board": script, "board-failing": failing}
+    before = look(client)
+    for salt in ("board", "board-failing"):
+        client.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "cache_salt": salt})
+    eventually(lambda: look(client).now.traffic.outcomes.get("node_error", 0) > 0)
+    traffic = look(client).now.traffic
+    assert traffic.outcomes["ok"] >= 1
+    assert traffic.request_rate > 0
+    assert traffic.failure_rate > 0
+    assert traffic.output_token_rate > 0
+    assert traffic.ttft.p50 is not None
+    history = look(client, life=before.life, second=before.history.seconds[-1]).history
+    assert history.seconds[0] == before.history.seconds[-1] + 1
+    assert sum(history.requests) == pytest.approx(2, abs=0.1)
+    assert sum(history.output_tokens) == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("seen", [{"life": "another", "second": 10**6}, {"life": "", "second": "x"}, {}])
+def test_who_has_seen_another_life_gets_all_of_this_one(client: httpx.Client, seen: dict[str, str | int]) -> None:
+    seconds = look(client, **seen).history.seconds
+    assert seconds == list(range(seconds[0], seconds[0] + len(seconds)))
+    assert seconds[0] == 0 or len(seconds) == 300
+
+
+def test_nodes_that_cannot_be_used_say_why(tokenizer_dir: Path, other: ScriptedNode) -> None:
+    mine = ScriptedNode(MODEL, node_id="mine")
+    mine.load = pb.NodeLoad(free_blocks=30, total_blocks=40, waiting=2, running=3)
+    flags = ["--decode", mine.address, "--decode", other.address, "--decode", "127.0.0.1:9"]
+    try:
+        with router_process(tokenizer_dir, flags, until="loading") as router, client_of(router) as client:
+            eventually(lambda: client.get("/health").status_code == 200)
+            eventually(lambda: node_at(look(client), mine.address).state == "ready")
+            eventually(lambda: node_at(look(client), other.address).state == "unused")
+            report = look(client)
+            node = node_at(report, mine.address)
+            assert (node.name, node.running, node.waiting, node.free_blocks) == ("mine", 3, 2, 30)
+            assert node_at(report, "127.0.0.1:9").state == "unreachable"
+            assert [(m.name, m.decode_ready, m.decode) for m in report.now.models] == [(MODEL, 1, 1)]
+            eventually(lambda: look(client).history.kv_decode[-1] == pytest.approx(0.25))
+            mine.stop()
+            eventually(lambda: node_at(look(client), mine.address).state == "lost")
+            lost = node_at(look(client), mine.address)
+            assert lost.name == "mine"
+            assert lost.lost_seconds is not None
+            eventually(lambda: look(client).now.models[0].decode_ready == 0)
+            mine.start()
+            eventually(lambda: node_at(look(client), mine.address).state == "ready")
+    finally:
+        mine.close()
+
+
+def test_without_nodes_there_is_a_page_all_the_same(tokenizer_dir: Path) -> None:
+    with router_process(tokenizer_dir, [], until="loading") as router, client_of(router) as client:
+        eventually(lambda: client.get("/version").status_code == 200)
+        now = look(client).now
+        assert (now.nodes, now.links, now.handoffs) == ([], [], None)
+        assert now.models[0].decode == 0

@@ -1,0 +1,148 @@
+"""Figures over windows: quantiles, rates of clients, rates of nodes."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.metrics import labels_of, series
+from pdserve.pb import pdserve_pb2 as pb
+from router.dashboard.counters import Answers, Exposed, handoffs_of, read_answer
+from router.dashboard.traffic import Sample, TrafficLog
+from router.tally import Tally, quantile, subdivided
+
+BOUNDS = (0.001, 0.01, 0.1, 1.0)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
+def test_a_quantile_is_right_to_a_fine_bucket(values: list[float], share: float) -> None:
+    tally = Tally("x", "", BOUNDS)
+    for value in values:
+        tally.observe(value)
+    found = quantile(tally.fine_bounds, tally.counts, share)
+    exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
+    assert found is not None
+    assert found / exact < 10 ** (1 / 8) * 1.001 or found <= 0.001
+    assert exact / found < 10 ** (1 / 8) * 1.001 or exact <= 0.001
+
+
+def test_quantiles_of_nothing_and_beyond_all_bounds() -> None:
+    assert quantile(BOUNDS, [0] * 5, 0.5) is None
+    assert quantile(BOUNDS, [0, 0, 0, 0, 3], 0.5) == 1.0
+    assert quantile(BOUNDS, [4, 0, 0, 0, 0], 0.5) == pytest.approx(0.0005)
+
+
+def test_what_is_exported_are_the_given_buckets() -> None:
+    tally = Tally("x_seconds", "", BOUNDS)
+    for value in (0.001, 0.0011, 0.05, 0.1, 5.0):
+        tally.observe(value)
+    (family,) = tally.collect()
+    buckets = [(s.labels["le"], s.value) for s in family.samples if s.name == "x_seconds_bucket"]
+    assert buckets == [("0.001", 1), ("0.01", 2), ("0.1", 4), ("1.0", 4), ("+Inf", 5)]
+    assert set(BOUNDS) < set(subdivided(BOUNDS, 8))
+
+
+def sample(second: float, requests: int, tokens: int, itl: tuple[int, ...] = (0, 0, 0)) -> Sample:
+    return Sample(
+        at=100 + second,
+        running=3,
+        waiting=1,
+        outcomes={"ok": requests, "node_error": requests // 2},
+        prompt_tokens=10 * requests,
+        cached_tokens=5 * requests,
+        ttft=(tokens, 0, 0),
+        itl=itl,
+        kv_prefill=None,
+        kv_decode=0.5,
+    )
+
+
+def test_rates_are_of_ten_seconds_and_the_rest_of_a_minute() -> None:
+    log = TrafficLog((0.1, 1.0), (0.1, 1.0))
+    for second in range(100):
+        log.add(second, sample(second, 2 * min(second, 80), 8 * second))
+    traffic = log.traffic()  # the last requests ended 19 s ago
+    assert (traffic.running, traffic.waiting) == (3, 1)
+    assert traffic.request_rate == traffic.failure_rate == traffic.prompt_token_rate == 0.0
+    assert traffic.output_token_rate == pytest.approx(8)
+    assert traffic.outcomes == {"ok": 82, "node_error": 41}
+    assert traffic.cached_share == pytest.approx(0.5)
+    assert traffic.itl.p50 is None
+    assert traffic.ttft.p50 == pytest.approx(0.05)
+
+
+def test_the_history_holds_five_minutes_and_tells_what_is_new() -> None:
+    log = TrafficLog((0.1, 1.0), (0.1, 1.0))
+    for second in range(400):
+        log.add(second, sample(second, 2 * second, 8 * second, (0, second, 0)))
+    history = log.history()
+    assert history.seconds == list(range(100, 400))
+    assert history.requests[-1] == pytest.approx(3)
+    assert history.failures[-1] == pytest.approx(1)
+    assert history.output_tokens[-1] == pytest.approx(9)
+    assert history.itl_p50[-1] == pytest.approx(0.55)
+    assert (history.kv_prefill[-1], history.kv_decode[-1]) == (None, 0.5)
+    assert log.history(after=397).seconds == [398, 399]
+    assert log.history(after=399).seconds == []
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z]\w{0,8}", fullmatch=True), st.text(max_size=20), max_size=3))
+def test_labels_are_read_as_they_are_written(labels: dict[str, str]) -> None:
+    assert labels_of(series("pdserve_a_total", **labels)) == labels
+
+
+def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool = True) -> pb.NodeStatus:
+    counters = {
+        "pdserve_output_tokens_total": 100.0 * reads,
+        "pdserve_prompt_tokens_total": 10.0 * reads,
+        "pdserve_prefix_cached_tokens_total": 4.0 * reads,
+        "pdserve_handoffs_total": float(handoffs),
+        series("pdserve_kv_read_bytes_total", peer=peer): 1e9 * reads,
+        series("pdserve_kv_read_seconds_total", peer=peer): 0.5 * reads,
+        series("pdserve_peer_connected", peer=peer, transport="shm" if connected else "none"): float(connected),
+        series("pdserve_handoff_exposed_seconds_bucket", le="0.01"): float(handoffs),
+        series("pdserve_handoff_exposed_seconds_bucket", le="0.1"): float(2 * handoffs),
+        series("pdserve_handoff_exposed_seconds_bucket", le="+Inf"): float(2 * handoffs),
+    }
+    return pb.NodeStatus(leased_blocks=7, counters=counters)
+
+
+def test_two_answers_of_a_node_make_rates() -> None:
+    answers, exposed = Answers(), Exposed()
+    for second in range(21):
+        exposed.add(second, answers.add(read_answer(second, "e", status(2 * second, handoffs=second))))
+    measured = answers.measured()
+    assert measured.output_token_rate == pytest.approx(200)
+    assert measured.cached_share == pytest.approx(0.4)
+    assert measured.leased_blocks == 7
+    (link,) = answers.links("d", {'p"1\\': "p-one"})
+    assert (link.prefill, link.decode, link.transport) == ("p-one", "d", "shm")
+    assert link.byte_rate == pytest.approx(2e9)
+    assert link.speed == pytest.approx(2e9)
+    handoffs = handoffs_of([answers], [link], exposed.quantiles())
+    assert handoffs.rate == pytest.approx(1)
+    assert handoffs.exposed.p50 == pytest.approx(0.01)
+    assert handoffs.exposed.p99 == pytest.approx(0.0982)
+
+
+def test_a_node_that_starts_anew_counts_from_its_start() -> None:
+    answers = Answers()
+    answers.add(read_answer(1.0, "first", status(50, handoffs=50)))
+    assert not answers.known
+    assert set(answers.add(read_answer(2.0, "second", status(1, handoffs=1))).values()) == {0.0}
+    assert not answers.known
+    answers.add(read_answer(3.0, "second", status(2, connected=False)))
+    (link,) = answers.links("d", {})
+    assert (link.prefill, link.transport) == ('p"1\\', "none")
+    assert answers.rate("output_tokens") == pytest.approx(100)
+
+
+def test_handoffs_of_more_than_a_minute_ago_are_forgotten() -> None:
+    exposed = Exposed()
+    exposed.add(0.0, {0.01: 1.0, inf: 1.0})
+    assert exposed.quantiles().p50 == pytest.approx(0.005)
+    exposed.add(61.0, {0.01: 0.0, inf: 0.0})
+    assert exposed.quantiles().p50 is None
