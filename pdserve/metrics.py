@@ -21,7 +21,7 @@ _ESCAPED = re.compile(r"\\(.)")
 class Tally(Collector):
     """A histogram that is told of every token: a tenth of the price of prometheus_client's, which locks twice for each.
 
-    For one thread. ``counts``, by ``fine_bounds`` and beyond them, are for ``quantile``: it tells more than Prometheus can.
+    For one thread. ``counts``, by ``fine_bounds`` and beyond them, are for ``quantile``.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:

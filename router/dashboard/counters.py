@@ -9,9 +9,8 @@ from math import inf
 import msgspec
 
 from pdserve.live import Handoffs, Link, Measured, Quantiles
-from pdserve.metrics import labels_of
+from pdserve.metrics import labels_of, quantile
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.metrics import quantile
 
 _WINDOW = 10.0  # seconds that rates are of, where answers come each second
 _MINUTE = 60.0

@@ -20,12 +20,12 @@ SIMULATED = ["--engine", "simulated"]
 Streams = Callable[[int], AbstractContextManager[None]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model() -> Path:
     return EMBEDDED_MODEL
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet(model: Path) -> Iterator[Fleet]:
     with Fleet() as fleet:
         fleet.start_prefill(model, [*SIMULATED, "--node-id", "p-one"])
@@ -36,7 +36,7 @@ def fleet(model: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def streams(fleet: Fleet) -> Streams:
     """``streams(n)`` keeps n requests running within a block: each ends only to begin again."""
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.metrics import labels_of, series
+from pdserve.metrics import Tally, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
 from router.dashboard.counters import Answers, Exposed, handoffs_of, read_answer
 from router.dashboard.traffic import Sample, TrafficLog
-from router.tally import Tally, quantile, subdivided
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
 
