@@ -19,11 +19,13 @@ _EXPOSED = "pdserve_handoff_exposed_seconds_bucket"
 _PLAIN = {
     f"pdserve_{name}_total": name
     for name in (
-        *("steps", "preemptions", "prompt_tokens", "prefix_cached_tokens", "output_tokens"),
+        *("steps", "preemptions", "admitted_prompt_tokens", "prefix_cached_tokens", "sampled_tokens"),
         *("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills"),
     )
 }
 _PEER = {f"pdserve_kv_read_{name}_total": name for name in ("bytes", "seconds", "failures")}
+_CONNECTED = "pdserve_peer_connected"
+NAMES = frozenset({*_PLAIN, *_PEER, _CONNECTED, _EXPOSED.removesuffix("_bucket")})  # all that is looked at
 
 
 class Peer(msgspec.Struct):
@@ -58,7 +60,7 @@ def read_answer(at: float, epoch: str, status: pb.NodeStatus) -> Answer:
             exposed[float(labels_of(labels)["le"])] = value
         elif name in _PEER:
             setattr(peers.setdefault(labels_of(labels)["peer"], Peer()), _PEER[name], value)
-        elif name == "pdserve_peer_connected" and value:
+        elif name == _CONNECTED and value:
             found = labels_of(labels)
             peers.setdefault(found["peer"], Peer()).transport = found["transport"]
     return Answer(at, epoch, status.leased_blocks, counters, exposed, peers)
@@ -90,11 +92,11 @@ class Answers:
         return max(0.0, now.counters[counter] - then.counters[counter]) / (now.at - then.at)
 
     def measured(self) -> Measured:
-        prompts = self.rate("prompt_tokens")
+        prompts = self.rate("admitted_prompt_tokens")
         return Measured(
             leased_blocks=self._answers[-1].leased_blocks,
             prompt_token_rate=prompts,
-            output_token_rate=self.rate("output_tokens"),
+            output_token_rate=self.rate("sampled_tokens"),
             step_rate=self.rate("steps"),
             preemption_rate=self.rate("preemptions"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,

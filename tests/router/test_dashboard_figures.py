@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.metrics import Tally, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
-from router.dashboard.counters import Answers, Exposed, handoffs_of, read_answer
+from router.dashboard.counters import NAMES, Answers, Exposed, handoffs_of, read_answer
 from router.dashboard.traffic import Sample, TrafficLog
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
@@ -95,8 +96,8 @@ def test_labels_are_read_as_they_are_written(labels: dict[str, str]) -> None:
 
 def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool = True) -> pb.NodeStatus:
     counters = {
-        "pdserve_output_tokens_total": 100.0 * reads,
-        "pdserve_prompt_tokens_total": 10.0 * reads,
+        "pdserve_sampled_tokens_total": 100.0 * reads,
+        "pdserve_admitted_prompt_tokens_total": 10.0 * reads,
         "pdserve_prefix_cached_tokens_total": 4.0 * reads,
         "pdserve_handoffs_total": float(handoffs),
         series("pdserve_kv_read_bytes_total", peer=peer): 1e9 * reads,
@@ -107,6 +108,11 @@ def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool =
         series("pdserve_handoff_exposed_seconds_bucket", le="+Inf"): float(2 * handoffs),
     }
     return pb.NodeStatus(leased_blocks=7, counters=counters)
+
+
+def test_nodes_count_all_that_is_looked_at() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert {name for name in NAMES if f"| `{name}` |" not in table} == set()
 
 
 def test_two_answers_of_a_node_make_rates() -> None:
@@ -136,7 +142,7 @@ def test_a_node_that_starts_anew_counts_from_its_start() -> None:
     answers.add(read_answer(3.0, "second", status(2, connected=False)))
     (link,) = answers.links("d", {})
     assert (link.prefill, link.transport) == ('p"1\\', "none")
-    assert answers.rate("output_tokens") == pytest.approx(100)
+    assert answers.rate("sampled_tokens") == pytest.approx(100)
 
 
 def test_handoffs_of_more_than_a_minute_ago_are_forgotten() -> None:
