@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from fleet import MODEL_NAME, Fleet
+from watched_fleet import HOSTILE, Streams
 
 from pdserve.embedded import EMBEDDED_MODEL
 
-HOSTILE = "d-<img src=x onerror=alert(1)>\x1b[2J"
 SIMULATED = ["--engine", "simulated"]
-
-Streams = Callable[[int], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")

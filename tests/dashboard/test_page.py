@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HOSTILE, Streams
 from fleet import Fleet, NodeProcess
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
+from watched_fleet import HOSTILE, Streams
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.top import numbers

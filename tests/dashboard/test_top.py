@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Streams
 from fleet import Fleet
 from http_stub import http_stub
+from watched_fleet import Streams
 
 from pdserve.cli import main
 from pdserve.live import STATE_PATH
