@@ -97,7 +97,8 @@ class Link:
         self._waiting: deque[tuple[Pull, Piece]] = deque()
         self._flights: list[_Flight] = []
         self._lost_at = 0.0
-        self._moved_at = 0.0
+        self._expected_at = 0.0  # when bytes are looked for
+        self._received = -1
         self._looked_at = 0.0
         self._was_cut = False
         home.agent.add(self._rank.metadata)
@@ -146,10 +147,9 @@ class Link:
             moved |= self._look_after(flight)
         now = time.monotonic()
         if moved or now - self._looked_at > self._home.stall_seconds / 4:  # if so, it was us who stood still
-            self._moved_at = now
-        elif self._flights and now - self._moved_at > self._home.stall_seconds:
-            self._break(f"no byte arrived for {self._home.stall_seconds:g} s: the peer hangs or its network is cut")
-            self._cut()
+            self._expect_bytes(now)
+        elif self._flights and now > self._expected_at:
+            self._look_for_bytes(now)
         self._looked_at = now
         if self._flights and self.lost and now - self._lost_at > GRACE_SECONDS:
             self._cut()
@@ -178,6 +178,24 @@ class Link:
         self._prepared.append(self._home.agent.prepare(owner, region, side))
         return self._prepared[-1]
 
+    # ------------------------------------------------------------ stalls
+
+    def _expect_bytes(self, now: float, since: int = -1) -> None:
+        """From now on, beyond the first so many; -1: they have not been counted."""
+        self._expected_at = now + self._home.stall_seconds / 2
+        self._received = since
+
+    def _look_for_bytes(self, now: float) -> None:
+        """No piece has ended for half a stall. Over a slow network that is no stall as long as bytes arrive; other
+        networks have no sockets, and are never that slow.
+        """
+        received = ucx.received_bytes(self._rank.metadata)
+        if self._received == -1 or received > self._received:
+            self._expect_bytes(now, received)
+            return
+        self._break(f"no byte arrived for {self._home.stall_seconds:g} s: the peer hangs or its network is cut")
+        self._cut()
+
     # ------------------------------------------------------------ pieces
 
     def _break(self, reason: str) -> None:
@@ -202,7 +220,7 @@ class Link:
             self._break(str(error))
             return
         if not self._flights:
-            self._moved_at = time.monotonic()
+            self._expect_bytes(time.monotonic())
         self._flights.append(flight)
         self._step(flight, post=True)
 

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +104,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
 
 _drain = Drain()
+_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, an uint64 (linux/tcp.h)
 
 
 def shut_sockets(metadata: bytes) -> int:
@@ -115,21 +117,32 @@ def shut_sockets(metadata: bytes) -> int:
 
     UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
     """
-    return sum(_shut(int(entry), metadata) for entry in os.listdir("/proc/self/fd"))
+    return sum(_drain.take(connection) for connection in _connections_to(metadata))
 
 
-def _shut(descriptor: int, metadata: bytes) -> bool:
-    """Shut ``descriptor`` down if it is a connection to that peer. UCX closes it then; we use a duplicate."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        connection = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed meanwhile
-        return False
-    if not _leads_to(connection, metadata):
-        connection.close()
-        return False
-    return _drain.take(connection)
+def received_bytes(metadata: bytes) -> int:
+    """What has come so far over this process's TCP connections to the peer with this NIXL metadata; 0 if none is."""
+    total = 0
+    for connection in _connections_to(metadata):
+        with connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+            total += int.from_bytes(info[_BYTES_RECEIVED:], sys.byteorder)
+    return total
+
+
+def _connections_to(metadata: bytes) -> Iterator[socket.socket]:
+    """Duplicates of those sockets: UCX may close its own. The caller closes them."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:  # closed meanwhile
+            continue
+        if _leads_to(connection, metadata):
+            yield connection
+        else:
+            connection.close()
 
 
 def _leads_to(connection: socket.socket, metadata: bytes) -> bool:

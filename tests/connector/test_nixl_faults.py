@@ -237,3 +237,18 @@ def test_importing_the_connectors_imports_no_nixl() -> None:
     program = "import sys, connector; print([m for m in ('nixl_cu12', 'nixl_cu13', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("tcp")
+def test_a_source_that_is_slow_is_not_dead(make_source: MakeSource, make_reader: MakeReader) -> None:
+    """Bytes come all the time, though no piece is complete for longer than a stall."""
+    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    assert reader.connect(source.peer) == ""
+    read_id = reader.order(source.epoch, ALL, ALL)
+    reader.wait_for_first_bytes()
+    for _ in range(15):
+        source.send(signal.SIGSTOP)
+        time.sleep(0.2)
+        source.send(signal.SIGCONT)
+        time.sleep(0.002)
+    assert reader.result(read_id, timeout=20).error == ""
