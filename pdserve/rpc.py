@@ -38,6 +38,7 @@ _CHANNEL: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s
     ("grpc.client_idle_timeout_ms", 2**31 - 1),  # an idle channel stays connected: its end means that the peer ended
     ("grpc.enable_http_proxy", 0),  # a cluster's own traffic never goes through $http_proxy
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share connections, nor their back-off
