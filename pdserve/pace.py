@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+HALF_LIFE = 10.0  # seconds, of what is believed of times that are not measured any more
+
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
     """Seconds: ``base``, and ``slope`` for each of something. All zeros: nothing has been measured."""
@@ -16,6 +18,13 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
     def at(self, count: float) -> float:
         return self.base + self.slope * count
+
+    def aged(self, seconds: float) -> Line:
+        """As far as it is believed when nothing has been measured for so long: what seems slow is not used, and would
+        seem so for ever.
+        """
+        share = 0.5 ** min(seconds / HALF_LIFE, 10.0)
+        return Line(self.base * share, self.slope * share)
 
 
 class Pace(msgspec.Struct, frozen=True, array_like=True):

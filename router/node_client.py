@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc.aio
+import msgspec
 
 from pdserve.cost import Load
 from pdserve.hashing import unpack_numbers
@@ -57,6 +58,7 @@ class NodeClient:
         self.cached: CachedBlocks | None = None  # while there is a description
         self._prefixes = prefixes
         self._load = pb.NodeLoad()
+        self._read_at = 0.0  # when its pace of reads last changed
         self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
         self.in_flight = 0  # requests of this router; on P, those that have no token yet
         self.leaving = False  # it is not listed any more: nothing more is sent there
@@ -119,6 +121,8 @@ class NodeClient:
             self._on_idle(self)
 
     def _look(self, node: pb.NodeDescription) -> NodeView:
+        pace = pace_from_pb(self._load.pace)
+        unread = asyncio.get_running_loop().time() - self._read_at
         return NodeView(
             node_id=node.node_id,
             role=self.role,
@@ -129,7 +133,7 @@ class NodeClient:
             connected_peers=self._peers,
             in_flight=self.in_flight,
             load=self._whole_load(node.kv_layout.block_size),
-            pace=pace_from_pb(self._load.pace),
+            pace=msgspec.structs.replace(pace, read=pace.read.aged(unread)),
         )
 
     def _whole_load(self, block_size: int) -> Load:
@@ -194,6 +198,8 @@ class NodeClient:
         changed = report.HasField("description")
         if changed:
             self._on_described(report.description)
+        if report.load.pace.read != self._load.pace.read:
+            self._read_at = self._heard_at
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
         self.cached.change(unpack_numbers(report.cache.added), unpack_numbers(report.cache.removed))

@@ -89,6 +89,14 @@ def test_a_slow_node_gets_less() -> None:
     assert prefix_aware(Snapshot("m", nodes), ASK) == Placement("d0", "p1")
 
 
+def test_reading_that_was_slow_once_is_tried_again() -> None:
+    """Else nothing would be read there, and nothing be measured, ever again."""
+    slow = Line(0.0, 2e-3)
+    for age, prefill_node in ((0.0, None), (120.0, "p0")):
+        pace = msgspec.structs.replace(PACE, read=slow.aged(age))
+        assert prefix_aware(Snapshot("m", (decode("d0", pace=pace), prefill("p0"))), ASK).prefill == prefill_node
+
+
 def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> None:
     slow = Pace(prompt=Line(5e-3, 1e-3), decode=PACE.decode, read=PACE.read)
     nodes = (decode("d0", pace=Pace()), prefill("p0", pace=slow), prefill("p1", pace=Pace()))
