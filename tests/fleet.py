@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,10 @@ class Process:
     def __init__(self, fleet: Fleet, child: Child) -> None:
         self._fleet = fleet
         self.child = child
+
+    @property
+    def name(self) -> str:
+        return self.child.name
 
     @property
     def address(self) -> str:
@@ -79,11 +84,52 @@ class Process:
             child.send_signal(number)
 
 
+class NodeCalls(ABC):
+    """What a node answers over gRPC, asked for anew each time."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def address(self) -> str: ...
+
+    def status(self) -> pb.NodeStatus:
+        with grpc.insecure_channel(self.address) as channel:
+            return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+
+    def describe(self) -> pb.NodeDescription:
+        with grpc.insecure_channel(self.address) as channel:
+            return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
+
+    def counter(self, name: str) -> float:
+        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total".
+
+        The sum over all labels.
+        """
+        found = [value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"]
+        assert found, f"{self.name} has no counter {name}"
+        return sum(found)
+
+    def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
+        """Wait until no block is held, leased or quarantined. Checks that blocks always add up to the total."""
+        end = time.monotonic() + seconds
+        while True:
+            status = self.status()
+            used = status.held_blocks + status.leased_blocks + status.quarantined_blocks
+            assert status.free_blocks + used == status.total_blocks, status
+            if used == 0 and status.waiting + status.reading + status.running == 0:
+                return status
+            assert time.monotonic() < end, f"{self.name} still holds blocks after {seconds} s: {status}"
+            time.sleep(0.05)
+
+
 PARTS = ("node", "front", "engine")  # of a node, as ``stop`` knows them; the engine is rank 0, others are "rank 1" …
 
 
-class NodeProcess(Process):
-    """A prefill or decode node; its gRPC answers are asked for anew each time."""
+class NodeProcess(Process, NodeCalls):
+    """A prefill or decode node."""
 
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
         super().__init__(fleet, child)
@@ -135,35 +181,6 @@ class NodeProcess(Process):
                 return engine
             case _:
                 return [others[int(part.removeprefix("rank ")) - 1]]
-
-    def status(self) -> pb.NodeStatus:
-        with grpc.insecure_channel(self.address) as channel:
-            return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
-
-    def describe(self) -> pb.NodeDescription:
-        with grpc.insecure_channel(self.address) as channel:
-            return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
-
-    def counter(self, name: str) -> float:
-        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total".
-
-        The sum over all labels.
-        """
-        found = [value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"]
-        assert found, f"{self.child.name} has no counter {name}"
-        return sum(found)
-
-    def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
-        """Wait until no block is held, leased or quarantined. Checks that blocks always add up to the total."""
-        end = time.monotonic() + seconds
-        while True:
-            status = self.status()
-            used = status.held_blocks + status.leased_blocks + status.quarantined_blocks
-            assert status.free_blocks + used == status.total_blocks, status
-            if used == 0 and status.waiting + status.reading + status.running == 0:
-                return status
-            assert time.monotonic() < end, f"{self.child.name} still holds blocks after {seconds} s: {status}"
-            time.sleep(0.05)
 
 
 class Fleet:

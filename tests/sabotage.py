@@ -84,10 +84,11 @@ class Load:
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)  # what a client should not have seen
+    headers: dict[str, str] = field(default_factory=dict)  # of every request
 
     async def learn(self, url: str, chance: random.Random) -> None:
         """Ask for all of them. Some are given a stop string, which occurs in the middle of an answer."""
-        async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False, headers=self.headers) as client:
             first = await asyncio.gather(*(ask(client, body) for body in self.bodies))
             for body, answer in zip(self.bodies, first, strict=True):
                 text = answer.choices[0].text
@@ -100,7 +101,8 @@ class Load:
         """So many clients, each with a request at a time."""
         end = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=2 * clients)
-        async with httpx.AsyncClient(base_url=url, timeout=120.0, trust_env=False, limits=limits) as client:
+        kept: dict[str, Any] = {"timeout": 120.0, "trust_env": False, "limits": limits, "headers": self.headers}
+        async with httpx.AsyncClient(base_url=url, **kept) as client:
             await asyncio.gather(*(self._client(client, random.Random(seed + i), end) for i in range(clients)))
 
     async def _client(self, client: httpx.AsyncClient, chance: random.Random, end: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods, selects
+from policies import NAMESPACE, Party, is_peer
 
 GRPC = {"prefill": 9001, "decode": 9002}
 HTTP = 8000
@@ -142,7 +143,7 @@ def test_roles_may_read_endpointslices_only(overlay: str) -> None:
 # ---------------------------------------------------------------- the network
 
 
-def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = "") -> set[range | None]:
+def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMESPACE) -> set[range | None]:
     """Ports of ``to`` that network policies let somebody with these labels reach; None where they are all open.
 
     ``namespace`` is where that is, if not where the pods are.
@@ -154,18 +155,10 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = "") -
             continue
         for rule in spec.get("ingress", ()):
             peers = rule.get("from")
-            if peers is None or any(is_peer(peer, labels, namespace) for peer in peers):
+            if peers is None or any(is_peer(peer, Party(labels, namespace)) for peer in peers):
                 ports = rule.get("ports")
                 found |= {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
     return found
-
-
-def is_peer(peer: Manifest, labels: dict[str, str], namespace: str) -> bool:
-    """Whether a rule's peer is somebody with these labels in another namespace, or "" for the pods' own."""
-    if "namespaceSelector" not in peer:
-        return not namespace and selects(peer["podSelector"], labels)
-    named = {"kubernetes.io/metadata.name": namespace or "ai"}
-    return selects(peer["namespaceSelector"], named) and selects(peer.get("podSelector", {}), labels)
 
 
 @each_pod

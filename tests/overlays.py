@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-KUBERNETES = Path(__file__).parents[2] / "deploy" / "k8s"
+KUBERNETES = Path(__file__).parents[1] / "deploy" / "k8s"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 REVISION = "pdserve.dev/revision"
 COMPONENT = "app.kubernetes.io/component"
@@ -69,10 +69,14 @@ class Pod:
     @property
     def environment(self) -> dict[str, str]:
         """What the container sees; addresses and the like, which a cluster gives, are made up."""
+        return self.environment_of(f"{self.name}-0", "10.1.2.3")
+
+    def environment_of(self, name: str, address: str) -> dict[str, str]:
+        """What the container of the pod of that name, at that address, sees."""
         given = {
-            "metadata.name": f"{self.name}-0",
+            "metadata.name": name,
             "metadata.namespace": "ai",
-            "status.podIP": "10.1.2.3",
+            "status.podIP": address,
             f"metadata.labels['{REVISION}']": self.labels.get(REVISION, ""),
             "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": "1" if "ranks" in self.role else "0",
         }
@@ -84,10 +88,12 @@ class Pod:
 
     @property
     def arguments(self) -> list[str]:
+        return self.arguments_in(self.environment)
+
+    def arguments_in(self, environment: dict[str, str]) -> list[str]:
         """As the container gets them: Kubernetes leaves $(NAME) as it is where there is no such variable."""
-        values = self.environment
         return [
-            re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], found[0]), word)
+            re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
             for word in self.container["args"]
         ]
 

@@ -79,16 +79,18 @@ class FakeCluster:
         status = self.fail_with or (200 if scope["path"] == PATH else 404)
         await send({"type": "http.response.start", "status": status, "headers": JSON})
         if status == 200 and "watch" in query:
-            task = asyncio.ensure_future(self._watch(int(query["resourceVersion"]), send))
+            task = asyncio.ensure_future(self._watch(int(query["resourceVersion"]), query["labelSelector"], send))
             self._watches.add(task)
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=float(query["timeoutSeconds"]))
+            task.cancel()
             self._watches.discard(task)
             await send({"type": "http.response.body", "body": b""})
             return
-        found = {"metadata": {"resourceVersion": str(self._version)}, "items": list(self._slices.values())}
+        items = [item for item in self._slices.values() if _selects(query.get("labelSelector", ""), item)]
+        found = {"metadata": {"resourceVersion": str(self._version)}, "items": items}
         await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 
-    async def _watch(self, version: int, send: Send) -> None:
+    async def _watch(self, version: int, selector: str, send: Send) -> None:
         async def tell(event: dict[str, Any]) -> None:
             body = json.dumps(event).encode() + b"\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -100,10 +102,17 @@ class FakeCluster:
             for at, event in list(self._log):
                 if at > version:
                     version = at
-                    await tell(event)
+                    if _selects(selector, event["object"]):
+                        await tell(event)
             async with self._changed:
                 while self._version <= version:
                     await self._changed.wait()
+
+
+def _selects(selector: str, item: dict[str, Any]) -> bool:
+    """An item without labels is of every service."""
+    labels = item["metadata"].get("labels")
+    return labels is None or selector in {f"{key}={value}" for key, value in labels.items()}
 
 
 @asynccontextmanager

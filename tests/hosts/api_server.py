@@ -1,0 +1,37 @@
+"""The API server as far as EndpointSlices go (tests/fake_cluster.py): python api_server.py PORT FOLDER
+
+The folder has its certificate, ``tls.pem``, and ``slices.json``, a list that is looked at again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_cluster import FakeCluster
+
+_LOOK = 0.05  # seconds
+
+
+async def main(port: int, folder: Path) -> None:
+    cluster = FakeCluster()
+    config = uvicorn.Config(cluster, "0.0.0.0", port, lifespan="off", ssl_certfile=folder / "tls.pem")
+    serving = asyncio.create_task(uvicorn.Server(config).serve())
+    text = ""
+    while not serving.done():
+        if (found := (folder / "slices.json").read_text()) != text:
+            text = found
+            for item in json.loads(text):
+                await cluster.put(item)
+        await asyncio.sleep(_LOOK)
+    await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), Path(sys.argv[2])))

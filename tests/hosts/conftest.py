@@ -1,0 +1,44 @@
+"""One cluster for all tests here: it takes fifteen seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from cluster import Cluster
+from fleet import add_tokenizer
+from network import require_namespaces
+from sabotage import VOCABULARY
+from traffic import Traffic
+
+OVERLAY = "multi-node"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY)
+    return add_tokenizer(made)
+
+
+@pytest.fixture(scope="session")
+def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_namespaces()
+    with Cluster(OVERLAY, tmp_path_factory.mktemp("hosts"), checkpoint) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    """All links are whole, before and after."""
+    yield started
+    started.network.heal()
+    started.wait_connected()
+
+
+@pytest.fixture(scope="session")
+def known(started: Cluster) -> Traffic:
+    """Requests whose answers are known."""
+    return Traffic(started, seed=3, count=8)
