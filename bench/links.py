@@ -1,0 +1,210 @@
+"""Links between hosts fail under load: how soon is it noticed, how long does a client wait, how soon is all as before?
+
+    python bench/links.py                   every fault, three times each
+    python bench/links.py --times 1
+
+Needs root on Linux, kubectl, and what the tests need (pip install -e '.[dev]'). The pods of the overlay multi-node run
+on this machine, each in a network namespace of its own (tests/hosts/cluster.py), with a random checkpoint on the CPU.
+A fault stays for so many seconds; clients stream all the while, a request at a time each, and answers are compared with
+those of the undisturbed cluster. Prints a table in Markdown, of the worst of all times:
+
+    noticed     from the fault until the one who notices it knows
+    waited      the longest time that any client got no token, from when its request was sent on
+    connected   from healing until everybody is connected to everybody again
+
+Ends with status 1 when a client has seen an error or another answer, or when a block is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+
+from checkpoints import make_checkpoint
+from cluster import Cluster
+from fleet import add_tokenizer
+from network import require_namespaces
+from sabotage import VOCABULARY
+from traffic import check_as_before, nodes_ready
+
+CLIENTS, PROMPT, ANSWER = 4, 1000, 60  # the latter two in tokens
+PEERS, ROUTER = "D", "router"  # who notices
+LIMIT = 30.0  # seconds
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    strike: Callable[[Cluster], None]
+    noticed_by: str = ""
+    stays: float = 8.0  # seconds
+
+
+def pods(cluster: Cluster, role: str, count: int | None = None) -> list[str]:
+    return [pod.name for pod in cluster.of(role)][:count]
+
+
+def alone(cluster: Cluster, role: str) -> None:
+    (name,) = pods(cluster, role, 1)
+    cluster.network.cut([name], [each for each in cluster.network.names if each not in (name, "machine")])
+
+
+def cut(source: str, target: str, count: int | None = None, both_ways: bool = True) -> Callable[[Cluster], None]:
+    return lambda cluster: cluster.network.cut(pods(cluster, source), pods(cluster, target, count), both_ways)
+
+
+def delay(seconds: float) -> Callable[[Cluster], None]:
+    return lambda cluster: cluster.network.delay([*cluster.pods], [*cluster.pods], seconds)
+
+
+FAULTS = (
+    Fault("none", lambda cluster: None),
+    Fault("all D – all P, silently", cut("decode", "prefill"), PEERS),
+    Fault("… only from D to P", cut("decode", "prefill", both_ways=False), PEERS),
+    Fault("… only from P to D", cut("prefill", "decode", both_ways=False), PEERS),
+    Fault("a P – everybody, silently", lambda cluster: alone(cluster, "prefill"), ROUTER),
+    Fault("a P's cable is out", lambda cluster: cluster.network.unplug(*pods(cluster, "prefill", 1)), ROUTER),
+    Fault("router – a D, silently", cut("router", "decode", 1), ROUTER),
+    Fault("… only from the router to D", cut("router", "decode", 1, both_ways=False), ROUTER),
+    Fault("a D – everybody, silently", lambda cluster: alone(cluster, "decode"), ROUTER),
+    Fault("a D's cable is out", lambda cluster: cluster.network.unplug(*pods(cluster, "decode", 1)), ROUTER),
+    Fault("50 ms on every way between pods", delay(0.05)),
+    Fault("200 ms on every way between pods", delay(0.2)),
+)
+
+
+@dataclass
+class Clients:
+    """Threads of one loop; ``longest`` is what clients waited."""
+
+    cluster: Cluster
+    prompts: list[list[int]]
+    expected: list[list[int]] = field(default_factory=list)
+    longest: float = 0.0
+    answers: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.longest, self.answers, stopping = 0.0, 0, threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(self._run(stopping)))
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+
+    async def learn(self) -> None:
+        async with self._client() as client:
+            self.expected = [await self._ask(client, prompt) for prompt in self.prompts]
+
+    async def _run(self, stopping: threading.Event) -> None:
+        async def repeat(chance: random.Random) -> None:
+            while not stopping.is_set():
+                index = chance.randrange(len(self.prompts))
+                try:
+                    tokens = await self._ask(client, self.prompts[index])
+                except (httpx.HTTPError, KeyError) as exc:
+                    self.wrong.append(f"{type(exc).__name__}: {exc}")
+                    continue
+                self.answers += 1
+                if tokens != self.expected[index]:
+                    self.wrong.append(f"{tokens} is not {self.expected[index]}")
+
+        async with self._client() as client:
+            await asyncio.gather(*(repeat(random.Random(seed)) for seed in range(CLIENTS)))
+
+    def _client(self) -> httpx.AsyncClient:
+        kept: dict[str, Any] = {"trust_env": False, "timeout": 60.0, "headers": self.cluster.headers}
+        return httpx.AsyncClient(base_url=self.cluster.url, **kept)
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+        body: dict[str, Any] = {"model": self.cluster.model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+        body |= {"stream": True, "ignore_eos": True, "return_token_ids": True, "cache_salt": str(random.random())}
+        tokens: list[int] = []
+        heard = time.monotonic()
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                    self.longest = max(self.longest, time.monotonic() - heard)
+                    heard = time.monotonic()
+        return tokens
+
+
+def is_noticed(cluster: Cluster, fault: Fault) -> bool:
+    if fault.noticed_by == PEERS:
+        return not any(decode.describe().connected_peers for decode in cluster.of("decode"))
+    return sum(nodes_ready(cluster).values()) < 4
+
+
+def is_whole(cluster: Cluster) -> bool:
+    peers = [decode.describe().connected_peers for decode in cluster.of("decode")]
+    return sum(nodes_ready(cluster).values()) == 4 and all(len(each) == 2 for each in peers)
+
+
+def measure(cluster: Cluster, clients: Clients, fault: Fault) -> tuple[float, float, float]:
+    """Seconds: noticed, waited, connected."""
+    with clients.running():
+        time.sleep(1.0)
+        struck = time.monotonic()
+        fault.strike(cluster)
+        noticed = 0.0
+        if fault.noticed_by:
+            cluster.wait_until(lambda: is_noticed(cluster, fault), LIMIT)
+            noticed = time.monotonic() - struck
+        time.sleep(max(0.0, struck + fault.stays - time.monotonic()))
+        healed = time.monotonic()
+        cluster.network.heal()
+        cluster.wait_until(lambda: is_whole(cluster), LIMIT)
+        connected = time.monotonic() - healed
+        time.sleep(1.0)
+    check_as_before(cluster)
+    return noticed, clients.longest, connected
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=3, metavar="N")
+    args = parser.parse_args()
+    require_namespaces()
+    chance = random.Random(1)
+    prompts = [chance.choices(range(3, VOCABULARY), k=PROMPT) for _ in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = add_tokenizer(make_checkpoint(Path(folder) / "model", "qwen3", vocab_size=VOCABULARY))
+        with Cluster("multi-node", Path(folder) / "hosts", model) as cluster:
+            cluster.wait_ready()
+            clients = Clients(cluster, prompts)
+            asyncio.run(clients.learn())
+            print(
+                "| cut, or slow | noticed, s | waited, s | connected, s | answers |\n|---|---|---|---|---|", flush=True
+            )
+            for fault in FAULTS:
+                runs = [(*measure(cluster, clients, fault), clients.answers) for _ in range(args.times)]
+                worst = [max(run[index] for run in runs) for index in range(3)]
+                cells = [f"{worst[0]:.1f}" if fault.noticed_by else "–", *(f"{each:.1f}" for each in worst[1:])]
+                print(f"| {fault.name} | {' | '.join(cells)} | {sum(run[3] for run in runs)} |", flush=True)
+    for wrong in clients.wrong[:5]:
+        print(wrong, file=sys.stderr)
+    return 1 if clients.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
