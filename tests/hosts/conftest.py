@@ -41,4 +41,4 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def known(started: Cluster) -> Traffic:
     """Requests whose answers are known."""
-    return Traffic(started, seed=3, count=8)
+    return Traffic(started, seed=3, count=6)
