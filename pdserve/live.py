@@ -48,8 +48,6 @@ class Measured(msgspec.Struct, frozen=True):
     leased_blocks: int
     prompt_token_rate: float
     output_token_rate: float
-    step_rate: float
-    preemption_rate: float
     cached_share: float | None  # of prompt tokens, in its prefix cache
 
 

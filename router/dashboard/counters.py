@@ -19,7 +19,7 @@ _EXPOSED = "pdserve_handoff_exposed_seconds_bucket"
 _PLAIN = {
     f"pdserve_{name}_total": name
     for name in (
-        *("steps", "preemptions", "admitted_prompt_tokens", "prefix_cached_tokens", "sampled_tokens"),
+        *("admitted_prompt_tokens", "prefix_cached_tokens", "sampled_tokens"),
         *("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills"),
     )
 }
@@ -97,8 +97,6 @@ class Answers:
             leased_blocks=self._answers[-1].leased_blocks,
             prompt_token_rate=prompts,
             output_token_rate=self.rate("sampled_tokens"),
-            step_rate=self.rate("steps"),
-            preemption_rate=self.rate("preemptions"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
         )
 
