@@ -27,7 +27,7 @@ from engine.scheduler import Scheduler
 from pdserve.config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
-from pdserve.logs import chosen_format, setup_logging
+from pdserve.logs import chosen_format, identify, setup_logging
 from pdserve.process import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    setup_logging("engine", chosen_format(), "%(levelname)s %(name)s: %(message)s")
+    identify(process="engine")
+    setup_logging("", chosen_format(), "%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
         return _serve(channel, socket.socket(fileno=int(argv[1])))

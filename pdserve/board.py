@@ -73,7 +73,7 @@ class JsonBoard:
 
     def changed(self, child: Child) -> None:
         if child.state == "ready":
-            self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name, "role": "up"}))
+            self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name}))
 
     def printed(self, child: Child, text: str) -> None:
         self._print(passed_on(text, {"child": child.name}))

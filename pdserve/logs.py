@@ -48,10 +48,12 @@ def choose_format(log_format: str) -> None:
 def setup_logging(role: str, log_format: str, text: str = "") -> None:
     """Log to stderr at ``PDSERVE_LOG_LEVEL`` (default INFO). Call once, in a process's main, before it starts others.
 
-    ``text`` is logging's format of a line where that is not JSON, if it is to be another than the usual one.
+    A process whose lines another one passes on has no ``role`` but that one's. ``text`` is logging's format of a line
+    where that is not JSON, if it is to be another than the usual one.
     """
     choose_format(log_format)
-    identify(role=role)
+    if role:
+        identify(role=role)
     level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO").upper()
     known = level in logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
@@ -82,14 +84,14 @@ def json_line(level: str, logger: str, message: str, at: float | None, fields: d
 
 
 def passed_on(line: str, fields: dict[str, object]) -> str:
-    """A line that a child process has printed, as one of a log in JSON, which also says what ``fields`` say of it.
+    """A line that a child process has printed, as one of a log in JSON, which says besides what ``fields`` say of it.
 
-    What a child logs comes as it is. A library of it may have printed something else.
+    What the child logs has the last word. A library of it may have printed something else.
     """
     found = _parsed(line)
     if found is None:
         return json_line("INFO", "output", line.rstrip(), None, fields)
-    return _encoder.encode(found | _who | fields).decode()
+    return _encoder.encode(_who | fields | found).decode()
 
 
 def message_of(line: str) -> str:

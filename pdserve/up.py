@@ -22,7 +22,7 @@ from pdserve.device import find_gpus, node_devices
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.exits import EXIT_INTERRUPTED, say
 from pdserve.flags import node_flags_of, options_from
-from pdserve.logs import choose_format
+from pdserve.logs import choose_format, identify
 from pdserve.process import EXIT_REFUSED
 from pdserve.resolve import resolve
 from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
@@ -36,6 +36,7 @@ LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
 def up(args: argparse.Namespace) -> int:
     """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
     choose_format(args.log_format)
+    identify(role="up")
     check_port(args.host, args.port)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:

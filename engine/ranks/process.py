@@ -28,7 +28,7 @@ from engine.messages import Shutdown
 from engine.rank import PendingOutput, Rank
 from engine.ranks.messages import Assign, Failed, FromRank, RankOutput, RankReady, Step, ToRank
 from pdserve.errors import PdserveError
-from pdserve.logs import chosen_format, setup_logging
+from pdserve.logs import chosen_format, identify, setup_logging
 from pdserve.process import EXIT_FAILED, EXIT_ORPHANED, end_with_parent, exit_status, one_line
 from pdserve.records import EMPTY_OUTPUT, StepPlan
 
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
     leader = Leader(socket.socket(fileno=int(argv[0])))
     assign = leader.wait_assign()
     name = str(assign.config.place)
-    setup_logging(name, chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
+    identify(process=name)
+    setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
     in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()
     try:
         rank, kv = build_rank(

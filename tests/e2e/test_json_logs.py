@@ -70,6 +70,27 @@ def test_one_search_finds_the_way_of_a_request(model: Path) -> None:
     assert prefill["prefill_seconds"] < decode["prefill_seconds"]
 
 
+def test_up_makes_one_log_of_all_its_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pdserve", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as up,
+    ):
+        assert up.stdout is not None
+        url = next(word for line in up.stdout for word in line.split() if word.startswith("http://"))
+        body = {"model": EMBEDDED_MODEL.name, "prompt": SECRET * 60, "max_tokens": 3}
+        request_id = httpx.post(f"{url}/v1/completions", json=body).headers["x-request-id"]
+        up.terminate()
+        up.stdout.read()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    about_it = {line["role"]: line["child"] for line in lines if line.get("request_id") == request_id}
+    assert about_it["router"] == "router"
+    assert about_it["decode"] == "decode"
+    assert {"prefill", "decode", "router"} <= {line.get("child") for line in lines}
+    assert all(line["role"] in ("router", "decode", "prefill", "up") for line in lines)
+
+
 def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
     """… with the traceback as a field where that is asked for."""
     command = [sys.executable, "-m", "prefill_node", str(tmp_path / "nowhere"), "--log-format", "json"]
@@ -83,7 +104,7 @@ def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
 def test_what_a_child_prints_past_its_log_becomes_a_line_of_it() -> None:
     assert json.loads(passed_on("Fatal: \t{disk}", {"process": "engine"}))["message"] == "Fatal: \t{disk}"
     assert json.loads(passed_on('{"no": "log"}', {}))["message"] == '{"no": "log"}'
-    logged = json.loads(passed_on('{"time":"t","message":"m","role":"engine"}', {"child": "decode-0"}))
-    assert logged == {"time": "t", "message": "m", "role": "engine", "child": "decode-0"}
+    logged = json.loads(passed_on('{"time":"t","message":"m","process":"rank 1"}', {"process": "engine", "node": "d"}))
+    assert logged == {"time": "t", "message": "m", "process": "rank 1", "node": "d"}
     assert message_of('{"time":"t","message":"out of memory"}') == "out of memory"
     assert message_of(" {plain} ") == "{plain}"
