@@ -110,10 +110,10 @@ class Account:
         )
         if self._ttft is not None:
             self.span.set({"gen_ai.response.time_to_first_chunk": self._ttft})
-        if self._outcome != "ok":
-            self.span.set({"error.type": self._outcome})
         if self._failure:
             self.span.fail(self._failure)
+        if self._outcome != "ok":
+            self.span.set({"error.type": self._outcome})  # also where the client is to blame
         self.span.end()
 
     def _tell(self, seconds: float) -> None:
