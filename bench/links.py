@@ -36,6 +36,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
 
+from answers import lines_of
 from checkpoints import make_checkpoint
 from cluster import Cluster
 from fleet import add_tokenizer
@@ -141,7 +142,7 @@ class Clients:
         tokens: list[int] = []
         heard = time.monotonic()
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
+            async for line in lines_of(response):
                 if line.startswith("data: {"):
                     tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
                     self.longest = max(self.longest, time.monotonic() - heard)

@@ -16,7 +16,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import httpx
 from fleet import MODEL_NAME, Fleet
 from replay import make_long_model
 from serve import Load as Requests
-from serve import Trace
+from serve import Trace, lines_of
 
 from pdserve.model_config import load_model_config
 from pdserve.plan.costs import Costs, Shape, load_costs
@@ -81,15 +81,6 @@ def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) ->
         fleet.start_router(model, ["--policy", args.policy])
         fleet.wait_ready()
         yield fleet
-
-
-async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
-    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.decode()
 
 
 async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:

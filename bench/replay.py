@@ -27,6 +27,7 @@ from pathlib import Path
 
 import httpx
 from fleet import MODEL_NAME, Fleet
+from serve import lines_of
 
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
@@ -128,7 +129,7 @@ async def replay(url: str, requests: Sequence[TraceRequest], shrink: int, speed:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 response.raise_for_status()
                 first = None
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     if line.startswith("data: {"):
                         first, last = first or time.perf_counter(), line
             assert first is not None

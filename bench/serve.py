@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Load:
                 if response.status_code != 200:
                     trace.error = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
                     return
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     if line.startswith("data: {"):
                         self.count(trace, line)
         except httpx.HTTPError as exc:
@@ -119,6 +120,15 @@ class Load:
             for _ in range(requests):
                 group.create_task(self.one())
                 await asyncio.sleep(self._random.expovariate(rate))
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

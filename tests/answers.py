@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,15 @@ class Answer:
         )
 
 
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave_after: float = float("inf")) -> Answer:
     """The answer to a completion; a streamed one is left after so many tokens. Raises ErrorAnswer."""
     answer = Answer()
@@ -87,7 +97,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave_after: floa
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             answer.add(json.loads(await response.aread()))
-        async for line in response.aiter_lines():
+        async for line in lines_of(response):
             if line.startswith("data: {"):
                 answer.add(json.loads(line.removeprefix("data: ")))
             if answer.num_tokens >= leave_after:
