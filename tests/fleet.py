@@ -43,9 +43,10 @@ NO_VARIABLES: Mapping[str, str] = {}
 class Process:
     """One process of a fleet."""
 
-    def __init__(self, fleet: Fleet, child: Child) -> None:
+    def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str] = NO_VARIABLES) -> None:
         self._fleet = fleet
         self.child = child
+        self.environ = environ  # beyond this process's
 
     @property
     def name(self) -> str:
@@ -74,6 +75,10 @@ class Process:
     def wait_ended(self, seconds: float) -> None:
         """Until its front has ended, whatever of."""
         self._fleet.wait_until(lambda: self.child.state == "ended", seconds)
+
+    def spawn_again(self) -> None:
+        """Start it again at the same address, with the same flags and variables, after it has ended."""
+        self._fleet.respawn(self)
 
     def signal(self, number: int) -> None:
         self.child.process.send_signal(number)
@@ -132,19 +137,17 @@ class NodeProcess(Process, NodeCalls):
     """A prefill or decode node."""
 
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
-        super().__init__(fleet, child)
-        self.environ = environ  # beyond this process's
+        super().__init__(fleet, child, environ)
         self._stops: list[tuple[str, list[psutil.Process]]] = []  # parts
 
     def restart(self) -> None:
-        """Start it again at the same address, with the same flags and variables, after it was killed."""
+        """As ``spawn_again``, and wait until everything is ready."""
         self.spawn_again()
         self._fleet.wait_ready()
 
     def spawn_again(self) -> None:
-        """As ``restart``, but nobody waits until everything is ready."""
         self._stops.clear()
-        self._fleet.respawn(self)
+        super().spawn_again()
 
     def stop(self, part: str) -> None:
         """SIGSTOP to a part of it. Returns once that stands still, which takes a moment. Stops add up."""
@@ -287,8 +290,8 @@ class Fleet:
         with self._lock, mock.patch.dict(os.environ, environ):
             return self._supervisor.spawn(name, module, argv)
 
-    def respawn(self, node: NodeProcess) -> None:
-        """Start a killed node again at its address."""
+    def respawn(self, node: Process) -> None:
+        """Start a process that has ended again at its address."""
         args = node.child.process.args
         assert isinstance(args, list)
         argv = args[args.index(node.child.module) + 1 : args.index("--status-fd")]

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,10 +103,14 @@ class Load:
         limits = httpx.Limits(max_connections=2 * clients)
         kept: dict[str, Any] = {"timeout": 120.0, "trust_env": False, "limits": limits, "headers": self.headers}
         async with httpx.AsyncClient(base_url=url, **kept) as client:
-            await asyncio.gather(*(self._client(client, random.Random(seed + i), end) for i in range(clients)))
+            await self.run_until(lambda: time.monotonic() > end, client, clients, seed)
 
-    async def _client(self, client: httpx.AsyncClient, chance: random.Random, end: float) -> None:
-        while time.monotonic() < end:
+    async def run_until(self, over: Callable[[], bool], client: httpx.AsyncClient, clients: int, seed: int) -> None:
+        """As ``run``, over a client that knows where to, until it is over; what runs then is waited for."""
+        await asyncio.gather(*(self._client(client, random.Random(seed + i), over) for i in range(clients)))
+
+    async def _client(self, client: httpx.AsyncClient, chance: random.Random, over: Callable[[], bool]) -> None:
+        while not over():
             index, leaves = chance.randrange(len(self.bodies)), chance.random() < LEAVES
             body = {**self.bodies[index], "cache_salt": str(chance.getrandbits(60))}  # not from the prefix cache
             leave_after = chance.randint(1, 20) if leaves and body["stream"] else float("inf")
