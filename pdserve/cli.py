@@ -128,6 +128,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
     )
+    add_drain_flag(parser, "it ends with an error")
     parser.add_argument("--api-keys", metavar="FILE", help="serve only who has a key of this file (pdserve key NAME)")
     parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate in PEM")
     parser.add_argument("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")

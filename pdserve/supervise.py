@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,7 +28,7 @@ from pdserve.logs import message_of
 
 #: Seconds that a child may take after SIGTERM before the next in line gets its own …
 STOP_EACH = 1.0
-#: … and after which, counted from the first SIGTERM, whatever is left is killed.
+#: … and after which, counted from the first signal, whatever is left is killed.
 STOP_ALL = 3.0
 
 State = Literal["starting", "loading", "ready", "failed", "ended"]
@@ -182,8 +182,21 @@ class Supervisor:
                 events += self._read(*key.data)
         return events
 
+    def drain(self, over: Callable[[], bool]) -> None:
+        """Have all children end by themselves, module by module, last started first: each serves those after it.
+
+        Returns when they have ended, or once it is ``over``; ``stop`` ends what is left.
+        """
+        for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
+            children = list(group)
+            for child in children:
+                if child.process.poll() is None:
+                    child.process.terminate()
+            while any(child.process.poll() is None for child in children) and not over():
+                self.wait(0.02)
+
     def stop(self) -> None:
-        """End all children and every process they started, module by module, last started first. Idempotent.
+        """End all children and every process they started at once, module by module, last started first. Idempotent.
 
         Takes at most STOP_ALL seconds and what the system needs for killing.
         """

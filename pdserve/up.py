@@ -82,6 +82,7 @@ class Fleet:
         self._children = children
         self._plan = plan
         self._args = args
+        self._drain = ["--drain-timeout", str(args.drain_timeout)]
         self._prefill = self._spawn_nodes("prefill", plan.prefill, [])
         self._decode: list[Child] = []
         self._router: Child | None = None
@@ -179,12 +180,16 @@ def _hint(child: Child, status: int) -> str:
 
 
 class StopSignals:
-    """Remembers that the process was asked to stop, so that it stops between two steps and not within one."""
+    """Remembers that the process was asked to stop, so that it stops between two steps and not within one.
+
+    It is in a hurry unless SIGTERM was all that came.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received = False
+        self.hurried = False
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
@@ -195,6 +200,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.hurried = self.received or number != signal.SIGTERM
         self.received = True
 
 

@@ -13,6 +13,7 @@ import logging
 import signal
 import subprocess
 import time
+from types import FrameType
 
 from engine.ranks.crew import spawn_rank
 from engine.ranks.flags import Hosted
@@ -30,8 +31,9 @@ _POLL_SECONDS = 0.1
 
 
 def run_ranks(options: NodeOptions, host: Hosted, status: StatusWriter) -> int:
-    """Run this host's ranks until the leader ends, or a signal comes; returns the exit status.
+    """Run this host's ranks until the leader ends, or a signal comes in a hurry; returns the exit status.
 
+    Where all hosts of a node are told to end, SIGTERM reaches the leader, too: it drains, and then ends all ranks.
     Raises NodeError when the leader does not come, or goes, and when a rank fails; ConfigError when they do not fit.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -39,6 +41,7 @@ def run_ranks(options: NodeOptions, host: Hosted, status: StatusWriter) -> int:
     try:
         config = _join(options, host, status, processes)
         status.ready()
+        signal.signal(signal.SIGTERM, _wait_for_leader)
         _attend([config.split.place(rank) for rank in host.ranks], processes, host.leader)
     except KeyboardInterrupt:
         pass
@@ -46,6 +49,12 @@ def run_ranks(options: NodeOptions, host: Hosted, status: StatusWriter) -> int:
         for process in processes:
             process.kill()
     return 0
+
+
+def _wait_for_leader(number: int, frame: FrameType | None) -> None:
+    """The node ends as one, and needs all of its ranks while it drains."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _log.info("the leader is to end the node; a second signal ends these ranks, and with them the node, at once")
 
 
 def _join(

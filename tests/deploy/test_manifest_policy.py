@@ -9,7 +9,8 @@ from policies import NAMESPACE, Party, is_peer
 GRPC = {"prefill": 9001, "decode": 9002}
 HTTP = 8000
 METRICS = 9003
-GRACE = {"router": 600, "up": 5, "prefill": 5 + 3 + 1, "decode": 5 + 3}  # seconds: drain, and what a lease may last
+LEASE = 3 + 1  # seconds: --lease-seconds and --lease-guard
+REQUEST = 600  # seconds: --request-timeout
 
 each_pod = pytest.mark.parametrize(
     ("overlay", "pod"),
@@ -49,8 +50,14 @@ def test_probes_mean_something(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_a_pod_gets_the_time_to_end(overlay: str, pod: Pod) -> None:
-    assert pod.container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
-    assert pod.spec["terminationGracePeriodSeconds"] > GRACE[pod.role.removesuffix("-ranks")]
+    """Whoever balances load needs a while to notice; nodes tell routers at once."""
+    (drain,) = (float(seconds) for seconds in pod.flags("drain-timeout"))
+    notice = sum(float(seconds) for seconds in pod.flags("drain-grace"))
+    if "lifecycle" in pod.container:
+        notice += pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert notice >= 5 or pod.role not in ("router", "up")
+    assert drain >= REQUEST or pod.role.startswith("prefill")
+    assert pod.spec["terminationGracePeriodSeconds"] > notice + drain + LEASE + 10
 
 
 @each_pod

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,18 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
+def in_flight(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        return float(re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)[1])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Whatever the cost model hands off: the last prompt for sure."""
@@ -132,6 +146,40 @@ def test_up_serves_without_a_device(tmp_path: Path) -> None:
         url = up.wait_served()
         texts = [post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
     assert texts[0] == texts[1] != ""
+
+
+def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
+    """The router ends first, and the nodes when it needs them no more."""
+    costs = ("--engine", "simulated", "--sim-costs", "step=0.02")
+    with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
+        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        url = up.wait_served()
+        family = up.family()
+        answer = threads.submit(post, f"{url}/v1/completions", body)
+        wait_until(lambda: in_flight(url) == 1)
+        up.process.terminate()
+        assert answer.result(30)["usage"]["completion_tokens"] == 100
+        assert up.process.wait(20) == 0
+        assert_gone(family)
+    assert "Traceback" not in up.err.read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+    """Also when it comes while what runs is waited for."""
+    costs = ("--engine", "simulated", "--sim-costs", "step=1", "--drain-timeout", "600")
+    with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
+        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 1000}
+        url = up.wait_served()
+        answer = threads.submit(post, f"{url}/v1/completions", body)
+        wait_until(lambda: in_flight(url) == 1)
+        up.process.terminate()
+        wait_until(lambda: "draining" in up.err.read_text())
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(20) == 0
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            answer.result(30)
+        failed.value.close()
 
 
 @pytest.mark.parametrize("module", ["router", "engine.process"])

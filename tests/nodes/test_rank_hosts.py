@@ -16,6 +16,7 @@ import psutil
 import pytest
 from checkpoints import reference_greedy, reference_model
 from fleet import NODE_FLAGS, Fleet, add_tokenizer
+from node_client import RouterClient, greedy
 
 from engine.node import role_parser
 from engine.ranks.flags import Hosted, hosted_from
@@ -111,6 +112,25 @@ def test_other_hosts_end_with_the_leader(
     assert (ended, left) == (status, [])
     if status:
         assert lines[-1] == f"pdserve: error: the leader at {leader} has gone"
+
+
+@pytest.mark.slow
+def test_ranks_of_other_hosts_wait_until_the_node_has_drained(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    """All hosts are told to end at one moment, as by a cluster: the answer is whole, and everything ends cleanly."""
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
+        fleet.wait_ready()
+        with RouterClient(node.address) as client:
+            running = client.send(PROMPT, greedy(200))
+            assert running.started.wait(END_SECONDS)
+            other.process.terminate()
+            node.signal(signal.SIGTERM)
+            assert len(running.wait().tokens) == 200
+            client.half_close()
+            status, _ = other.end()
+        node.wait_ended(END_SECONDS)
+        assert (node.child.process.returncode, status) == (0, 0)
 
 
 def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere: Path, leader: str) -> None:
