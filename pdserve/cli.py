@@ -11,7 +11,15 @@ from importlib.metadata import version
 from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.embedded import EMBEDDED_MODEL
 from pdserve.exits import run_command
-from pdserve.flags import CommandParser, add_node_flags, add_tls_flag, options_from, port_number, positive_int
+from pdserve.flags import (
+    CommandParser,
+    add_drain_flag,
+    add_node_flags,
+    add_tls_flag,
+    options_from,
+    port_number,
+    positive_int,
+)
 from pdserve.logs import add_log_flag
 from pdserve.plan.flags import add_plan_flags
 from pdserve.tracing.flags import add_trace_flag, add_trace_sample_flag

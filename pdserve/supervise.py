@@ -26,7 +26,7 @@ from typing import Literal
 
 from pdserve.logs import message_of
 
-#: Seconds that a child may take after SIGTERM before the next in line gets its own …
+#: Seconds that a child may take after a signal to end at once before the next in line gets its own …
 STOP_EACH = 1.0
 #: … and after which, counted from the first signal, whatever is left is killed.
 STOP_ALL = 3.0

@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -29,7 +30,8 @@ from pdserve.supervise import Changed, Child, Died, Printed, Supervisor
 
 POLL_SECONDS = 0.1  # how late a signal may be noticed
 ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # that are passed on to the router
-COMMON_FLAGS = ("traces", "log_requests")  # … and these to nodes, too
+COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # … and these to nodes, too
+DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout: for leases, and for processes to end
 LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
 
 
@@ -50,6 +52,10 @@ def up(args: argparse.Namespace) -> int:
             return EXIT_INTERRUPTED
         print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
         watch(children, quiet_board(), until=lambda: stop.received)
+        if not stop.hurried:
+            say("draining; another signal stops at once", level="INFO")
+            limit = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
+            children.drain(lambda: stop.hurried or time.monotonic() > limit)
         say("stopping", level="INFO")
     return 0
 
@@ -82,7 +88,6 @@ class Fleet:
         self._children = children
         self._plan = plan
         self._args = args
-        self._drain = ["--drain-timeout", str(args.drain_timeout)]
         self._prefill = self._spawn_nodes("prefill", plan.prefill, [])
         self._decode: list[Child] = []
         self._router: Child | None = None

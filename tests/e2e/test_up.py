@@ -97,7 +97,9 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 def in_flight(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        return float(re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)[1])
+        found = re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
