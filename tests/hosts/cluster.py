@@ -153,7 +153,7 @@ class Cluster:
             pod.program = self.network.start(name, argv, environ, log)
 
     def stop(self, name: str) -> None:
-        """As Kubernetes ends a pod: EndpointSlices first, preStop, SIGTERM to the container's first process. It has to
+        """As Kubernetes ends a pod: EndpointSlices first, preStop if it has one, SIGTERM to the container's first process. It has to
         end well, within its grace period. Its host is gone afterwards.
         """
         pod = self.pods[name]
@@ -161,7 +161,8 @@ class Cluster:
         pod.ready = False
         self.publish()
         started = time.monotonic()
-        time.sleep(pod.kind.container["lifecycle"]["preStop"]["sleep"]["seconds"])
+        if "lifecycle" in pod.kind.container:
+            time.sleep(pod.kind.container["lifecycle"]["preStop"]["sleep"]["seconds"])
         first_process(pod.program).send_signal(signal.SIGTERM)
         left = pod.kind.spec["terminationGracePeriodSeconds"] - (time.monotonic() - started)
         status = pod.program.wait(left)
