@@ -48,8 +48,9 @@ _numbers = itertools.count()
 
 def require_namespaces() -> None:
     """Skip the test where this process may not make hosts."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("needs ip (Debian: iproute2) and unshare (util-linux)")
+    missing = [name for name in ("ip", "ss", "unshare", "setpriv") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} are not here; Debian has them in iproute2 and util-linux")
     _sweep()
     trial = f"{_PREFIX}-{os.getpid()}-trial"
     made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True)
@@ -103,7 +104,7 @@ class Network:
         return [host.name for host in self._orders.hosts]
 
     def add(self, name: str) -> Host:
-        """One more host, which knows the names of those before it; ``name_hosts`` tells all."""
+        """One more host. It knows no name before ``name_hosts``."""
         device, namespace = f"h{self._next}", self._namespace(name)
         host = Host(name, f"10.77.{self._next >> 8}.{self._next & 255}", device, f"02:00:00:00:00:{self._next:02x}")
         self._next += 1
@@ -151,8 +152,10 @@ class Network:
     def start(
         self, name: str, argv: Sequence[str], environ: dict[str, str], output: IO[bytes], fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        """A program on a host. ``first_process`` is the program itself; it ends with its parent, this one."""
-        words = ["ip", "netns", "exec", self._namespace(name)]
+        """A program on a host; it keeps ``fds``. What is returned is ``unshare``, which ends with it: ``first_process``
+        is the program itself.
+        """
+        words = ["ip", "netns", "exec", self._namespace(name), "setpriv", "--pdeathsig", "KILL"]  # whatever ends pytest
         words += ["unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec"]
         program = subprocess.Popen(
             [*words, _BOOT, "sh", str(self.folder(name)), name, *argv],
@@ -219,7 +222,7 @@ class Network:
 
 
 def first_process(program: subprocess.Popen[bytes]) -> psutil.Process:
-    """The one that ``unshare`` has become, once it has."""
+    """The program that was started: the first process of its namespace, which ``unshare`` waits for."""
     (found,) = psutil.Process(program.pid).children()
     return found
 
