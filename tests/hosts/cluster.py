@@ -153,8 +153,8 @@ class Cluster:
             pod.program = self.network.start(name, argv, environ, log)
 
     def stop(self, name: str) -> None:
-        """As Kubernetes ends a pod: EndpointSlices first, preStop if it has one, SIGTERM to the container's first process. It has to
-        end well, within its grace period. Its host is gone afterwards.
+        """As Kubernetes ends a pod: EndpointSlices first, preStop if it has one, SIGTERM to the container's first
+        process. It has to end well, within its grace period. Its host is gone afterwards.
         """
         pod = self.pods[name]
         assert pod.program is not None
