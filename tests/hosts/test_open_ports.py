@@ -27,8 +27,10 @@ def listening(cluster: Cluster, name: str) -> set[int]:
 
 
 def connected(cluster: Cluster) -> set[Connection]:
-    """All that there are or have been, but for those of the machine's own probes."""
-    return {(source, target, port) for source, target, port, _ in cluster.network.order().opened if source != "machine"}
+    """All that there are or have been between hosts that are there, but for those of the machine's own probes."""
+    gone = cluster.pods.keys() - {pod.name for pod in cluster.running}
+    opened = {(source, target, port) for source, target, port, _ in cluster.network.order().opened}
+    return {each for each in opened if each[0] != "machine" and not gone & {*each[:2]}}
 
 
 def not_opened(connections: Iterable[Connection], rules: Iterable[Rule]) -> set[Connection]:
