@@ -44,11 +44,10 @@ def of_kind(overlay: str, kind: str) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A kind of pod, as one of the workloads makes it. ``service`` is where its names in DNS are."""
+    """A kind of pod, as one of the workloads makes it."""
 
     name: str
     replicas: int
-    service: str
     labels: dict[str, str]
     spec: Manifest
 
@@ -107,15 +106,15 @@ def pods(overlay: str) -> Iterator[Pod]:
         if each["kind"] in ("Deployment", "StatefulSet"):
             template = spec["template"]
             replicas = spec["replicas"] if "replicas" in spec else _most_replicas(overlay, name)
-            yield _pod(name, replicas, spec.get("serviceName", ""), template)
+            yield _pod(name, replicas, template)
         elif each["kind"] == "LeaderWorkerSet":
             group = spec["leaderWorkerTemplate"]
-            yield _pod(name, spec["replicas"], name, group["leaderTemplate"])
-            yield _pod(name, spec["replicas"] * (group["size"] - 1), name, group["workerTemplate"])
+            yield _pod(name, spec["replicas"], group["leaderTemplate"])
+            yield _pod(name, spec["replicas"] * (group["size"] - 1), group["workerTemplate"])
 
 
-def _pod(name: str, replicas: int, service: str, template: Manifest) -> Pod:
-    return Pod(name, replicas, service, template["metadata"]["labels"], template["spec"])
+def _pod(name: str, replicas: int, template: Manifest) -> Pod:
+    return Pod(name, replicas, template["metadata"]["labels"], template["spec"])
 
 
 def _most_replicas(overlay: str, name: str) -> int:
@@ -123,6 +122,12 @@ def _most_replicas(overlay: str, name: str) -> int:
     scaled = [each["spec"] for each in of_kind(overlay, "ScaledObject")]
     (most,) = [int(each["maxReplicaCount"]) for each in scaled if each["scaleTargetRef"]["name"] == name]
     return most
+
+
+def headless_services(overlay: str, pod: Pod) -> list[str]:
+    """Those whose names in DNS lead to the pod."""
+    services = [each for each in of_kind(overlay, "Service") if each["spec"].get("clusterIP") == "None"]
+    return [each["metadata"]["name"] for each in services if each["spec"]["selector"].items() <= pod.labels.items()]
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:

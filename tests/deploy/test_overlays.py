@@ -81,14 +81,17 @@ def test_programs_know_their_flags(overlay: str) -> None:
 
 
 @each_overlay
-def test_decode_nodes_have_the_addresses_of_all_prefill_nodes_of_their_revision(overlay: str) -> None:
+def test_decode_nodes_find_the_prefill_nodes_of_their_revision_and_no_others(overlay: str) -> None:
     found = {pod.role: pod for pod in pods(overlay)}
     if "decode" not in found:
         return
     prefill, decode = found["prefill"], found["decode"]
-    names = [f"{prefill.name}-{index}.{prefill.service}:9001" for index in range(prefill.replicas)]
-    assert decode.flags("prefill") == names
-    assert prefill.labels[REVISION] == decode.labels[REVISION]
+    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    (place,) = decode.flags("prefill")
+    name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_place(place)).group(1)  # type: ignore[union-attr]
+    assert services[name]["clusterIP"] == "None"
+    assert [pod for pod in pods(overlay) if services[name]["selector"].items() <= pod.labels.items()] == [prefill]
+    assert services[name]["selector"][REVISION] == prefill.labels[REVISION] == decode.labels[REVISION]
     assert prefill.name.endswith(prefill.labels[REVISION])
 
 

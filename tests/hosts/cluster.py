@@ -11,7 +11,7 @@ these do not allow. What the machine lacks is replaced, and nothing else:
     --device=cuda                    --device=cpu, with a small cache and one thread
     --require-transport=rdma         left out: KV goes over TCP
     files of Secrets, /etc/pdserve   files made here
-    cluster DNS                      /etc/hosts on each host, with the names that StatefulSet and Service would have
+    cluster DNS                      /etc/hosts on each host, with the names of headless Services and of pods
     the Service of the routers       a name that leads to one of them
 
 A pod that is started again gets another address, as in a cluster.
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import trustme
 from network import Network, first_process
-from overlays import pods
+from overlays import headless_services, pods
 from policies import NAMESPACE, Party, open_ports
 from running_pod import RunningPod
 
@@ -267,7 +267,7 @@ class Cluster:
         table = []
         for pod in self.pods.values():
             if pod.name in self.network.names:  # also those that are about to start
-                names = [pod.name, *([f"{pod.name}.{pod.kind.service}"] if pod.kind.service else [])]
+                names = [pod.name, *headless_services(self._overlay, pod.kind)]
                 names += [SERVICE] if pod.name == self._service else []
                 table.append((self.network.address(pod.name), " ".join(names)))
         self.network.name_hosts(table)
