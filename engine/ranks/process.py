@@ -106,11 +106,13 @@ class Leader:
             _log.error("%s", one_line(error))
         else:
             _log.error("an error that nobody foresaw", exc_info=error)
-        try:
-            self.send(Failed(type(error).__name__ if expected else "EngineDied", one_line(error)))
-        except OSError:  # it has gone, and wants to know nothing
-            os._exit(EXIT_ORPHANED)
-        os._exit(exit_status(error) if expected else EXIT_FAILED)
+        frame = framed(Failed(type(error).__name__ if expected else "EngineDied", one_line(error)))
+        with self._sending:
+            try:
+                self._socket.sendall(frame)
+            except OSError:  # it has gone, and wants to know nothing
+                os._exit(EXIT_ORPHANED)
+            os._exit(exit_status(error) if expected else EXIT_FAILED)
 
     def _read(self) -> None:
         frames: Frames[ToRank] = Frames(msgspec.msgpack.Decoder(ToRank))
@@ -122,7 +124,8 @@ class Leader:
             pass  # as good as its end
         except Exception:
             _log.exception("what the leader said cannot be understood")
-        os._exit(0 if self._ending else EXIT_ORPHANED)
+        with self._sending:  # who gives up has its own status, and the leader ends when it hears of that
+            os._exit(0 if self._ending else EXIT_ORPHANED)
 
     def _take(self, message: ToRank) -> None:
         match message:
