@@ -15,7 +15,7 @@ def test_all_roles(cluster: Cluster, known: Traffic) -> None:
         for role in ("prefill", "decode"):
             for pod in reversed(cluster.of(role)):
                 cluster.restart(pod.name)
-                cluster.wait_connected(10.0)  # at its new address
+                cluster.wait_connected(20.0)  # at its new address, which is asked for every 5 s
         cluster.replace_router()
         wait(2.0)
     check_as_before(cluster)
