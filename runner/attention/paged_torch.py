@@ -26,7 +26,8 @@ from runner.linear import Placement
 from runner.norm import rms_norm
 from runner.rope import apply_rotary, widen
 
-_TILE = 128  # queries attended at once within a chunk; measured on a CPU: 64 to 256 take 30, 27, 32 ms for 1,024
+_TILE = 128  # a multiple of _ROWS; queries attended at once within a chunk; measured on a CPU: 64 to 256 take 30, 27, 32 ms for 1,024
+_ROWS = 16  # queries come in multiples of it: torch compiles a product for each number of them, and keeps it for ever
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class _DecodeGroup:
 @dataclass(frozen=True)
 class _Tile:
     rows: slice  # tokens
-    num_keys: int  # of the chunk's gathered keys, those up to the tile's last query
+    padding: int  # queries that are none, behind them
+    num_keys: int  # of the chunk's gathered keys, those up to the last query
     mask: Tensor  # [1, 1, queries, num_keys], 0 or -inf
 
 
@@ -199,13 +201,16 @@ class PagedTorchAttention:
         first_page = 0 if window is None else max(start - window + 1, 0) // self._page
         last_page = (length - 1) // self._page
         first_key = first_page * self._page
+        gathered_keys = (last_page - first_page + 1) * self._page
         band = self._bands.setdefault(window, _BandMask(window, self._place))
         tiles = []
         for tile in range(begin, end, _TILE):
             rows = slice(tile, min(tile + _TILE, end))
-            position, queries = start + tile - begin, rows.stop - rows.start
-            num_keys = position + queries - first_key
-            tiles.append(_Tile(rows, num_keys, band.view(queries, num_keys)))
+            padding = -(rows.stop - rows.start) % _ROWS
+            queries = rows.stop - rows.start + padding
+            keys = start + tile - begin + queries - first_key
+            num_keys = min(keys, gathered_keys)
+            tiles.append(_Tile(rows, padding, num_keys, band.view(queries, keys, num_keys)))
         pages = batch.page_table[row : row + 1, first_page : last_page + 1]
         return _Chunk(self._page_index(pages), tuple(tiles))
 
@@ -213,14 +218,15 @@ class PagedTorchAttention:
         keys, values = self._gather(layer, chunk.pages, 1)
         shape = (self._group, -1, -1, -1)  # the queries of a group become a batch that shares keys and values
         for tile in chunk.tiles:
-            queries = q[tile.rows].view(-1, self._kv_heads, self._group, self._head_dim).permute(2, 1, 0, 3)
+            rows = F.pad(q[tile.rows], (0, 0, 0, 0, 0, tile.padding)) if tile.padding else q[tile.rows]
+            queries = rows.view(-1, self._kv_heads, self._group, self._head_dim).permute(2, 1, 0, 3)
             attended = F.scaled_dot_product_attention(
                 queries,
                 keys[:, :, : tile.num_keys].expand(shape),
                 values[:, :, : tile.num_keys].expand(shape),
                 attn_mask=tile.mask,
             )
-            out[tile.rows] = attended.permute(2, 1, 0, 3).reshape(-1, out.shape[1])
+            out[tile.rows] = attended.permute(2, 1, 0, 3).reshape(-1, out.shape[1])[: rows.shape[0] - tile.padding]
 
     # ------------------------------------------------------------ pages
 
@@ -262,12 +268,14 @@ class _BandMask:
         self._place = place
         self._matrix = torch.empty(_TILE, 0)
 
-    def view(self, queries: int, num_keys: int) -> Tensor:
-        """[1, 1, queries, num_keys]: 0 where a query sees a key, else -inf."""
-        if self._matrix.shape[1] < num_keys + _TILE - queries:
-            self._grow(num_keys + _TILE)
-        end = self._matrix.shape[1] - _TILE + queries
-        mask = self._matrix[None, None, :queries, end - num_keys : end]
+    def view(self, queries: int, keys: int, num_keys: int) -> Tensor:
+        """[1, 1, queries, num_keys]: 0 where a query sees a key, else -inf. The last query's own key is the last of
+        ``keys``, of which only the first ``num_keys`` are there.
+        """
+        if self._matrix.shape[1] < keys + _TILE - queries:
+            self._grow(keys + _TILE)
+        begin = self._matrix.shape[1] - _TILE + queries - keys
+        mask = self._matrix[None, None, :queries, begin : begin + num_keys]
         # CUDA's fused kernels load masks in vectors and fault on a view that begins between two.
         return mask.clone() if mask.is_cuda else mask
 
