@@ -7,9 +7,7 @@ thousand peers. Whoever can reach the port is told no more than ``Node.Status`` 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from uvicorn.server import ServerState
 
 from pdserve.address import join_address
-from pdserve.connections import BoundedConnection
-from pdserve.errors import CapacityError
+from pdserve.connections import BoundedConnection, listen
 
 if TYPE_CHECKING:
     from engine.node import Node
@@ -35,7 +32,7 @@ class MetricsServer:
 
     def __init__(self, host: str, port: int) -> None:
         """Port 0 is any free one. Raises CapacityError when it cannot listen there."""
-        self._socket = _bind(host, port)
+        self._socket = listen(host, port, "--metrics-port")
         self._server: asyncio.Server | None = None
         self._state = ServerState()
 
@@ -88,14 +85,3 @@ class _Page:
         ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    address = join_address(host, port)
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            raise CapacityError(f"{address} is in use; choose another --metrics-port, or 0 for any") from exc
-        raise CapacityError(f"cannot listen on {address}: {exc.strerror or exc}; check --metrics-port") from exc

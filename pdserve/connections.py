@@ -1,21 +1,41 @@
-"""HTTP connections with bounds that uvicorn does not have: how long a request may take to arrive, how large its headers
-may be, and how long a client may leave its response unread.
+"""Ports for HTTP, and connections with bounds that uvicorn does not have: how long a request may take to arrive, how
+large its headers may be, and how long a client may leave its response unread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pdserve.address import join_address
+from pdserve.errors import CapacityError
 
 MAX_HEADER_BYTES = 64 * 1024  # of one request, its line and trailers included
 HEADER_SECONDS = 20.0  # from connecting, or from a request's first byte, to the end of its headers
 BODY_SECONDS = 65.0  # from there to the end of its body; the endpoints answer a little earlier
 UNREAD_SECONDS = 60.0  # in which a client takes nothing of what was written to it
 
+_BACKLOG = 2048  # connections that wait to be accepted
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _HANG_UP = "pdserve.hang_up"  # in the scope
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket; port 0 is any free one. Raises CapacityError, which names the port's ``flag``, when the port
+    is taken or the address is not of this machine.
+    """
+    address = join_address(host, port)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise CapacityError(f"port {port} on {host} is in use; choose another {flag}, or 0 for any") from exc
+        raise CapacityError(f"cannot listen on {address}: {exc.strerror or exc}; check --host and {flag}") from exc
 
 
 class BoundedConnection(HttpToolsProtocol):

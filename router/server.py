@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import signal
 import socket
@@ -13,8 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from pdserve.address import join_address
-from pdserve.connections import BoundedConnection
-from pdserve.errors import CapacityError
+from pdserve.connections import BoundedConnection, listen
 from pdserve.hub import resolve_model
 from pdserve.logs import identify
 from pdserve.process import StatusWriter
@@ -35,7 +33,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     certificate = None
     if options.tls_cert is not None and options.tls_key is not None:
         certificate = Certificate(options.tls_cert, options.tls_key)
-    listener = bind(options.host, options.port)
+    listener = listen(options.host, options.port, "--port")
     status.listening(join_address(*listener.getsockname()[:2]))
     name = join_address(socket.gethostname(), listener.getsockname()[1])
     identify(node=name)
@@ -62,17 +60,6 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         config.ssl = certificate.context
     server = _Server(config, service, status, certificate)
     server.run(sockets=[listener])
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises CapacityError when the port is taken or the address is not of this machine."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
-            raise CapacityError(f"port {port} on {host} is in use; choose another --port, or 0 for any") from exc
-        raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror or exc}; check --host and --port") from exc
 
 
 class _Server(uvicorn.Server):

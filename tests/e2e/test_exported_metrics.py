@@ -114,4 +114,5 @@ def test_a_taken_port_is_found_before_anything_is_loaded(fleet: Fleet) -> None:
     command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), "--device", "cpu", "--metrics-port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert f"127.0.0.1:{port} is in use; choose another --metrics-port, or 0 for any" in done.stderr.splitlines()[-1]
+    remedy = "choose another --metrics-port, or 0 for any"
+    assert f"port {port} on 127.0.0.1 is in use; {remedy}" in done.stderr.splitlines()[-1]
