@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # the processes under test need the cores
-settings.register_profile("busy machine", deadline=None)
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
 

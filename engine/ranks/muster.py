@@ -29,7 +29,7 @@ from pdserve.timing import PeerTiming
 _log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 300.0  # that ranks and leader wait for each other: hosts do not start at one moment
-_MOST_CALLERS = 64  # that have not said who they are; the one who has been silent longest makes room
+MOST_CALLERS = 64  # that have not said who they are; the one who has been silent longest makes room
 _DIAL_AGAIN = 0.5  # seconds
 _ANSWER_SECONDS = 10.0
 
@@ -58,7 +58,7 @@ def listen(address: str) -> socket.socket:
     host, port = split_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where[:2], family=family, backlog=_MOST_CALLERS)
+        return socket.create_server(where[:2], family=family, backlog=MOST_CALLERS)
     except OSError as exc:
         raise CapacityError(
             f"cannot listen on {address} for the ranks of other hosts: {exc.strerror}; "
@@ -105,7 +105,7 @@ class Muster:
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj in self._selector.get_map():  # not shown out meanwhile
+            elif key.data.fileno() >= 0:  # not shown out meanwhile, for one that came in this turn
                 self._hear(key.data)
 
     def _accept(self) -> None:
@@ -113,7 +113,7 @@ class Muster:
             caller, _ = self._listener.accept()
         except OSError:  # gone before it was let in
             return
-        if len(self._callers) == _MOST_CALLERS:
+        if len(self._callers) == MOST_CALLERS:
             self._show_out(next(iter(self._callers)))
         caller.setblocking(False)
         self._callers[caller] = Frames(msgspec.msgpack.Decoder(Hello), LONGEST_HELLO)

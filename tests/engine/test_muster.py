@@ -12,7 +12,7 @@ import pytest
 
 from engine.frames import framed
 from engine.ranks.messages import Hello
-from engine.ranks.muster import Joined, Muster, dial, hello_of, join, listen
+from engine.ranks.muster import MOST_CALLERS, Joined, Muster, dial, hello_of, join, listen
 from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.device import detect_device
 from pdserve.embedded import EMBEDDED_MODEL
@@ -121,6 +121,30 @@ def test_callers_who_say_nothing_keep_nobody_out(gathering: Gathering) -> None:
         pass
     for sock in silent:
         sock.close()
+
+
+class HangsUpAsTheNextOneCalls(socket.socket):
+    """A listener whose first caller hangs up when one more has come than may wait, before any of that is seen."""
+
+    callers: list[socket.socket]
+
+    def accept(self) -> tuple[socket.socket, object]:
+        accepted = super().accept()
+        if len(self.callers) == MOST_CALLERS:
+            self.callers[0].close()
+        if len(self.callers) <= MOST_CALLERS:
+            self.callers.append(dial(f"127.0.0.1:{self.getsockname()[1]}"))
+        return accepted
+
+
+def test_a_caller_may_hang_up_at_the_moment_another_takes_its_place() -> None:
+    with HangsUpAsTheNextOneCalls(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
+        listener.callers = [dial(f"127.0.0.1:{listener.getsockname()[1]}")]
+        with pytest.raises(NodeError, match="have not come"):
+            Muster(listener, config_of(), range(1, 4)).gather(0.2)
+        assert len(listener.callers) == MOST_CALLERS + 1
+        for caller in listener.callers:
+            caller.close()
 
 
 def test_the_place_of_a_rank_that_has_gone_is_free_again() -> None:
