@@ -56,6 +56,6 @@ def test_zero_weights() -> None:
 
 def test_few_numbers_of_tokens_are_multiplied() -> None:
     padded = [padded_tokens(count) for count in range(1, 8193)]
-    assert all(count <= more <= count * 9 / 8 for count, more in enumerate(padded, 1))
+    assert all(count <= more <= count * 3 / 2 for count, more in enumerate(padded, 1))
     assert padded == sorted(padded)
-    assert len(set(padded)) == 15 + 8 * 9 + 1  # up to 15, of each octave to 8,191, and 8,192
+    assert set(padded) == {1, *(2**power * part // 2 for power in range(1, 14) for part in (2, 3))} - {3 * 2**12}
