@@ -18,6 +18,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 import grpc
@@ -193,25 +194,36 @@ class PrefillPeer:
 
     async def _watch(self) -> None:
         """Returns never; raises PeerError when the connection cannot be relied on any more."""
-        broken = self._channel.wait_for_state_change
-        while True:
-            await _first(broken(grpc.ChannelConnectivity.READY), self._doubt.wait(), self._timing.ask_after)
-            self._doubt.clear()
-            if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
-                raise PeerError("the connection broke")
-            if self._broken:
-                raise PeerError(f"connection made anew: {self._broken}")
-            if self.stream is not None and self.stream.ended:
-                raise (PeerLoading if self.stream.draining else PeerError)(self.stream.ended)
-            if self._leaving and (self.stream is None or self.stream.idle):
-                raise PeerError("is not listed any more")
-            description = await self._describe()
-            if description.epoch != self.epoch:
-                raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
-            if description.state == "draining" and self.stream is not None:
-                self.stream.drain()
-            elif description.state != "ready":
-                raise PeerLoading(f"is {description.state}")
+        # Once for all rounds: what waits for a change gRPC keeps until there is one, even when it was cancelled.
+        broken = asyncio.ensure_future(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+        broken.add_done_callback(lambda _: self._doubt.set())
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._timing.ask_after):
+                        await self._doubt.wait()
+                self._doubt.clear()
+                await self._look()
+        finally:
+            broken.cancel()
+
+    async def _look(self) -> None:
+        """Raises PeerError when the connection cannot be relied on any more."""
+        if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
+            raise PeerError("the connection broke")
+        if self._broken:
+            raise PeerError(f"connection made anew: {self._broken}")
+        if self.stream is not None and self.stream.ended:
+            raise (PeerLoading if self.stream.draining else PeerError)(self.stream.ended)
+        if self._leaving and (self.stream is None or self.stream.idle):
+            raise PeerError("is not listed any more")
+        description = await self._describe()
+        if description.epoch != self.epoch:
+            raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
+        if description.state == "draining" and self.stream is not None:
+            self.stream.drain()
+        elif description.state != "ready":
+            raise PeerLoading(f"is {description.state}")
 
     def _lose(self) -> None:
         if self.epoch:
@@ -230,17 +242,6 @@ class PrefillPeer:
             return await call
         except grpc.aio.AioRpcError as exc:
             raise error_from_rpc(exc, self.address) from exc
-
-
-async def _first(one: Awaitable[object], other: Awaitable[object], seconds: float) -> None:
-    """Return when either has ended, or the time; what has not is cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in (one, other)]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 def _backoff(failures: int) -> float:

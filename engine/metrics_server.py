@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from uvicorn.server import ServerState
 
 from pdserve.address import join_address
-from pdserve.connections import BoundedConnection, listen
+from pdserve.connections import IDLE_SECONDS, BoundedConnection, listen
 
 if TYPE_CHECKING:
     from engine.node import Node
@@ -51,6 +51,7 @@ class MetricsServer:
             log_config=None,
             server_header=False,
             date_header=False,
+            timeout_keep_alive=IDLE_SECONDS,
             proxy_headers=False,
             limit_concurrency=_MAX_SCRAPES,
         )

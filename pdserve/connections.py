@@ -18,6 +18,7 @@ MAX_HEADER_BYTES = 64 * 1024  # of one request, its line and trailers included
 HEADER_SECONDS = 20.0  # from connecting, or from a request's first byte, to the end of its headers
 BODY_SECONDS = 65.0  # from there to the end of its body; the endpoints answer a little earlier
 UNREAD_SECONDS = 60.0  # in which a client takes nothing of what was written to it
+IDLE_SECONDS = 75  # between two requests: longer than clients and proxies wait, or one may send as we close
 
 _BACKLOG = 2048  # connections that wait to be accepted
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

@@ -22,7 +22,7 @@ frees anything, however long a message takes; margin and guard are for clocks th
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -52,13 +52,14 @@ class LeaseTable:
     """All leases of one node in one epoch. Times are seconds of one monotonic clock."""
 
     def __init__(self, epoch: str, seconds: float, guard: float, remember: int = 65_536) -> None:
-        """``remember`` bounds how many finished leases are kept, to answer a repeated release as the first one."""
+        """A repeated release is answered as the first one until ``remember`` more numbers have been given out."""
         self.epoch = epoch
         self.seconds = seconds
         self.guard = guard
-        self._remember = remember
         self._leases: dict[int, _Lease] = {}  # that have not ended
-        self._finished: OrderedDict[int, LeaseState] = OrderedDict()  # oldest first
+        # [lease % remember] → the last lease there that was released, plus one. An array is at once as large as it will
+        # ever be, where a dictionary would grow for hours.
+        self._released = array("Q", bytes(8 * remember))
         self._heap: list[tuple[float, int]] = []  # (when, lease), also of leases that ended or were extended
         self.counts = dict.fromkeys(LeaseState, 0)
 
@@ -98,7 +99,7 @@ class LeaseTable:
         """
         entry = self._named(epoch, lease)
         if entry is None:
-            return epoch == self.epoch and self._finished.get(lease) is LeaseState.RELEASED, False
+            return epoch == self.epoch and self._released[lease % len(self._released)] == lease + 1, False
         self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
         return entry.complete, True
 
@@ -148,6 +149,5 @@ class LeaseTable:
     def _end(self, lease: int, state: LeaseState) -> None:
         if self._leases.pop(lease).granted:
             self.counts[state] += 1
-        self._finished[lease] = state
-        if len(self._finished) > self._remember:
-            self._finished.popitem(last=False)
+        if state is LeaseState.RELEASED:
+            self._released[lease % len(self._released)] = lease + 1

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from pdserve.address import join_address
-from pdserve.connections import BoundedConnection, listen
+from pdserve.connections import IDLE_SECONDS, BoundedConnection, listen
 from pdserve.hub import resolve_model
 from pdserve.logs import identify
 from pdserve.process import StatusWriter
@@ -49,6 +49,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=IDLE_SECONDS,
         proxy_headers=False,  # nothing here depends on who the client is
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,

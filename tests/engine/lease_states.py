@@ -35,7 +35,7 @@ class State:
     d_runs: bool
     now: float = 0.0
     epoch: str = "first"
-    table: LeaseTable = field(default_factory=lambda: LeaseTable("first", SECONDS, GUARD))
+    table: LeaseTable = field(default_factory=lambda: LeaseTable("first", SECONDS, GUARD, remember=1))
     computed: int | None = None  # parts of the prompt on P; None: nobody wants it there
     leased: frozenset[int] = frozenset()  # parts
     handoff: Handoff | None = field(default_factory=lambda: Handoff(1, "first", "p", PARTS, 0.0))  # None: it is over
@@ -122,7 +122,7 @@ def p_hears(index: int, again: bool, s: State) -> None:
 def p_restarts(s: State) -> None:
     """Somebody else's lease gets the same number in its second life."""
     s.epoch = "second"
-    s.table = LeaseTable("second", SECONDS, GUARD)
+    s.table = LeaseTable("second", SECONDS, GUARD, remember=1)
     s.table.accept(LEASE)
     s.table.announce(LEASE, True, s.now)
     s.computed, s.leased = None, frozenset()

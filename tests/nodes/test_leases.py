@@ -37,7 +37,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
     table, now = LeaseTable(EPOCH, SECONDS, GUARD), 0.0
     model: dict[int, _Lease] = {}  # those that have not ended
     ended: dict[int, str] = {}
-    accepted = granted = 0
+    accepted, granted = 10, 0  # so that there are numbers before the first one
 
     def end(lease: int, how: str) -> None:
         del model[lease]
