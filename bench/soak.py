@@ -8,6 +8,10 @@ not, of one prompt or two, with n, log-probabilities, penalties, grammars and st
 One client in ten leaves in the middle, one request in fifty is refused as invalid, and one in five comes over a
 connection of its own. Needs what the tests need (pip install -e '.[dev]').
 
+A process takes what the largest load so far has needed: sockets and buffers, and a product of matrices for each size
+of a batch (runner/linear.py). So that a moment in which the machine is busy elsewhere, and requests pile up, does not
+look like a leak, there are first ``--burst`` clients that never pause.
+
 Memory is what a process would give back if it ended (USS), handles its open file descriptors. A window is a sixth of
 the time; what is compared are medians of the second and of the last one, as the first is for caches and allocators to
 fill. Ends with status 1 when a request failed, a block is lost, or a process has grown by more than ``--growth``.
@@ -169,7 +173,7 @@ async def soak(processes: Mapping[str, psutil.Process], traffic: Traffic, args: 
             samples.extend(samples_of(processes, time.monotonic() - start))
             await asyncio.sleep(SAMPLED_EVERY)
 
-    await traffic.closed(args.clients, args.seconds / 30)  # for what is compiled or allocated at first
+    await traffic.closed(args.burst, args.seconds / 30)
     capacity = await traffic.closed(args.clients, args.seconds / 30)
     rate = args.load * capacity
     print(f"{args.clients} clients that never pause: {capacity:.1f} requests/s; sending {rate:.1f}/s", flush=True)
@@ -237,6 +241,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--load", type=float, default=0.8, help="share of what it can do (default %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="when finding that out (default %(default)s)")
+    parser.add_argument("--burst", type=int, default=150, help="clients before that (default %(default)s)")
     parser.add_argument("--growth", type=float, default=0.02, help="of memory, tolerated (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", type=Path)
