@@ -100,12 +100,15 @@ class NodeCalls(ABC):
     @abstractmethod
     def address(self) -> str: ...
 
+    def channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.address)
+
     def status(self) -> pb.NodeStatus:
-        with grpc.insecure_channel(self.address) as channel:
+        with self.channel() as channel:
             return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
 
     def describe(self) -> pb.NodeDescription:
-        with grpc.insecure_channel(self.address) as channel:
+        with self.channel() as channel:
             return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
 
     def counter(self, name: str) -> float:

@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 import trustme
+from certificates import write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
 
 from pdserve.embedded import EMBEDDED_MODEL
@@ -20,16 +21,6 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.tls import SERVER_NAME, PeerTls
 from router.https import Certificate
-
-
-def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
-    """What ``--grpc-tls`` wants, of ``ca``; certificates of ``more`` are accepted, too."""
-    directory.mkdir(exist_ok=True)
-    issued = ca.issue_cert(SERVER_NAME)
-    (directory / "ca.pem").write_bytes(b"".join(each.cert_pem.bytes() for each in (ca, *more)))
-    (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +36,8 @@ def identity(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Path:
 @pytest.fixture(scope="module")
 def https(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Path:
     directory = tmp_path_factory.mktemp("https")
-    write_https(directory, ca)
+    write_https(directory / "cert.pem", directory / "key.pem", ca)
     return directory
-
-
-def write_https(directory: Path, ca: trustme.CA) -> None:
-    issued = ca.issue_cert("127.0.0.1")
-    (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +118,7 @@ def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: P
     """Those who connect anew, to a server or as a client, use the new CA; then broken files change nothing."""
     new = trustme.CA()
     write_identity(identity, new)
-    write_https(https, new)
+    write_https(https / "cert.pem", https / "key.pem", new)
     credentials = PeerTls(str(identity)).channel_credentials()
     with client(fleet, new) as http:
 

@@ -30,12 +30,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import trustme
+from certificates import write_https, write_identity
 from network import Network, first_process
 from overlays import headless_services, pods
 from policies import NAMESPACE, Party, open_ports
 from running_pod import RunningPod
 
 from pdserve.api_keys import key_entry, new_key
+from pdserve.tls import PeerTls
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -62,7 +64,7 @@ class Cluster:
         self._folder = folder
         self._checkpoint = checkpoint
         self._key = new_key()
-        self._ca = trustme.CA()  # of the API server
+        self.ca = trustme.CA()  # of all servers, and of the peers' certificates
         self._secrets = folder / "secrets"
         self._service = ROUTERS[0]  # where clients are led to
         self._doors: list[tuple[str, str, socket.socket]] = []  # host that it is on, target, socket
@@ -73,8 +75,8 @@ class Cluster:
             self.network = stack.enter_context(Network(self._folder))
             for name in OUTSIDE:
                 self.network.add(name)
-            self._find_pods(stack)
             self._write_secrets()
+            self._find_pods(stack)
             self._start_outside(stack)
             for name in self.pods:
                 if name != SPARE:
@@ -128,6 +130,10 @@ class Cluster:
         names = {pod.name for pod in self.of("prefill")}
         self.wait_until(lambda: all({*d.describe().connected_peers} == names for d in self.of("decode")), seconds)
 
+    def here(self, words: list[str]) -> list[str]:
+        """Of a command, with the files of Secrets where they are."""
+        return [word.replace("/etc/pdserve", str(self._secrets)) for word in words]
+
     # ------------------------------------------------------------ pods
 
     def start(self, name: str) -> None:
@@ -146,9 +152,9 @@ class Cluster:
             account = self.network.folder(name) / "run/secrets/kubernetes.io/serviceaccount"
             account.mkdir(parents=True)
             (account / "token").write_text("a token")
-            self._ca.cert_pem.write_to_path(account / "ca.crt")
+            self.ca.cert_pem.write_to_path(account / "ca.crt")
         self._name_all()
-        argv = [sys.executable, "-P", "-m", "pdserve", *self._here(pod.kind.arguments_in(environ))]
+        argv = [sys.executable, "-P", "-m", "pdserve", *self._arguments_here(pod.kind.arguments_in(environ))]
         with pod.log.open("ab") as log:
             pod.program = self.network.start(name, argv, environ, log)
 
@@ -230,14 +236,17 @@ class Cluster:
     # ------------------------------------------------------------ its parts
 
     def _find_pods(self, stack: ExitStack) -> None:
-        for kind in sorted(pods(self._overlay), key=lambda pod: pod.role, reverse=True):  # router, prefill, decode
+        kinds = sorted(pods(self._overlay), key=lambda pod: pod.role, reverse=True)  # router, prefill, decode
+        tls = PeerTls(str(self._secrets / "peers")) if kinds[0].flags("grpc-tls") else None
+        for kind in kinds:
             names = ROUTERS if kind.role == "router" else [f"{kind.name}-{index}" for index in range(kind.replicas)]
             for name in names:
                 door = self._new_door(stack, "machine", f"{name}:{PORTS[kind.role]}")
                 port = PORTS["router"] if kind.role == "router" else METRICS_PORT
                 metrics = self._new_door(stack, "prometheus", f"{name}:{port}")
-                self.pods[name] = RunningPod(kind, name, door, metrics, self._folder / f"{name}.log")
-        self.url = "http://" + self._new_door(stack, "client", f"{SERVICE}:{PORTS['router']}")
+                self.pods[name] = RunningPod(kind, name, door, metrics, self._folder / f"{name}.log", tls)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://" + self._new_door(stack, "client", f"{SERVICE}:{PORTS['router']}")
 
     def _new_door(self, stack: ExitStack, host: str, target: str) -> str:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -247,13 +256,16 @@ class Cluster:
     def _write_secrets(self) -> None:
         (self._secrets / "keys").mkdir(parents=True)
         (self._secrets / "keys/keys.toml").write_text(key_entry("client", self._key))
+        write_identity(self._secrets / "peers", self.ca)
+        (self._secrets / "https").mkdir()
+        write_https(self._secrets / "https/tls.crt", self._secrets / "https/tls.key", self.ca)
 
     def _start_outside(self, stack: ExitStack) -> None:
         """The doors and the API server."""
         environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
         log = stack.enter_context((self._folder / "outside.log").open("wb"))
         api = self.network.folder("api")
-        certificate = self._ca.issue_cert(self.network.address("api"))
+        certificate = self.ca.issue_cert(self.network.address("api"))
         certificate.private_key_and_cert_chain_pem.write_to_path(api / "tls.pem")
         self.publish()
         self.network.start("api", [sys.executable, str(HERE / "api_server.py"), str(API_PORT), str(api)], environ, log)
@@ -272,12 +284,11 @@ class Cluster:
                 table.append((self.network.address(pod.name), " ".join(names)))
         self.network.name_hosts(table)
 
-    def _here(self, arguments: list[str]) -> list[str]:
+    def _arguments_here(self, arguments: list[str]) -> list[str]:
         """A container's arguments for this machine (see above)."""
         lacking = ("--device=", "--require-transport=")
         words = [word for word in arguments if not word.startswith(lacking)]
-        small = () if words[0] == "router" else SMALL
-        return [*(word.replace("/etc/pdserve", str(self._secrets)) for word in words), *small]
+        return [*self.here(words), *(() if words[0] == "router" else SMALL)]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import urllib.request
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import grpc
 from fleet import NodeCalls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from overlays import Pod
+
+from pdserve.tls import SERVER_NAME, PeerTls
 
 
 @dataclass
@@ -22,6 +25,7 @@ class RunningPod(NodeCalls):
     door: str  # where pytest reaches its port
     metrics: str  # and its metrics, by Prometheus' way
     log: Path
+    tls: PeerTls | None  # where it wants to be spoken to by it
     program: subprocess.Popen[bytes] | None = None
     ready: bool = False  # as EndpointSlices say
 
@@ -37,13 +41,20 @@ class RunningPod(NodeCalls):
     def role(self) -> str:
         return self.kind.role
 
+    def channel(self) -> grpc.Channel:
+        if self.tls is None:
+            return super().channel()
+        options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
+        return grpc.secure_channel(self.door, self.tls.channel_credentials(), options)
+
     def serves(self) -> bool:
-        """What its readiness probe says."""
+        """What its readiness probe says; Kubernetes does not look at certificates."""
         try:
             if self.role == "router":
-                with urllib.request.urlopen(f"http://{self.door}/health", timeout=2.0):
+                url = f"{'http' if self.tls is None else 'https'}://{self.door}/health"
+                with urllib.request.urlopen(url, timeout=2.0, context=ssl._create_unverified_context()):
                     return True
-            with grpc.insecure_channel(self.door) as channel:
+            with self.channel() as channel:
                 answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2.0)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         except (OSError, grpc.RpcError):

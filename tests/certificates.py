@@ -1,0 +1,26 @@
+"""Certificates of authorities that are made for a test, in the files that pdserve reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trustme
+
+from pdserve.tls import SERVER_NAME
+
+
+def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
+    """What ``--grpc-tls`` wants, of ``ca``; certificates of ``more`` are accepted, too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    issued = ca.issue_cert(SERVER_NAME)
+    (directory / "ca.pem").write_bytes(b"".join(each.cert_pem.bytes() for each in (ca, *more)))
+    (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    return directory
+
+
+def write_https(cert: Path, key: Path, ca: trustme.CA) -> None:
+    """What ``--tls-cert`` and ``--tls-key`` want, for clients that use this machine's address."""
+    issued = ca.issue_cert("127.0.0.1")
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key.write_bytes(issued.private_key_pem.bytes())

@@ -1,0 +1,61 @@
+"""Pods of the overlay with TLS find each other, hand KV over, and answer nobody who has no certificate."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from cluster import ROOT, Cluster
+from network import require_namespaces
+from traffic import PROMPT
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_namespaces()
+    with Cluster("mtls", tmp_path_factory.mktemp("mtls"), checkpoint) as cluster:
+        cluster.wait_ready()
+        yield cluster
+
+
+def test_a_prompt_goes_all_the_way(cluster: Cluster) -> None:
+    trust = ssl.create_default_context()
+    cluster.ca.configure_trust(trust)
+    body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+    with httpx.Client(base_url=cluster.url, verify=trust, trust_env=False, timeout=30.0) as client:
+        answer = client.post("/v1/completions", json=body, headers=cluster.headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    assert sum(pod.counter("handoffs") for pod in cluster.of("decode")) == 1
+    for node in cluster.nodes:
+        node.wait_idle()
+
+
+def test_whoever_has_no_certificate_gets_no_answer(cluster: Cluster) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(cluster.url.replace("https", "http"), trust_env=False)
+    for node in cluster.nodes:
+        with grpc.insecure_channel(node.address) as channel, pytest.raises(grpc.RpcError):
+            pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
+
+
+def test_the_commands_of_probes_succeed(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            program, *words = cluster.here(node.kind.container[kind]["exec"]["command"])
+            assert program == "pdserve"
+            try:
+                cluster.network.run(node.name, "env", f"PYTHONPATH={ROOT}", sys.executable, "-Pm", "pdserve", *words)
+            except subprocess.CalledProcessError as exc:
+                pytest.fail(f"{kind} of {node.name}: {exc.stdout}{exc.stderr}")
