@@ -8,15 +8,11 @@ import httpx
 import openai
 import pytest
 import small_tokenizers
-from hypothesis import settings
 from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 from tokenizers import AddedToken
 
 from router.tokenizer import Tokenizer
-
-settings.register_profile("no deadline", deadline=None)  # two cores serve the whole suite
-settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,6 +100,20 @@ def test_without_nodes_it_is_up_but_not_healthy(tokenizer_dir: Path) -> None:
         response = client.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "overloaded"
+
+
+@pytest.mark.slow
+def test_a_request_over_an_idle_connection_is_answered_though_the_router_stood_still(
+    tokenizer_dir: Path, scripted_node: ScriptedNode
+) -> None:
+    with (
+        router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
+    ):
+        assert client.get("/health").status_code == 200
+        process.process.send_signal(signal.SIGSTOP)
+        threading.Timer(7.0, process.process.send_signal, [signal.SIGCONT]).start()
+        assert client.get("/health").status_code == 200
 
 
 @contextmanager
