@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import trustme
 
 from pdserve.tls import SERVER_NAME
@@ -24,3 +25,9 @@ def write_https(cert: Path, key: Path, ca: trustme.CA) -> None:
     issued = ca.issue_cert("127.0.0.1")
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
+
+
+def tls_channel(address: str, credentials: grpc.ChannelCredentials) -> grpc.Channel:
+    """To a node, whatever its address; a connection of its own."""
+    options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
+    return grpc.secure_channel(address, credentials, options)

@@ -76,8 +76,9 @@ class Generated:
 class RouterClient:
     """One Serve stream. Leaving it as a context manager cancels the stream."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
+        """``channel`` leads to the address, where that wants TLS."""
+        self._channel = channel or grpc.insecure_channel(address, options=channel_options())
         self._requests: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
         self._results: dict[int, tuple[Generated, int]] = {}
         self.num_batches = 0
@@ -188,8 +189,9 @@ class Prefill:
 class PrefillClient:
     """A decode node's stream to a prefill node. Leaving it as a context manager ends the stream."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
+        """``channel`` leads to the address, where that wants TLS."""
+        self._channel = channel or grpc.insecure_channel(address, options=channel_options())
         self._requests: queue.SimpleQueue[pb.HandoffRequest | None] = queue.SimpleQueue()
         self._prefills: dict[int, Prefill] = {}
         self._numbers = itertools.count(1)

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 import trustme
-from certificates import write_https, write_identity
+from certificates import tls_channel, write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
 
 from pdserve.embedded import EMBEDDED_MODEL
@@ -53,11 +53,8 @@ def fleet(identity: Path, https: Path) -> Iterator[Fleet]:
 
 def status(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb.NodeStatus:
     """Ask a node over a connection of its own; None is one without TLS."""
-    named = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
     with (
-        grpc.insecure_channel(node.address)
-        if credentials is None
-        else grpc.secure_channel(node.address, credentials, options=named)
+        grpc.insecure_channel(node.address) if credentials is None else tls_channel(node.address, credentials)
     ) as channel:
         return pb_grpc.NodeStub(channel).Status(pb.StatusRequest(), timeout=5.0)
 

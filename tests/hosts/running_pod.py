@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from certificates import tls_channel
 from fleet import NodeCalls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from overlays import Pod
 
-from pdserve.tls import SERVER_NAME, PeerTls
+from pdserve.tls import PeerTls
 
 
 @dataclass
@@ -44,8 +45,7 @@ class RunningPod(NodeCalls):
     def channel(self) -> grpc.Channel:
         if self.tls is None:
             return super().channel()
-        options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
-        return grpc.secure_channel(self.door, self.tls.channel_credentials(), options)
+        return tls_channel(self.door, self.tls.channel_credentials())
 
     def serves(self) -> bool:
         """What its readiness probe says; Kubernetes does not look at certificates."""

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from cluster import ROOT, Cluster
 from network import require_namespaces
+from node_client import RouterClient, greedy
 from traffic import PROMPT
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -29,7 +30,7 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield cluster
 
 
-def test_a_prompt_goes_all_the_way(cluster: Cluster) -> None:
+def test_a_client_is_answered(cluster: Cluster) -> None:
     trust = ssl.create_default_context()
     cluster.ca.configure_trust(trust)
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
@@ -37,7 +38,16 @@ def test_a_prompt_goes_all_the_way(cluster: Cluster) -> None:
         answer = client.post("/v1/completions", json=body, headers=cluster.headers)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 8
-    assert sum(pod.counter("handoffs") for pod in cluster.of("decode")) == 1
+
+
+def test_every_prefill_node_hands_over_to_every_decode_node(cluster: Cluster) -> None:
+    for decode in cluster.of("decode"):
+        before = decode.counter("handoffs")
+        with RouterClient(decode.address, decode.channel()) as client:
+            for prefill in cluster.of("prefill"):
+                answer = client.generate(PROMPT, greedy(8), prefill.name, cache_salt=f"{prefill.name} {decode.name}")
+                assert len(answer.tokens) == 8
+        assert decode.counter("handoffs") == before + len(cluster.of("prefill"))
     for node in cluster.nodes:
         node.wait_idle()
 
