@@ -1,7 +1,7 @@
 """Attention as Triton kernels: for GPUs without FlashInfer, and on CPU tensors in Triton's interpreter.
 
-Sequences with one new token are attended by one kernel, longer chunks by another; a mixed batch runs both, each of
-which passes over the other's sequences. Lengths and pages are read on the device.
+Sequences with one new token, or a few, are attended by one kernel, longer chunks by another; a mixed batch runs both,
+each of which passes over the other's sequences. Lengths and pages are read on the device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from runner.linear import Placement
 @dataclass(frozen=True)
 class _Step:
     batch: AttentionBatch
-    has_decodes: bool  # sequences with one token
-    has_chunks: bool  # with several
+    has_few: bool  # sequences with one token, or a few
+    has_several: bool  # one of these has several
+    has_chunks: bool  # sequences with more
 
 
 class PagedTritonAttention:
@@ -52,8 +53,12 @@ class PagedTritonAttention:
         self._step: _Step | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
-        lengths = np.diff(batch.query_starts)
-        self._step = _Step(batch, bool((lengths == 1).any()), bool((lengths > 1).any()))
+        lengths, few = np.diff(batch.query_starts), self._tiles.few
+        is_mixed = bool((lengths > 1).any())
+        if graph:  # replayed with other lengths
+            self._step = _Step(batch, True, is_mixed, is_mixed)
+        else:
+            self._step = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
 
     def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
         step = self._step
@@ -61,8 +66,8 @@ class PagedTritonAttention:
         cache, window = self._layers[layer], self._windows[layer]
         q = rope_store(qkv, self._heads, turn, norms, step.batch.slots, cache)
         out = torch.empty_like(q)
-        if step.has_decodes:
-            self.attend_singles(layer, q, out)
+        if step.has_few:
+            self._decode(layer, q, cache, step.batch, out, step.has_several)
         if step.has_chunks:
             prefill_attention(q, cache, step.batch, window, self._tiles, out)
         return out.view(out.shape[0], -1)
@@ -70,4 +75,4 @@ class PagedTritonAttention:
     def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Write to ``out`` what queries of sequences with one token see, both [tokens, num_heads, head_dim]."""
         assert self._step is not None, "plan comes first"
-        self._decode(layer, q, self._layers[layer], self._step.batch, out)
+        self._decode(layer, q, self._layers[layer], self._step.batch, out, several=False)

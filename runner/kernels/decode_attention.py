@@ -1,4 +1,7 @@
-"""Attention of single tokens over the paged cache, long sequences split over several programs.
+"""Attention of single tokens, or a few, over the paged cache, long sequences split over several programs.
+
+Tensor cores multiply 16 rows at least. Where fewer query heads share keys, the rest has room for more tokens of the
+sequence: the first ones that a decode node computes after a handoff, or a short question behind a long text.
 
 A step's sequences may differ in length by orders of magnitude. So that no program is left alone with a long one while
 the others are done, their keys are cut into *parts* of at most as many tiles, about one per program that the device
@@ -28,7 +31,7 @@ _FEWEST_PARTS, _MOST_PARTS = 16, 64
 
 
 # What a program must know of its part, so that it loads all of it at once.
-_ROW, _TOKEN, _FIRST_KEY, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (tl.constexpr(field) for field in range(7))
+_ROW, _TOKEN, _NUM_TOKENS, _POSITION, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (tl.constexpr(each) for each in range(8))
 _FIELDS = tl.constexpr(8)
 
 
@@ -40,24 +43,27 @@ def _plan_parts_kernel(
     parts,  # out [capacity, _FIELDS] int32; row -1 where there is no part
     capacity,
     wanted,  # parts that the tiles of all sequences would make if each one's last part were full
+    MOST_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Grid (1,). Sequences with other than one query get no part, those without keys one."""
+    """Grid (1,). Sequences with more queries than MOST_TOKENS, or none, get no part, those without keys one."""
     wait_for_predecessor(CHAINED)
-    row = tl.arange(0, BLOCK_ROWS)
+    row = tl.arange(0, BLOCK_SEQS)
     known = row < rows
     token = tl.load(query_starts + row, mask=known, other=0)
-    single = tl.load(query_starts + row + 1, mask=known, other=0) - token == 1
+    num_tokens = tl.load(query_starts + row + 1, mask=known, other=0) - token
+    taken = (num_tokens > 0) & (num_tokens <= MOST_TOKENS)
     seq_len = tl.load(seq_lens + row, mask=known, other=0)
+    position = seq_len - num_tokens  # of the first query
     first_key = seq_len * 0
     if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
+        first_key = tl.maximum(position + 1 - WINDOW, 0)
     first_tile = first_key // BLOCK_KEYS
-    tiles = tl.where(single, tl.maximum(tl.cdiv(seq_len, BLOCK_KEYS) - first_tile, 1), 0)
+    tiles = tl.where(taken, tl.maximum(tl.cdiv(seq_len, BLOCK_KEYS) - first_tile, 1), 0)
     tiles_per_part = tl.maximum(tl.cdiv(tl.sum(tiles, axis=0), wanted), 1)
     num_parts = tl.cdiv(tiles, tiles_per_part)
     ends = tl.cumsum(num_parts, axis=0)
@@ -68,7 +74,8 @@ def _plan_parts_kernel(
         begin = (first_tile + index * tiles_per_part) * BLOCK_KEYS
         tl.store(at + _ROW, row, mask=has)
         tl.store(at + _TOKEN, token, mask=has)
-        tl.store(at + _FIRST_KEY, first_key, mask=has)
+        tl.store(at + _NUM_TOKENS, num_tokens, mask=has)
+        tl.store(at + _POSITION, position, mask=has)
         tl.store(at + _BEGIN, begin, mask=has)
         tl.store(at + _END, tl.minimum(begin + tiles_per_part * BLOCK_KEYS, seq_len), mask=has)
         tl.store(at + _FIRST_PART, first_part, mask=has)
@@ -80,32 +87,32 @@ def _plan_parts_kernel(
 
 @triton.jit
 def _merge_parts(
-    results,  # [parts, KV_HEADS, GROUP, HEAD_DIM] float32
-    weights,  # [parts, KV_HEADS, GROUP] float32, log2
-    first,  # [BLOCK_GROUP]: where the weights of the sequence's first part are
+    results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32
+    weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32, log2; -inf where none of a part's keys are seen
+    first,  # [BLOCK_ROWS]: where the weights of the sequence's first part are
     num_parts,
-    members,
+    known,  # [BLOCK_ROWS]
     columns,
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
-    """The mean of a sequence's parts by their weights, ``[BLOCK_GROUP, HEAD_DIM]`` float32.
+    """The mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32.
 
     Not from a processor's own cache, which may hold a line from before it was written.
     """
-    known = members < GROUP
-    top = tl.full(members.shape, float("-inf"), tl.float32)
-    total = tl.zeros(members.shape, tl.float32)
-    merged = tl.zeros((members.shape[0], HEAD_DIM), tl.float32)
+    top = tl.full(known.shape, float("-inf"), tl.float32)
+    total = tl.zeros(known.shape, tl.float32)
+    merged = tl.zeros((known.shape[0], HEAD_DIM), tl.float32)
     for part in range(num_parts):
-        theirs = first + part * KV_HEADS * GROUP
+        theirs = first + part * KV_HEADS * BLOCK_ROWS
         weight = tl.load(weights + theirs, mask=known, other=0.0, cache_modifier=".cg")
         at_theirs = results + theirs[:, None] * HEAD_DIM + columns[None, :]
         values = tl.load(at_theirs, mask=known[:, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, weight)  # finite: every part has a key that is seen
-        shrunk = tl.exp2(top - new_top)
-        share = tl.exp2(weight - new_top)
+        new_top = tl.maximum(top, weight)
+        base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        shrunk = tl.exp2(top - base)
+        share = tl.exp2(weight - base)
         total = total * shrunk + share
         merged = merged * shrunk[:, None] + values * share[:, None]
         top = new_top
@@ -123,8 +130,8 @@ def _decode_attention_kernel(
     page_table_stride,
     parts,  # [parts, _FIELDS] int32
     out,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    results,  # [parts, KV_HEADS, GROUP, HEAD_DIM] float32: those of sequences with several parts, on their way to out
-    weights,  # [parts, KV_HEADS, GROUP] float32: log2 of the sum of exp that each stands for
+    results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32: of sequences with several parts, on their way to out
+    weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32: log2 of the sum of exp that each stands for
     done,  # [rows, KV_HEADS] int32: how many parts are, zero before and after
     scale,  # of scores, times log2(e)
     KV_HEADS: tl.constexpr,
@@ -132,7 +139,9 @@ def _decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
-    BLOCK_GROUP: tl.constexpr,  # GROUP as a product of matrices takes it
+    SEVERAL: tl.constexpr,  # whether sequences may have several tokens
+    BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
+    BLOCK_ROWS: tl.constexpr,  # queries as a product of matrices takes them: tokens, of each the query heads
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
     CHAINED: tl.constexpr,
@@ -143,7 +152,8 @@ def _decode_attention_kernel(
     mine = parts + part * _FIELDS
     row = tl.load(mine + _ROW).to(tl.int64)
     token = tl.load(mine + _TOKEN).to(tl.int64)
-    first_key = tl.load(mine + _FIRST_KEY)
+    num_tokens = tl.load(mine + _NUM_TOKENS)
+    first_position = tl.load(mine + _POSITION)
     begin = tl.load(mine + _BEGIN)
     end = tl.load(mine + _END)
     first_of_row = tl.load(mine + _FIRST_PART)
@@ -152,17 +162,19 @@ def _decode_attention_kernel(
         return
     kv_head = tl.program_id(1).to(tl.int64)
 
-    members = tl.arange(0, BLOCK_GROUP)
+    members = tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, HEAD_DIM)
-    in_group = (members < GROUP)[:, None]
-    heads = (token * KV_HEADS + kv_head) * GROUP + members
-    queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=in_group, other=0.0).to(DOT)
+    query = members // BLOCK_GROUP
+    known = (query < num_tokens) & (members % BLOCK_GROUP < GROUP)
+    positions = first_position + query
+    heads = ((token + query) * KV_HEADS + kv_head) * GROUP + members % BLOCK_GROUP
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=known[:, None], other=0.0).to(DOT)
     keys_of_head = cache + kv_head * head_stride
     pages = page_table + row * page_table_stride
 
-    top = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_GROUP,), tl.float32)
-    result = tl.zeros((BLOCK_GROUP, HEAD_DIM), tl.float32)
+    top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    result = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
         seen = keys < end
@@ -171,12 +183,21 @@ def _decode_attention_kernel(
         k = tl.load(at[None, :] + columns[:, None], mask=seen[None, :], other=0.0).to(DOT)
         v = tl.load(at[:, None] + v_stride + columns[None, :], mask=seen[:, None], other=0.0).to(DOT)
         scores = tl.dot(queries, k, input_precision="ieee") * scale
-        if WINDOW > 0:
-            seen = seen & (keys >= first_key)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))  # finite: every tile has a key that is seen
-        shrunk = tl.exp2(top - new_top)
-        shares = tl.exp2(scores - new_top[:, None])
+        if SEVERAL:
+            visible = seen[None, :] & (keys[None, :] <= positions[:, None])
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+        else:
+            if WINDOW > 0:
+                seen = seen & (keys > first_position - WINDOW)
+            visible = seen[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = new_top  # finite where there is one token: every tile has a key that it sees
+        if SEVERAL:
+            base = tl.where(new_top > float("-inf"), new_top, 0.0)
+        shrunk = tl.exp2(top - base)
+        shares = tl.exp2(scores - base[:, None])
         total = total * shrunk + tl.sum(shares, axis=1)
         result = result * shrunk[:, None] + tl.dot(shares.to(DOT), v, input_precision="ieee")
         top = new_top
@@ -185,23 +206,23 @@ def _decode_attention_kernel(
     result = result / total[:, None]
     at_out = out + heads[:, None] * HEAD_DIM + columns[None, :]
     if num_parts == 1:
-        tl.store(at_out, result.to(out.dtype.element_ty), mask=in_group)
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=known[:, None])
     else:
-        ours = (part * KV_HEADS + kv_head) * GROUP + members
-        tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=in_group)
-        tl.store(weights + ours, top + tl.log2(total), mask=members < GROUP)
+        ours = (part * KV_HEADS + kv_head) * BLOCK_ROWS + members
+        tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=known[:, None])
+        tl.store(weights + ours, top + tl.log2(total), mask=known)
         tl.debug_barrier()  # all of it is written before this part counts as done
         counter = done + row * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
             tl.store(counter, 0)
-            first = (first_of_row * KV_HEADS + kv_head) * GROUP + members
-            merged = _merge_parts(results, weights, first, num_parts, members, columns, KV_HEADS, GROUP, HEAD_DIM)
-            tl.store(at_out, merged.to(out.dtype.element_ty), mask=in_group)
+            first = (first_of_row * KV_HEADS + kv_head) * BLOCK_ROWS + members
+            merged = _merge_parts(results, weights, first, num_parts, known, columns, KV_HEADS, HEAD_DIM, BLOCK_ROWS)
+            tl.store(at_out, merged.to(out.dtype.element_ty), mask=known[:, None])
 
 
 class SplitDecode:
-    """Attention of the sequences of a batch that have one token each, at most ``max_seqs`` of them."""
+    """Attention of the sequences of a batch that have one token each, or a few, at most ``max_seqs`` of them."""
 
     def __init__(
         self,
@@ -227,20 +248,22 @@ class SplitDecode:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
         self._parts = {window: ints(most, _FIELDS.value) for window in set(windows)}
-        self._results = torch.empty(most, num_heads, head_dim, dtype=torch.float32, device=device)
-        self._weights = torch.empty(most, num_heads, dtype=torch.float32, device=device)
+        rows = self._kv_heads * tiles.decode["BLOCK_ROWS"]
+        self._results = torch.empty(most, rows, head_dim, dtype=torch.float32, device=device)
+        self._weights = torch.empty(most, rows, dtype=torch.float32, device=device)
         self._done = ints(max_seqs, self._kv_heads)
 
-    def __call__(self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+    def __call__(self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool) -> None:
         """Write to ``out`` what queries ``q`` see; both [tokens, num_heads, head_dim], cache the layer's view.
 
-        The first layer with a window cuts the sequences for those that follow.
+        Of sequences with one token, and if ``several`` of those with as many as fit (``AttentionTiles.few``). The first
+        layer with a window cuts the sequences for those that follow.
         """
         window = self._windows[layer]
         rows = batch.device_seq_lens.shape[0]
         num_parts = rows + self._wanted_parts(rows)
         if layer == self._windows.index(window):
-            self._cut(batch, window, num_parts, out)
+            self._cut(batch, window, num_parts, out, self._tiles.few if several else 1)
         _decode_attention_kernel[(num_parts, self._kv_heads)](
             q,
             cache,
@@ -258,6 +281,7 @@ class SplitDecode:
             HEAD_DIM=self._head_dim,
             PAGE_SIZE=cache.shape[3],
             WINDOW=window or 0,
+            SEVERAL=several,
             **self._tiles.decode,
             **chained(out),
         )
@@ -265,7 +289,7 @@ class SplitDecode:
     def _wanted_parts(self, rows: int) -> int:
         return min(max(self._at_a_time - rows, _FEWEST_PARTS), _MOST_PARTS)
 
-    def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor) -> None:
+    def _cut(self, batch: AttentionBatch, window: int | None, num_parts: int, out: Tensor, most_tokens: int) -> None:
         rows = batch.device_seq_lens.shape[0]
         assert rows <= self._max_seqs, f"a step of {rows} sequences, made for {self._max_seqs}"
         _plan_parts_kernel[(1,)](
@@ -275,9 +299,10 @@ class SplitDecode:
             self._parts[window],
             num_parts,
             self._wanted_parts(rows),
+            MOST_TOKENS=most_tokens,
             WINDOW=window or 0,
             BLOCK_KEYS=self._tiles.decode["BLOCK_KEYS"],
-            BLOCK_ROWS=triton.next_power_of_2(self._max_seqs),
+            BLOCK_SEQS=triton.next_power_of_2(self._max_seqs),
             CHUNK=128,
             **chained(out),
         )

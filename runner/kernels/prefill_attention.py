@@ -102,22 +102,20 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
+    FEW: tl.constexpr,  # sequences with so many queries are passed over
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
 ):
-    """Grid (tiles, KV_HEADS). A tile is BLOCK_QUERIES tokens with all query heads that share keys.
-
-    Sequences of one query are passed over.
-    """
+    """Grid (tiles, KV_HEADS). A tile is BLOCK_QUERIES tokens with all query heads that share keys."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys and must not be the last to start
     kv_head = tl.program_id(1).to(tl.int64)
     row = _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES)
     query_start = tl.load(query_starts + row)
     num_queries = tl.load(query_starts + row + 1) - query_start
     first = (tile - (query_start // BLOCK_QUERIES + row)) * BLOCK_QUERIES
-    if (num_queries == 1) | (first >= num_queries):
+    if (num_queries <= FEW) | (first >= num_queries):
         return
     seq_len = tl.load(seq_lens + row)
     members = tl.arange(0, BLOCK_QUERIES * BLOCK_GROUP)
@@ -154,7 +152,7 @@ def _prefill_attention_kernel(
 def prefill_attention(
     q: Tensor, cache: Tensor, batch: AttentionBatch, window: int | None, tiles: AttentionTiles, out: Tensor
 ) -> None:
-    """Write to ``out`` what queries ``q`` of sequences with several tokens see.
+    """Write to ``out`` what queries ``q`` of sequences with more than a few tokens (``tiles.few``) see.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
     """
@@ -176,5 +174,6 @@ def prefill_attention(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
+        FEW=tiles.few,
         **tiles.prefill,
     )

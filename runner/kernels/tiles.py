@@ -23,6 +23,7 @@ class AttentionTiles:
     """``decode`` and ``prefill`` hold the launch options of the two kernels."""
 
     processors: int
+    few: int  # tokens of a sequence that a decode tile has room for
     queries: int  # tokens of a prefill tile
     decode: dict[str, Any]
     prefill: dict[str, Any]
@@ -43,13 +44,16 @@ def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
     queries = max(rows // block_group, 1)
+    decode_rows = max(block_group, _MATRIX_ROWS)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
     return AttentionTiles(
         processors=processors,
+        few=decode_rows // block_group,
         queries=queries,
         decode={
             **common,
-            "BLOCK_GROUP": max(block_group, _MATRIX_ROWS),
+            "BLOCK_GROUP": block_group,
+            "BLOCK_ROWS": decode_rows,
             # On an H200 with 32 heads on 8 of 128: 29 µs for 128 sequences of 150 tokens and 125 for 64 of 2,000 (all
             # there is to read at 4.2 TB/s), where 4 warps and 5 stages take 41 and 174.
             "num_warps": 2,

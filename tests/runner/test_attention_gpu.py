@@ -54,6 +54,8 @@ STEPS = {
     "long and short": [(2500, 1), *[(row, 1) for row in range(9)]],
     "prompt": [(0, 1500)],
     "chunks": [(0, 5), (255, 333), (64, 64), (1000, 2)],
+    "a few": [(3000, 2), (500, 3), (0, 4), (127, 2), (64, 16), (1500, 8), (300, 1)],
+    "a few among many": [(2500, 3), *[(row * 7, 1) for row in range(30)], (900, 200)],
     "decodes before chunks": [(40, 1), (1029, 1), (0, 170), (100, 400)],
     "decodes between chunks": [(40, 1), (0, 170), (1029, 1), (100, 400), (0, 1)],
 }
@@ -116,6 +118,22 @@ def test_captured_graphs_stay_right_for_other_lengths(name: str, dtype: torch.dt
         side.reset()
         side.backend.plan(inputs.batch, graph=True)
         graph, outputs = graphs[rows]
+        graph.replay()
+        assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows"])
+@pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
+def test_captured_graphs_with_chunks_stay_right_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
+    inputs = make_inputs(SHAPES[shape], [(5, 25), *[(5, 1)] * 7], "cuda", dtype)
+    side = make_side(name, inputs)
+    graph, outputs = capture(side, inputs)
+    for seed, step in enumerate(
+        [[(2500, 3)], [(17, 1), (800, 2), (0, 9), (300, 4)], [(0, 32)], [(900, 1), (1200, 17)]]
+    ):
+        inputs.fill(step, seed)
+        side.reset()
+        side.backend.plan(inputs.batch, graph=True)
         graph.replay()
         assert_matches_reference(inputs, outputs, side.cache.tensor, TOLERANCE[dtype])
 
