@@ -61,7 +61,6 @@ class Generation:
         self.resume = {choice.choice: choice.token_ids for choice in message.resume}
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
-        self.first: tuple[Sample, ...] = ()  # of each choice, where P has sampled it
         self.handoff: HandoffSide | None = None  # to be set before it is submitted as one
         self.rid = link.open(self._on_event)
         loop = asyncio.get_running_loop()
@@ -75,7 +74,7 @@ class Generation:
 
     @property
     def prefill_sampling(self) -> SamplingParams:
-        """What P is to draw: the first tokens. Those of a resumed request are there: P draws one for nothing."""
+        """How P is to draw tokens. Those of a resumed request are there: P draws one for nothing."""
         return _ONE_TOKEN if self.resume else self.sampling
 
     @property
@@ -95,12 +94,12 @@ class Generation:
         )
         self._link.send(message)
 
-    def emit_first(self, first: tuple[Sample, ...], cached_tokens: int, eos_token_ids: Sequence[int]) -> None:
-        """Forward the first token of each choice, sampled by P; choices that it finishes end here."""
-        self.first = first
-        for choice, sample in enumerate(first):
-            reason = finish_reason(sample.token_id, 1, self.sampling, eos_token_ids)
-            self._emit(choice, sample, reason, cached_tokens if choice == 0 else 0)
+    def emit_of_peer(
+        self, choice: int, sample: Sample, number: int, eos_token_ids: Sequence[int], cached_tokens: int = 0
+    ) -> None:
+        """Forward what P has sampled, the ``number``-th token of a choice; one that ends with it ends here."""
+        reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
+        self._emit(choice, sample, reason, cached_tokens)
 
     def fail(self, error: PdserveError) -> None:
         """End it with an error, here and in the engine."""

@@ -12,14 +12,14 @@ from a read that P has not confirmed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import inf
 
-from engine.messages import KVConfirmed, ReadEnded, StartRead
+from engine.messages import KVConfirmed, Outputs, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Sample
 
 _MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # how long before a lease's end reading stops: a share of it, at most seconds
 _EXTEND_SHARE, _EXTEND_MIN = 1 / 3, 0.1  # when to extend: after that share of the time left, at least seconds
@@ -76,7 +76,7 @@ class Handoff:
         self._epoch = epoch
         self._peer = peer
         self._num_tokens = num_tokens
-        self._first: tuple[Sample, ...] = ()
+        self.outputs: Outputs = ()  # what P has sampled, by choice
         self._lease = 0
         self._term = 0.0  # seconds
         self._announced = 0  # tokens of the prompt
@@ -86,11 +86,17 @@ class Handoff:
         self._extending = False
         self._extend_at = inf
 
-    def sampled(self, first: tuple[Sample, ...]) -> None:
+    def sampled(self, first: Sequence[int]) -> None:
         """P's first tokens have come. Raises PeerError when they have come before."""
-        if self._first:
+        if self.outputs:
             raise PeerError(f"{self._peer} sent first tokens twice")
-        self._first = first
+        self.outputs = tuple((token,) for token in first)
+
+    def went_ahead(self, token: int) -> None:
+        """P has sampled one more token. Raises PeerError where there is not one choice that it follows in."""
+        if len(self.outputs) != 1:
+            raise PeerError(f"{self._peer} sent a next token of {len(self.outputs)} choices")
+        self.outputs = ((*self.outputs[0], token),)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; returns what is to be done about it, in this order.
@@ -146,7 +152,7 @@ class Handoff:
         elif ready.lease != self._lease or self._complete:
             raise PeerError(f"{self._peer} announced blocks of lease {ready.lease} after those of lease {self._lease}")
         self._announced = ready.num_tokens
-        if self._complete and not self._first:
+        if self._complete and not self.outputs:
             raise PeerError(f"{self._peer} announced a whole prompt without first tokens")
         blocks, digests = tuple(ready.block_ids), tuple(ready.digests)
         self._to_read.append(StartRead(self.rid, self._epoch, blocks, ready.num_tokens, digests))
@@ -179,7 +185,7 @@ class Handoff:
 
     def _next(self, now: float) -> list[Action]:
         if self.phase is Phase.CONFIRMED:
-            return [KVConfirmed(self.rid, self._first)]
+            return [KVConfirmed(self.rid, self.outputs)]
         if self.phase is not Phase.READING:
             return []
         if self._complete and not self._num_reads and not self._to_read:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
@@ -79,7 +79,7 @@ class Driver:
     def on_reserved(self, cached_tokens: int) -> None:
         self._do(self._start, cached_tokens)
 
-    def on_event(self, event: Event | pb.FirstTokens) -> None:
+    def on_event(self, event: Event | pb.FirstTokens | pb.SampledToken) -> None:
         """What P or our engine say of it, or, with None, that time has passed."""
         self._do(self._take, event)
 
@@ -109,7 +109,7 @@ class Driver:
         node.counters["pdserve_handoff_recomputed_tokens_total"] += self._lacking
         name, extra = generation.request_id or generation.rid, generation.course.about
         _log.warning("request %s is prefilled here: %s", name, error, extra=extra)
-        node.link.send(PrefillLocally(generation.rid, generation.first))
+        node.link.send(PrefillLocally(generation.rid, self._handoff.outputs if self._handoff is not None else ()))
 
     def abandon(self) -> None:
         """P gets back what it holds. Idempotent."""
@@ -158,12 +158,16 @@ class Driver:
         span = generation.course.hand_off(stream.peer, self._lacking)
         self._prefill = stream.prefill(_prefill_request(generation, cached_tokens, span), self)
 
-    def _take(self, event: Event | pb.FirstTokens) -> None:
-        assert self._handoff is not None
-        if isinstance(event, pb.FirstTokens):
-            self._pass_on(self._handoff, event)
-        else:
-            self._go_on(self._handoff, event)
+    def _take(self, event: Event | pb.FirstTokens | pb.SampledToken) -> None:
+        handoff = self._handoff
+        assert handoff is not None
+        match event:
+            case pb.FirstTokens():
+                self._pass_on_first(handoff, event)
+            case pb.SampledToken():
+                self._pass_on_next(handoff, event)
+            case _:
+                self._go_on(handoff, event)
 
     def _go_on(self, handoff: Handoff, event: Event) -> None:
         """Do what follows from an event. Raises PdserveError when that is to give up."""
@@ -187,16 +191,32 @@ class Driver:
         else:
             self._wake_at(handoff.wake_at)
 
-    def _pass_on(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
+    def _pass_on_first(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
         generation, model = self._generation, self._node.model
-        first = _samples(tokens, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
-        handoff.sampled(first)
+        first = _samples(tokens.choices, generation.prefill_sampling.n, model.vocab_size, self._peer.address)
+        handoff.sampled([sample.token_id for sample in first])
         generation.course.on_first_tokens(tokens.queued_ms / 1000)
         if generation.resume:
             return
-        generation.emit_first(first, tokens.cached_tokens, model.eos_token_ids)
-        if generation.ended:
-            self._node.link.send(Cancel(generation.rid))  # it holds blocks for tokens that nobody waits for
+        for choice, sample in enumerate(first):
+            generation.emit_of_peer(choice, sample, 1, model.eos_token_ids, 0 if choice else tokens.cached_tokens)
+        self._free_if_ended()
+
+    def _pass_on_next(self, handoff: Handoff, token: pb.SampledToken) -> None:
+        """P goes ahead while its KV is on the way."""
+        generation, model = self._generation, self._node.model
+        (sample,) = _samples([token], 1, model.vocab_size, self._peer.address)
+        handoff.went_ahead(sample.token_id)
+        number, asked = len(handoff.outputs[0]), generation.prefill_sampling.max_tokens
+        if number > asked:
+            raise PeerError(f"{self._peer.address} sent {number} tokens, it was asked for {asked}")
+        self._node.counters["pdserve_handoff_ahead_tokens_total"] += 1
+        generation.emit_of_peer(0, sample, number, model.eos_token_ids)
+        self._free_if_ended()
+
+    def _free_if_ended(self) -> None:
+        if self._generation.ended:
+            self._node.link.send(Cancel(self._generation.rid))  # it holds blocks for tokens that nobody waits for
 
     def _wake_at(self, when: float) -> None:
         """Have ``on_event(None)`` called then (monotonic seconds), if nothing else happens before."""
@@ -230,13 +250,13 @@ def _prefill_request(generation: Generation, cached_tokens: int, span: Span) -> 
     )
 
 
-def _samples(tokens: pb.FirstTokens, n: int, vocab_size: int, peer: str) -> tuple[Sample, ...]:
-    if len(tokens.choices) != n:
-        raise PeerError(f"{peer} sent the first tokens of {len(tokens.choices)} choices instead of {n}")
-    largest = max(choice.token_id for choice in tokens.choices)
+def _samples(tokens: Sequence[pb.SampledToken], n: int, vocab_size: int, peer: str) -> tuple[Sample, ...]:
+    if len(tokens) != n:
+        raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
+    largest = max(token.token_id for token in tokens)
     if largest >= vocab_size:
         raise PeerError(f"{peer} sent token {largest}; the largest there is is {vocab_size - 1}")
     return tuple(
-        Sample(choice.token_id, logprobs_from_pb(choice.logprobs) if choice.HasField("logprobs") else None)
-        for choice in tokens.choices
+        Sample(token.token_id, logprobs_from_pb(token.logprobs) if token.HasField("logprobs") else None)
+        for token in tokens
     )

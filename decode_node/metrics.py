@@ -20,6 +20,7 @@ COUNTERS = {
     "pdserve_requests_handed_over_total": "Requests left to other nodes since this one, or its P, drains.",
     "pdserve_local_prefills_total": "Prompts prefilled here by choice.",
     "pdserve_handoffs_total": "Handoffs begun.",
+    "pdserve_handoff_ahead_tokens_total": "Tokens after the first that P has sampled, while its KV was on the way.",
     "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",
     "pdserve_handoff_recomputes_total": "Prompts prefilled here after that.",
     "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of these that were not here.",
@@ -58,13 +59,13 @@ class PeerMetrics:
 
 class Metrics:
     """``counters`` are those without labels, by name; ``exposed`` is observed once per handoff that succeeds, and
-    ``first_step`` once it has brought a second token.
+    ``first_step`` once a step has brought a token here.
     """
 
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
         self.exposed = Tally("pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _BOUNDS)
-        self.first_step = Tally("pdserve_handoff_first_step_seconds", "From there to the second token.", _BOUNDS)
+        self.first_step = Tally("pdserve_handoff_first_step_seconds", "From there to the next token.", _BOUNDS)
         self._ttft = Tallies("pdserve_ttft_part_seconds", "What first tokens waited for.", "part", TTFT_PARTS, _BOUNDS)
         self._peers: list[PeerMetrics] = []
 

@@ -15,7 +15,7 @@ from pdserve.wire import failure_from_pb
 if TYPE_CHECKING:
     from decode_node.prefill_stream import PrefillStream
 
-PrefillEvent = pb.FirstTokens | pb.KVReady | Extended | Released | PdserveError
+PrefillEvent = pb.FirstTokens | pb.SampledToken | pb.KVReady | Extended | Released | PdserveError
 
 
 class Listener(Protocol):
@@ -87,6 +87,8 @@ class RemotePrefill:
                 self._named(event.accepted.lease)
             case "first_tokens":
                 self._tell(event.first_tokens)
+            case "next_token":
+                self._tell(event.next_token)
             case "kv_ready":
                 self._named(event.kv_ready.lease)
                 self._tell(event.kv_ready)

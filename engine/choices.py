@@ -5,6 +5,7 @@
                   └───► choice 2 ─┘ prefix cache, and compute the rest of its last block again
 
 Where P has sampled the first tokens, choices may have ended before their KV is here: the first that has not goes on.
+A single choice may go ahead on P, token by token; D goes on behind what it was told of, and computes the KV of that.
 A request that goes on here, since the node that had it is gone, begins with the output of each of its choices: the
 first one computes the prompt and its own output, and the others branch off it.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.constraints import Constraints
-from engine.messages import Output
+from engine.messages import Output, Outputs
 from engine.report import Report
 from engine.requests import Request, Sequence
 from pdserve.hashing import BlockHashes
@@ -49,7 +50,9 @@ class Choices:
         token_ids.append(sample.token_id)
         reason = None
         if sample.token_id in request.stop_ids or len(token_ids) == sequence.max_length:
-            reason = self._reason(request, sample, sequence.num_outputs)
+            reason = self._reason(request, sample.token_id, sequence.num_outputs)
+            if sequence.for_peer and len(token_ids) == sequence.max_length:
+                reason = FinishReason.LENGTH
         self._report.outputs.append(Output(request.rid, sequence.choice, sample, reason))
         if reason is not None:
             return False
@@ -63,7 +66,7 @@ class Choices:
         """
         request = sequence.request
         for choice, sample in enumerate(samples):
-            reason = self._reason(request, sample, 1)
+            reason = self._reason(request, sample.token_id, 1)
             self._report_first(request, choice, sample, reason)
             if reason is None:
                 request.branches[choice] = [sample.token_id]
@@ -73,28 +76,42 @@ class Choices:
         self._constraints.drawn(sequence)
         return True
 
-    def take_for_peer(self, request: Request, samples: tuple[Sample, ...]) -> None:
-        """Report the first tokens of all choices on P; which of them go on is the peer's to decide."""
+    def take_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Report the first tokens of all choices on P. Returns whether the only one may go ahead of the peer."""
+        request, token = sequence.request, samples[0].token_id
+        sequence.token_ids.append(token)
+        ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, sample in enumerate(samples):
-            self._report_first(request, choice, sample, None)
+            self._report_first(request, choice, sample, FinishReason.LENGTH if ends else None)
+        if ends:
+            return False
+        self._constraints.drawn(sequence)
+        return True
 
-    def take_from_peer(self, sequence: Sequence, first: tuple[Sample, ...]) -> bool:
-        """Take over first tokens that P has sampled and D's front has passed on. Returns whether any choice goes on.
+    def stop_ahead(self, sequence: Sequence) -> None:
+        """Report that it does not go further ahead of its peer."""
+        self._report.outputs.append(Output(sequence.request.rid, sequence.choice, None, FinishReason.LENGTH))
+
+    def take_from_peer(self, sequence: Sequence, outputs: Outputs) -> bool:
+        """Take over what P has sampled and D's front has passed on. Returns whether any choice goes on.
 
         The first one that does is the sequence from now on; the others are left in ``request.branches``.
         """
         request = sequence.request
         live = {
-            choice: [sample.token_id] for choice, sample in enumerate(first) if self._reason(request, sample, 1) is None
+            choice: list(tokens)
+            for choice, tokens in enumerate(outputs)
+            if self._reason(request, tokens[-1], len(tokens)) is None
         }
         if not live:
             return False
         del request.sequences[sequence.choice]
         sequence.choice = min(live)
         request.sequences[sequence.choice] = sequence
-        sequence.token_ids += live.pop(sequence.choice)
-        sequence.length += 1
-        self._constraints.drawn(sequence)
+        tokens = live.pop(sequence.choice)
+        sequence.token_ids += tokens
+        sequence.length += len(tokens)
+        self._constraints.drawn(sequence, len(tokens))
         request.branches = live
         return True
 
@@ -123,5 +140,5 @@ class Choices:
         output = Output(request.rid, choice, sample, reason, request.cached_tokens or 0, request.queued)
         self._report.outputs.append(output)
 
-    def _reason(self, request: Request, sample: Sample, num_outputs: int) -> FinishReason | None:
-        return finish_reason(sample.token_id, num_outputs, request.sampling, self._eos_token_ids)
+    def _reason(self, request: Request, token_id: int, num_outputs: int) -> FinishReason | None:
+        return finish_reason(token_id, num_outputs, request.sampling, self._eos_token_ids)

@@ -67,11 +67,11 @@ class Constraints:
             mask, not_yet = grammar.first_mask, self._not_yet(choice)
             choice.constraint = Constraint(grammar, without(mask, not_yet) if not_yet else mask)
 
-    def drawn(self, choice: Choice) -> None:
-        """A choice goes on behind its newest token."""
+    def drawn(self, choice: Choice, num_tokens: int = 1) -> None:
+        """A choice goes on behind its newest tokens."""
         if choice.constraint is not None:
             choice.constraint.mask = None
-            self._advance(choice, choice.token_ids[-1:])
+            self._advance(choice, choice.token_ids[-num_tokens:])
 
     def order(self) -> None:
         """Have the masks computed that follow what was said since the last call."""

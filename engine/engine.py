@@ -71,10 +71,10 @@ class Engine:
                     self._scheduler.submit(message, _tokens(message.token_ids), resume)
                 case StartRead():
                     self._scheduler.reservations.start_read(message)
-                case KVConfirmed(rid, first):
-                    self._scheduler.kv_confirmed(rid, first)
-                case PrefillLocally(rid, first):
-                    self._scheduler.prefill_locally(rid, first)
+                case KVConfirmed(rid, outputs):
+                    self._scheduler.kv_confirmed(rid, outputs)
+                case PrefillLocally(rid, outputs):
+                    self._scheduler.prefill_locally(rid, outputs)
                 case Cancel(rid):
                     self._scheduler.cancel(rid)
                 case FreeLease(rid):

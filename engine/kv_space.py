@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from engine.blocks import BlockPool, Use
 from engine.messages import Leased
 from engine.requests import Sequence
@@ -38,17 +41,19 @@ class KVSpace:
         sequence.full_at = sequence.num_computed + self._block_size
         return True
 
-    def grow(self, sequences: list[Sequence]) -> bool:
-        """A block for each one's next token, where it has none yet. False, and none for any, if too few are free."""
+    def grow(self, sequences: Iterable[Sequence]) -> bool:
+        """Blocks for all tokens of each one, where it lacks some. False, and none for any, if too few are free."""
         short = [sequence for sequence in sequences if sequence.length > sequence.room]
         if not short:
             return True
-        blocks = self._pool.take(len(short), after=short[0].blocks[-1])
+        lacking = [self.blocks_for(sequence.length) - len(sequence.blocks) for sequence in short]
+        blocks = self._pool.take(sum(lacking), after=short[0].blocks[-1])
         if blocks is None:
             return False
-        for sequence, block in zip(short, blocks, strict=True):
-            sequence.blocks.append(block)
-            sequence.room += self._block_size
+        fresh = iter(blocks)
+        for sequence, count in zip(short, lacking, strict=True):
+            sequence.blocks += islice(fresh, count)
+            sequence.room += count * self._block_size
         return True
 
     def prepare(self, sequence: Sequence) -> None:
@@ -90,7 +95,7 @@ class KVSpace:
         request, size = sequence.request, self._block_size
         start = max(request.announced, request.skip_tokens // size)
         complete = sequence.num_computed >= sequence.prompt_len
-        end = len(sequence.blocks) if complete else sequence.num_computed // size
+        end = self.blocks_for(sequence.prompt_len) if complete else sequence.num_computed // size
         if end <= start:
             return None
         request.announced = end

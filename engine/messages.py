@@ -11,15 +11,15 @@ How a request goes on D, with handoff:
       StartRead(blocks)           ──►                                         a part of the prompt, as P announces it
                                   ◄──       reads(rid, error="")              its bytes are here, nobody used them
       … until every block of the prompt has been read
-      KVConfirmed(first)          ──►                                         P said the lease stood
-                                  ◄──       outputs(rid, …)                   from token 2 on
+      KVConfirmed(outputs)        ──►                                         P said the lease stood
+                                  ◄──       outputs(rid, …)                   behind those that P has sampled
    At any time before KVConfirmed:
-      PrefillLocally(first)       ──►                                         drop what was read, compute it here
+      PrefillLocally(outputs)     ──►                                         drop what was read, compute it here
    At any time:
       Cancel                      ──►                                         blocks come back (or are quarantined)
 
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; with the last, in the same batch, also
-outputs(first tokens).   FreeLease(rid) ──►   and before that, where the prompt is still being computed: Cancel(rid) ──►
+outputs(first tokens); then, while nobody else needs the device, outputs(rid, …) of more.   FreeLease(rid) ──►
 In integrity mode each leased follows a step later, with its digests.
 """
 
@@ -35,13 +35,18 @@ from pdserve.pace import Pace
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams
 from pdserve.transports import Connected
 
+#: The tokens that P has sampled for each choice, which begin its output; of no use to a request that was resumed.
+Outputs = tuple[tuple[int, ...], ...]
+
 
 class Mode(StrEnum):
     """What is to become of a request's KV."""
 
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
-    LEASE = "lease"  # P: prefill, sample the first tokens; blocks are kept, as soon as they are full, until FreeLease
+    LEASE = (
+        "lease"  # P: prefill, sample first tokens, go ahead; blocks are kept, as soon as they are full, till FreeLease
+    )
 
 
 # ---------------------------------------------------------------- front → engine
@@ -70,6 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     priority: int = 0  # lower values are admitted first
     skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
+    ahead: int = 0  # LEASE: after the first token so many more, at most, while nobody else needs the device
     resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: the choices that go on, with their output so far; {}: a new request
 
 
@@ -90,14 +96,14 @@ class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
     """The whole prompt has been read, and P says that it is what the lease promised."""
 
     rid: int
-    first: tuple[Sample, ...]  # one per choice; of no use to a request that was resumed, which has its own
+    outputs: Outputs
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
-    """``first``: the first token of each choice where P has sampled them already, else empty."""
+    """``outputs`` are empty where P has not sampled any."""
 
     rid: int
-    first: tuple[Sample, ...] = ()
+    outputs: Outputs = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +113,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class FreeLease(msgspec.Struct, frozen=True, tag=True):
-    """The blocks leased for a request until now are no longer promised to anybody."""
+    """The blocks leased for a request are no longer promised to anybody, and what is still computed is not wanted."""
 
     rid: int
 
@@ -152,7 +158,10 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One token of one choice, its end, or both. LEASE: one per choice, all in one batch, never with an error."""
+    """One token of one choice, its end, or both.
+
+    LEASE: the first ones of all choices are in one batch; ``finish`` says that no more of a choice will follow here.
+    """
 
     rid: int
     choice: int

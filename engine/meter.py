@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pdserve.pace import Line, Pace
-from pdserve.records import ScheduledSequence
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # of the weight of earlier ones, with every new one: some 50 count, or some 500
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean do not say how y depends on it
@@ -53,15 +50,13 @@ class Meter:
         self._reads = Fit(_KEEP)
         self._pace: Pace | None = None
 
-    def add_step(self, scheduled: Sequence[ScheduledSequence], seconds: float) -> None:
-        """A step has ended that computed something."""
+    def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+        """A step has ended that computed so many tokens of prompts, and went on with so many sequences."""
         self._pace = None
-        decodes = sum(item.num_tokens == 1 for item in scheduled)
-        if decodes == len(scheduled):
+        if prompt_tokens:
+            self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
+        else:
             self._decodes.add(decodes, seconds)
-            return
-        tokens = sum(item.num_tokens for item in scheduled) - decodes
-        self._prompts.add(tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
 
     def add_read(self, num_tokens: int, seconds: float) -> None:
         """KV of so many tokens has been read."""

@@ -25,10 +25,14 @@ from pdserve.records import Sample, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class Participants:
-    """Of a step. A decode computes one token and samples the next; other parts of a sequence count as prompts."""
+    """Of a step. A decode computes one token and samples the next; other parts of a sequence count as prompts.
+
+    ``ahead`` are decodes for peers that are to take them over, which may be left out.
+    """
 
     decodes: list[Sequence] = field(default_factory=list)
     prompts: list[Sequence] = field(default_factory=list)
+    ahead: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def among(cls, running: Iterable[Sequence]) -> Participants:
@@ -39,7 +43,10 @@ class Participants:
                 continue
             missing = sequence.missing
             if missing == 1 and sequence.length > sequence.prompt_len:
-                found.decodes.append(sequence)
+                if not sequence.for_peer:
+                    found.decodes.append(sequence)
+                elif sequence.may_go_ahead:
+                    found.ahead.append(sequence)
             elif missing:
                 found.prompts.append(sequence)
         return found
@@ -87,7 +94,9 @@ class StepsInFlight:
     def choose(self, running: Iterable[Sequence]) -> Participants:
         """Who may take part in the next step."""
         found = Participants.among(running)
-        return found if self._stages == 1 else Participants(self._microbatch(found.decodes), found.prompts)
+        if self._stages == 1:
+            return found
+        return Participants(self._microbatch(found.decodes), found.prompts, self._microbatch(found.ahead))
 
     def _microbatch(self, decodes: list[Sequence]) -> list[Sequence]:
         """A fair share of ``decodes``, those that have rested longest; none is in one of the last pp - 1 steps.

@@ -22,6 +22,7 @@ class Request:
     cache_salt: str
     priority: int = 0  # lower is more urgent
     skip_tokens: int = 0
+    ahead: int = 0  # tokens after the first that may be sampled for the peer, which is to go on from there
     cached_tokens: int | None = None  # found in the prefix cache when first admitted
     waits_since: float = 0.0  # a moment of the scheduler's clock
     queued: float = 0.0  # seconds that it has waited for blocks, and a step to compute its prompt in
@@ -35,8 +36,11 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Tokens of a choice when it ends here at the latest. On P that is with the first token."""
-        return len(self.prompt) + (1 if self.mode is Mode.LEASE else self.sampling.max_tokens)
+        """Tokens of a choice when it ends here at the latest. On P a single choice may go ahead of its peer."""
+        most = self.sampling.max_tokens
+        if self.mode is Mode.LEASE:
+            most = min(most, 1 + self.ahead) if self.sampling.n == 1 else 1
+        return len(self.prompt) + most
 
     @property
     def must_score(self) -> bool:
@@ -74,10 +78,12 @@ class Sequence:
     constraint: Constraint | None = None  # of its grammar
     full_at: int = 0  # so many computed tokens fill the next block that is to be offered to the prefix cache
     decode: ScheduledSequence = field(init=False)  # its part of a step while it decodes
+    for_peer: bool = field(init=False)  # on P: a peer is to take it over
 
     def __post_init__(self) -> None:
         self.length = len(self.token_ids)
         self.decode = ScheduledSequence(self.seq, 1, 1)
+        self.for_peer = self.request.mode is Mode.LEASE
 
     @property
     def num_outputs(self) -> int:
@@ -105,6 +111,11 @@ class Sequence:
     def in_flight(self) -> bool:
         """Whether a launched step includes it whose result has not been applied."""
         return self.num_launched > self.num_computed
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether a token for its peer may be decoded now: one at a time, so that nobody waits for more than that."""
+        return self.length == self.prompt_len + 1 or not self.in_flight
 
     @property
     def samples_due(self) -> int:

@@ -29,9 +29,9 @@ from engine.digests import Announcements, Digests
 from engine.draft import StepDraft
 from engine.grammars import Grammars
 from engine.kv_space import KVSpace
-from engine.messages import Batch, Mode, Scored, Status, Submit, Totals
+from engine.messages import Batch, Mode, Outputs, Scored, Status, Submit, Totals
 from engine.meter import Meter
-from engine.microbatch import StepsInFlight
+from engine.microbatch import Participants, StepsInFlight
 from engine.report import Report
 from engine.requests import Request, Sequence
 from engine.reservations import Reservations
@@ -108,14 +108,16 @@ class Scheduler:
             self.report.refuse(message.rid, "Overloaded", text)
             return
         sampling, mode, salt = message.sampling, message.mode, message.cache_salt
-        request = Request(message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens)
+        request = Request(
+            message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens, message.ahead
+        )
         request.branches = resume
         request.waits_since = self._clock()
         if not self._constraints.holds(request):
             self._queue(request)
 
-    def kv_confirmed(self, rid: int, first: tuple[Sample, ...]) -> None:
-        """The KV that was read is P's, unchanged: decode on it, from the second token."""
+    def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
+        """The KV that was read is P's, unchanged: decode on it, behind the tokens that P has sampled."""
         sequence = self.reservations.pop(rid)
         if sequence is None:
             return
@@ -125,10 +127,10 @@ class Scheduler:
         request.mode = Mode.LOCAL
         self._kv.received(sequence)
         self._running[sequence.seq] = sequence
-        self._take_from_peer(sequence, first)
+        self._take_from_peer(sequence, outputs)
         self._branch(sequence)
 
-    def prefill_locally(self, rid: int, first: tuple[Sample, ...]) -> None:
+    def prefill_locally(self, rid: int, outputs: Outputs) -> None:
         """Give up the handoff: drop what was read and compute the prompt here, ahead of the queue."""
         sequence = self.reservations.pop(rid)
         if sequence is None:
@@ -138,8 +140,8 @@ class Scheduler:
         self._give_back(sequence)
         request.waits_since = self._clock()
         self._waiting.appendleft(sequence)
-        if first:
-            self._take_from_peer(sequence, first)
+        if outputs:
+            self._take_from_peer(sequence, outputs)
 
     def cancel(self, rid: int) -> None:
         """Forget a request; what was leased of it stays leased. Unknown ones are ignored."""
@@ -149,7 +151,8 @@ class Scheduler:
             self._finish(sequence)
 
     def free_lease(self, rid: int) -> None:
-        """No peer reads these blocks any more."""
+        """No peer reads these blocks any more, nor waits for what would follow."""
+        self.cancel(rid)
         self.transfers.free_lease(rid)
         self.report.status_changed = True
 
@@ -184,8 +187,7 @@ class Scheduler:
         """Take in what the step produced, and that it took so long."""
         self._take_scored(output.step.prompt_logprobs)
         if plan.scheduled:
-            self._apply_step(plan.scheduled, output.step.samples)
-            self.meter.add_step(plan.scheduled, seconds)
+            self._apply_step(plan.scheduled, output.step.samples, seconds)
             self.totals.steps += 1
             self.totals.step_seconds += seconds
         self._digests.arrived(output.step.digests)
@@ -195,7 +197,7 @@ class Scheduler:
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
-        self.totals.sampled_tokens += len(self.report.outputs)
+        self.totals.sampled_tokens += sum(output.sample is not None for output in self.report.outputs)
         return self.report.take(self.status(), self.pool.changes) if self.report else None
 
     def status(self) -> Status:
@@ -226,23 +228,35 @@ class Scheduler:
         self._waiting.append(self._choices.lead(request))
 
     def _add_running(self, draft: StepDraft) -> bool:
-        """Decodes, with a block for each one's token, then prompts.
+        """Decodes, with a block for each one's token, then prompts; if there are none, those that go ahead of peers.
 
         Where blocks lack, the least urgent make way, and of these the latest admitted.
 
         False while they cannot make way, since steps in flight write to their blocks: let these steps end first.
         """
         runnable = self._in_flight.choose(self._running.values())
-        while not self._kv.grow(runnable.decodes):
+        while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self._in_flight:
                 return False
             # Not one that computes for a peer: what the peer was told of could not be freed.
-            preemptible = [s for s in reversed(self._running.values()) if s.request.mode is not Mode.LEASE]
+            preemptible = [s for s in reversed(self._running.values()) if not s.for_peer]
             self._preempt(max(preemptible, key=lambda s: s.request.priority))  # the first of equals
             runnable = self._in_flight.choose(self._running.values())
-        draft.add_running(runnable)
         self._prompts = runnable.prompts
+        if runnable.ahead:
+            self._go_ahead(runnable)
+        draft.add_running(runnable)
         return True
+
+    def _go_ahead(self, runnable: Participants) -> None:
+        """Decode for peers that have not taken over yet, or stop: where others need the device, or blocks lack."""
+        if not (runnable.prompts or self._waiting) and self._kv.grow(runnable.ahead):
+            runnable.decodes.extend(runnable.ahead)
+            return
+        for sequence in runnable.ahead:
+            if sequence.num_outputs:  # else the end of its prompt is in flight, which the peer waits for
+                self._choices.stop_ahead(sequence)
+                self._finish(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence.seq]
@@ -283,15 +297,23 @@ class Scheduler:
 
     # ------------------------------------------------------------ results
 
-    def _apply_step(self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...]) -> None:
+    def _apply_step(
+        self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...], seconds: float
+    ) -> None:
         """Take in the oldest step in flight."""
         step = self._in_flight.pop()
         for sequence, sample in step.decoded(samples):
             if self._add_computed(sequence, 1) and not self._choices.take(sequence, sample):
                 self._finish(sequence)
+        going_on, prompt_tokens = len(step.decodes), 0
         for sequence, num_tokens, drawn in step.computed(scheduled, samples):
+            if sequence.num_computed < sequence.prompt_len:
+                prompt_tokens += num_tokens
+            else:  # what a peer has sampled for it
+                going_on += 1
             if self._add_computed(sequence, num_tokens):
                 self._apply_prompt(sequence, drawn)
+        self.meter.add_step(going_on, prompt_tokens, seconds)
 
     def _take_scored(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Pass on log-probabilities of prompts, once: they count as told also when KV has to be computed anew."""
@@ -314,25 +336,23 @@ class Scheduler:
     def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
         """More of a prompt is there; ``samples`` are empty unless this was its end."""
         goes_on = not samples or self._take_samples(sequence, samples)
-        if sequence.request.mode is Mode.LEASE and (leased := self._kv.lease(sequence)) is not None:
+        if sequence.for_peer and (leased := self._kv.lease(sequence)) is not None:
             self._announcements.add(leased)
         self._branch(sequence)
         if not goes_on:
             self._finish(sequence)
 
     def _take_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Returns whether the sequence goes on. On P it has done its part."""
-        request = sequence.request
-        if request.mode is Mode.LEASE:
-            self._choices.take_for_peer(request, samples)
-            return False
+        """Returns whether the sequence goes on."""
+        if sequence.for_peer:
+            return self._choices.take_for_peer(sequence, samples)
         if sequence.num_outputs:  # it was preempted, or P has sampled its first token
             return self._choices.take(sequence, samples[0])
         return self._choices.take_first(sequence, samples)
 
-    def _take_from_peer(self, sequence: Sequence, first: tuple[Sample, ...]) -> None:
-        resumed = sequence.num_outputs  # then it has these tokens
-        if not resumed and not self._choices.take_from_peer(sequence, first):
+    def _take_from_peer(self, sequence: Sequence, outputs: Outputs) -> None:
+        resumed = sequence.num_outputs  # then it has its own
+        if not resumed and not self._choices.take_from_peer(sequence, outputs):
             self._finish(sequence)
 
     def _branch(self, sequence: Sequence) -> None:

@@ -10,8 +10,9 @@ On D, a block that a transfer may still write to is never anybody else's:
 
 Only the end of a transfer makes its blocks safe: releasing or disconnecting does not stop bytes from landing.
 
-On P, a block that a peer may read is never changed. It is leased as soon as it is full, while its sequence goes on: the
-two claims are independent, and the block is free when both are gone.
+On P, the KV that a peer may read is never changed. A block is leased as soon as it is full, or the prompt has ended in
+it, while its sequence goes on, and may add to that last one. The two claims are independent, and the block is free when
+both are gone.
 
     sequence   held ─────────────────────────┤ ended
     peer             leased ─────────────────────────┤ free_lease

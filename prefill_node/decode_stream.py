@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable
-from functools import partial
+from typing import Any
 
 from engine.admission import check_request, check_skip
 from engine.messages import Leased
@@ -11,6 +11,7 @@ from engine.node import Node
 from engine.outbox import Outbox
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import Sample
 from pdserve.tracing.spans import Attributes
 from pdserve.wire import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
 from prefill_node.course import Course
@@ -24,12 +25,13 @@ class DecodeStream:
     prompts that the engine has accepted are added, a few each.
     """
 
-    def __init__(self, node: Node, leases: Leases, on_end: Callable[[], None]) -> None:
-        """``on_end`` is called when a prompt is not computed any more."""
+    def __init__(self, node: Node, leases: Leases, ahead: int, on_end: Callable[[], None]) -> None:
+        """Prompts go ahead of D by ``ahead`` tokens at most. ``on_end`` is called when one is not computed any more."""
         self.outbox = Outbox(pb.PrefillEvents)
-        self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until all is announced
+        self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until their leases have ended
         self._node = node
         self._leases = leases
+        self._ahead = ahead
         self._on_end = on_end
 
     async def read(self, requests: AsyncIterable[pb.HandoffRequest]) -> None:
@@ -41,9 +43,7 @@ class DecodeStream:
                 case "extend":
                     self._extend(message.extend)
                 case "release":
-                    release = message.release
-                    stood = self._leases.release(release.epoch, release.lease)
-                    self._add(pb.PrefillEvent(request=release.request, released=pb.Released(stood=stood)))
+                    self._release(message.release)
                 case "cancel":
                     prefill = self.prefills.pop(message.cancel.request, None)
                     if prefill is not None:
@@ -63,7 +63,18 @@ class DecodeStream:
         """Compute no more of its prompts. What was announced stays leased."""
         for number, prefill in tuple(self.prefills.items()):
             prefill.hang_up()
-            self._on_failed(number, error)
+            self.end(number, None if prefill.complete else error)
+
+    def add(self, event: pb.PrefillEvent) -> None:
+        """At the end of what is sent next."""
+        self.outbox.put().events.append(event)
+
+    def end(self, number: int, error: PdserveError | None) -> None:
+        """Nothing more becomes of a prompt; with an error, D is told."""
+        self.prefills.pop(number, None)
+        if error is not None:
+            self.add(pb.PrefillEvent(request=number, failed=failure_to_pb(error)))
+        self._on_end()
 
     def _prefill(self, request: pb.PrefillRequest) -> None:
         number = request.request
@@ -72,11 +83,11 @@ class DecodeStream:
         try:
             prefill = self._admit(request)
         except PdserveError as exc:
-            self._on_failed(number, exc)
+            self.end(number, exc)
             return
         self.prefills[number] = prefill
         accepted = pb.Accepted(queue_position=self._node.link.status.waiting, lease=prefill.rid)
-        self._add(pb.PrefillEvent(request=number, accepted=accepted))
+        self.add(pb.PrefillEvent(request=number, accepted=accepted))
 
     def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:
         node = self._node
@@ -89,11 +100,12 @@ class DecodeStream:
         tokens, sampling = unpack_tokens(request.token_ids), sampling_from_pb(request.sampling)
         check_request(tokens, sampling, node.config)
         check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
-        on_part, on_failed = partial(self._on_part, request.request), partial(self._on_failed, request.request)
-        timeout = request.timeout_ms / 1000
-        course = self._course(request, len(tokens))
-        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, on_part, on_failed, course)
-        prefill.submit(request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens)
+        answers = _Answers(self, request.request, int(self._leases.table.seconds * 1000))
+        timeout, course = request.timeout_ms / 1000, self._course(request, len(tokens))
+        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, answers, course)
+        prefill.submit(
+            request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens, self._ahead
+        )
         return prefill
 
     def _course(self, request: pb.PrefillRequest, num_tokens: int) -> Course:
@@ -103,47 +115,61 @@ class DecodeStream:
 
     def _extend(self, request: pb.ExtendRequest) -> None:
         seconds = self._leases.extend(request.epoch, request.lease)
-        self._add(
+        self.add(
             pb.PrefillEvent(
                 request=request.request, extended=pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000))
             )
         )
 
-    def _on_part(self, number: int, prefill: PendingPrefill, part: Leased) -> None:
-        last = part.num_tokens == prefill.num_tokens
-        if last:
-            self._add(pb.PrefillEvent(request=number, first_tokens=_first_tokens(prefill)))
+    def _release(self, request: pb.ReleaseRequest) -> None:
+        def release() -> None:
+            stood = self._leases.release(request.epoch, request.lease)
+            self.add(pb.PrefillEvent(request=request.request, released=pb.Released(stood=stood)))
+
+        prefill = self.prefills.get(request.request)
+        if prefill is not None and prefill.rid == request.lease:
+            prefill.settle(release)
+        else:
+            release()
+
+
+class _Answers:
+    """To one prompt: a Listener of it. ``number`` is D's."""
+
+    def __init__(self, stream: DecodeStream, number: int, lease_ms: int) -> None:
+        self._stream = stream
+        self._number = number
+        self._lease_ms = lease_ms
+
+    def on_part(self, prefill: PendingPrefill, part: Leased) -> None:
+        if prefill.complete:
+            self._add(first_tokens=_first_tokens(prefill))
         ready = pb.KVReady(
             lease=part.rid,
-            lease_ms=int(self._leases.table.seconds * 1000),
+            lease_ms=self._lease_ms,
             block_ids=part.block_ids,
             num_tokens=part.num_tokens,
             digests=part.digests,
         )
-        self._add(pb.PrefillEvent(request=number, kv_ready=ready))
-        if last:
-            del self.prefills[number]
-            self._add(pb.PrefillEvent(request=number, finished=pb.Finished()))
-            self._on_end()
+        self._add(kv_ready=ready)
+        if prefill.complete:
+            self._add(finished=pb.Finished())
 
-    def _on_failed(self, number: int, error: PdserveError) -> None:
-        self.prefills.pop(number, None)
-        self._add(pb.PrefillEvent(request=number, failed=failure_to_pb(error)))
-        self._on_end()
+    def on_token(self, sample: Sample) -> None:
+        self._add(next_token=_sampled_token(sample))
 
-    def _add(self, event: pb.PrefillEvent) -> None:
-        """At the end of what is sent next."""
-        self.outbox.put().events.append(event)
+    def on_end(self, error: PdserveError | None) -> None:
+        self._stream.end(self._number, error)
+
+    def _add(self, **kind: Any) -> None:
+        self._stream.add(pb.PrefillEvent(request=self._number, **kind))
 
 
 def _first_tokens(prefill: PendingPrefill) -> pb.FirstTokens:
-    return pb.FirstTokens(
-        choices=[
-            pb.FirstToken(
-                token_id=sample.token_id, logprobs=logprobs_to_pb(sample.logprobs) if sample.logprobs else None
-            )
-            for sample in prefill.samples
-        ],
-        cached_tokens=prefill.cached_tokens,
-        queued_ms=prefill.queued * 1000,
-    )
+    choices = map(_sampled_token, prefill.samples)
+    return pb.FirstTokens(choices=choices, cached_tokens=prefill.cached_tokens, queued_ms=prefill.queued * 1000)
+
+
+def _sampled_token(sample: Sample) -> pb.SampledToken:
+    logprobs = logprobs_to_pb(sample.logprobs) if sample.logprobs else None
+    return pb.SampledToken(token_id=sample.token_id, logprobs=logprobs)

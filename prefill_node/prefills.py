@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from engine.link import EngineLink, Event, error_of
 from engine.messages import Cancel, FreeLease, Leased, Mode, Output, Refused, Submit
@@ -16,37 +17,47 @@ from prefill_node.leases import LeaseState, LeaseTable
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_STEP = 0.05  # seconds, of those that only decode
+
+
+class Listener(Protocol):
+    """Who is told what becomes of a prompt."""
+
+    def on_part(self, prefill: PendingPrefill, part: Leased) -> None:
+        """In the callback in which the engine has leased it."""
+
+    def on_token(self, sample: Sample) -> None:
+        """One after the first, of the only choice; after the last part."""
+
+    def on_end(self, error: PdserveError | None) -> None:
+        """The lease has ended; or, with an error, there will be no last part."""
+
 
 class PendingPrefill:
-    """One prompt of ``num_tokens``: its blocks part by part, and with the last one the first token of each choice.
+    """One prompt of ``num_tokens``: its blocks part by part, with the last one the first token of each choice, and then
+    the tokens that the engine samples until the peer has taken over.
 
-    ``on_part`` is told of each part, in the callback in which the engine has leased it; the lease begins with the first
-    one, however slowly the peer takes them in. Where there will be no last one, ``on_failed`` is told why: what the
-    engine refused the prompt with, DeadlineExceeded after ``timeout`` seconds (0: none), or PeerError when the lease
-    has ended. After either, and after ``hang_up``, nothing more is told.
+    The lease begins with the first part, however slowly the peer takes them in. The error with which it may end is what
+    the engine refused the prompt with, DeadlineExceeded after ``timeout`` seconds (0: none), or PeerError when the
+    lease has ended before the last part. After the end, and after ``hang_up``, nothing more is told.
     """
 
     def __init__(
-        self,
-        link: EngineLink,
-        leases: Leases,
-        num_tokens: int,
-        timeout: float,
-        on_part: Callable[[PendingPrefill, Leased], None],
-        on_failed: Callable[[PdserveError], None],
-        course: Course,
+        self, link: EngineLink, leases: Leases, num_tokens: int, timeout: float, listener: Listener, course: Course
     ) -> None:
         self._link = link
         self._leases = leases
         self.rid = link.open(self._on_event)
         self.num_tokens = num_tokens
-        self.samples: list[Sample] = []  # by choice
+        self.samples: list[Sample] = []  # by choice, while the prompt is computed
         self.cached_tokens = 0
         self.queued = 0.0  # seconds, before its first step
-        self._on_part = on_part
-        self._on_failed = on_failed
+        self.complete = False  # the last part has been told
+        self._num_choices = 0
+        self._goes_ahead = True  # or will, as far as the engine has said
+        self._then: Callable[[], None] | None = None  # to be done when it has got to the end of a step
+        self._listener = listener
         self._course = course
-        self._over = False
         late = DeadlineExceeded(
             f"the prompt was not computed within the {timeout:.3g} s that were left of its request's"
         )
@@ -54,9 +65,21 @@ class PendingPrefill:
         leases.accept(self.rid, self._on_lease_end, course)
 
     def submit(
-        self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, priority: int, skip_tokens: int
+        self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, priority: int, skip_tokens: int, ahead: int
     ) -> None:
-        self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, priority, skip_tokens))
+        self._num_choices = sampling.n
+        self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, priority, skip_tokens, ahead))
+
+    def settle(self, then: Callable[[], None]) -> None:
+        """Do it when the token is told that is being sampled ahead of the peer; now if there is none.
+
+        It began before the peer could begin with it. An engine that stands still is not waited for.
+        """
+        if not (self.complete and self._goes_ahead):
+            then()
+            return
+        self._then = then
+        self._timer = asyncio.get_running_loop().call_later(_LONGEST_STEP, self._settled)
 
     def hang_up(self) -> None:
         """Stop it, wherever it is: nobody waits for it, or it was refused. What was announced stays leased."""
@@ -67,37 +90,59 @@ class PendingPrefill:
     def _on_event(self, event: Event) -> None:
         match event:
             case Output():
-                if event.sample is not None:
-                    self.samples.append(event.sample)
-                self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-                self.queued = max(self.queued, event.queued)
-            case Leased():
-                complete = event.num_tokens == self.num_tokens
-                if self._leases.announce(self.rid, complete):
-                    self._course.on_part(event.num_tokens, len(event.block_ids))
-                    if complete:
-                        self._stop()
-                        self._course.on_computed(self.queued, self.cached_tokens)
-                    self._on_part(self, event)
-            case Refused():
+                self._on_output(event)
+            case Leased() if self._leases.announce(self.rid, event.num_tokens == self.num_tokens):
+                self._on_part(event)
+            case Refused() if not self.complete:  # else only what would follow is missing, which nobody relies on
                 self._fail(error_of(event))
 
+    def _on_output(self, output: Output) -> None:
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self.queued = max(self.queued, output.queued)
+        self._goes_ahead = output.finish is None
+        if output.sample is not None and self.complete:
+            self._listener.on_token(output.sample)
+        elif output.sample is not None:
+            self.samples.append(output.sample)
+        self._settled()
+
+    def _settled(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            self._stop_timer()
+            then()
+
+    def _on_part(self, part: Leased) -> None:
+        self._course.on_part(part.num_tokens, len(part.block_ids))
+        self.complete = part.num_tokens == self.num_tokens
+        if self.complete:
+            self._stop_timer()
+            self._course.on_computed(self.queued, self.cached_tokens)
+        ahead = self.samples[self._num_choices :]  # with digests a part is told a step later than it was computed
+        del self.samples[self._num_choices :]
+        self._listener.on_part(self, part)
+        for sample in ahead:
+            self._listener.on_token(sample)
+
     def _on_lease_end(self) -> None:
-        """The lease has ended before all blocks were announced: nobody needs the rest."""
-        if not self._over:
-            self._stop()
+        error = None
+        if not self.complete:
             error = PeerError(f"lease {self.rid} ended before all of its blocks were announced")
             self._course.on_failed(error)
-            self._on_failed(error)
+        self._stop()
+        self._listener.on_end(error)
+        self._settled()
 
     def _fail(self, error: PdserveError) -> None:
         self._course.on_failed(error)
         self.hang_up()
-        self._on_failed(error)
+        self._listener.on_end(error)
 
     def _stop(self) -> None:
-        self._over = True
         self._link.close(self.rid)
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
@@ -113,7 +158,7 @@ class Leases:
         self.table = table
         self.on_end: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._wanted: dict[int, Callable[[], None]] = {}  # by lease, until all of its blocks have been announced
+        self._waiting: dict[int, Callable[[], None]] = {}  # by lease: who is to be told that it has ended
         self._courses: dict[int, Course] = {}  # by lease
 
     @property
@@ -122,16 +167,14 @@ class Leases:
         return not len(self.table)
 
     def accept(self, lease: int, on_end: Callable[[], None], course: Course) -> None:
-        """A prompt is to become a lease. ``on_end`` is called when that ends before all blocks were announced."""
+        """A prompt is to become a lease. ``on_end`` is called when that has ended, unless by ``hang_up``."""
         self.table.accept(lease)
-        self._wanted[lease] = on_end
+        self._waiting[lease] = on_end
         self._courses[lease] = course
 
     def announce(self, lease: int, complete: bool) -> bool:
         """A peer is to be told of more blocks. False when the lease has ended: it must not be."""
         stands = self.table.announce(lease, complete, time.monotonic())
-        if stands and complete:
-            del self._wanted[lease]
         self._arm()
         return stands
 
@@ -147,7 +190,8 @@ class Leases:
         return kept
 
     def hang_up(self, lease: int) -> None:
-        """Nobody waits for the prompt any more that was to become a lease."""
+        """Nobody waits for the prompt any more that was to become a lease, nor for what would follow it."""
+        self._waiting.pop(lease, None)
         if self.table.hang_up(lease):
             self._free(lease, LeaseState.ABORTED)
 
@@ -177,10 +221,9 @@ class Leases:
 
     def _free(self, lease: int, how: LeaseState) -> None:
         """The blocks of a lease that has ended are free; what the engine still computes for it is not wanted."""
-        on_end = self._wanted.pop(lease, None)
+        self._link.send(FreeLease(lease))
+        on_end = self._waiting.pop(lease, None)
         if on_end is not None:
-            self._link.send(Cancel(lease))
             on_end()
         self._courses.pop(lease).on_lease_end(how)
-        self._link.send(FreeLease(lease))
         self.on_end()

@@ -22,18 +22,21 @@ class PrefillRole:
     services: tuple[str, ...] = ("pdserve.v1.PrefillNode",)
     uses_connector = True
 
-    def __init__(self, lease_seconds: float, lease_guard: float) -> None:
+    def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
         if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):
             raise ConfigError(
                 f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
             )
+        if decode_ahead < 0:
+            raise ConfigError(f"--decode-ahead {decode_ahead} must be at least 0, which is none")
+        self._decode_ahead = decode_ahead
         self._lease_seconds = lease_seconds
         self._lease_guard = lease_guard
         self._leases: Leases | None = None
 
     def attach(self, node: Node) -> Drained:
         self._leases = Leases(node.link, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
-        service = PrefillService(node, self._leases)
+        service = PrefillService(node, self._leases, self._decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, node.server)
         return service
 
@@ -54,7 +57,7 @@ class PrefillRole:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("leases")
+    group = parser.add_argument_group("handoffs")
     group.add_argument(
         "--lease-seconds",
         type=float,
@@ -70,7 +73,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how much longer blocks are kept, for clocks that do not run alike (default %(default)s)",
     )
+    group.add_argument(
+        "--decode-ahead",
+        type=int,
+        default=3,
+        metavar="N",
+        help="after a prompt's first token, sample so many more, at most, until the decode node has read the KV; only "
+        "while no other prompt is there to compute (default %(default)s)",
+    )
 
 
 def make_role(args: argparse.Namespace) -> PrefillRole:
-    return PrefillRole(args.lease_seconds, args.lease_guard)
+    return PrefillRole(args.lease_seconds, args.lease_guard, args.decode_ahead)

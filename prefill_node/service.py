@@ -21,9 +21,11 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
-    def __init__(self, node: Node, leases: Leases) -> None:
+    def __init__(self, node: Node, leases: Leases, ahead: int) -> None:
+        """Prompts go ahead of their decode nodes by ``ahead`` tokens at most."""
         self._node = node
         self._leases = leases
+        self._ahead = ahead
         self._streams: Streams[DecodeStream] = Streams()
         self.farewell = leases.table.seconds + leases.table.guard
         leases.on_end = self._streams.changed
@@ -59,7 +61,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        stream = DecodeStream(self._node, self._leases, self._streams.changed)
+        stream = DecodeStream(self._node, self._leases, self._ahead, self._streams.changed)
         with self._streams.opened(stream):
             try:
                 await serve(context, stream.outbox, stream.read(request_iterator), lambda: stream.outbox.empty)

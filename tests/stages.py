@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from node_client import Generated, RouterClient, greedy
 
 BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens: of a block, a step of P, the prompt, and what follows
 FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
-PREFILL_FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
+AHEAD = 4  # tokens after the first that P may sample
+PREFILL_FLAGS = ("--decode-ahead", str(AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
 GIVEN_BACK = 5.0  # seconds after a fault in which nobody may hold a block any more
 
@@ -65,11 +67,17 @@ class Pair:
         self.decodes.wait_until(lambda: len(self.decode.describe().connected_peers) == 1, WAIT_SECONDS)
 
     def check_served(self) -> None:
-        """The next request is handed off and answered as ever, and nothing is left of it."""
+        """The next request is answered as ever, and handed off, and nothing is left of it.
+
+        A D that was stopped says that it is connected until it has noticed that it is not.
+        """
         self.wait_connected()
+        end = time.monotonic() + GIVEN_BACK
         failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
         with RouterClient(self.decode.address) as client:
             assert send_prompt(client, self).wait().tokens == self.expected
+            while self.decode.counter("handoffs") == handoffs and time.monotonic() < end:
+                assert send_prompt(client, self).wait().tokens == self.expected
         assert self.decode.counter("handoffs") == handoffs + 1
         assert self.decode.counter("handoff_failures") == failures, self.decode.output
         for node in (self.prefill, self.decode):
@@ -115,7 +123,7 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
         try:
             if stage == "decoding":
                 assert result.started.wait(WAIT_SECONDS)
-                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2, WAIT_SECONDS)
+                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2 + AHEAD, WAIT_SECONDS)
                 pair.decode.stop("engine")
             else:
                 assert gate.reached.wait(WAIT_SECONDS), f"the request never came {stage}"

@@ -1022,7 +1022,8 @@ Global___HandoffRequest: _TypeAlias = HandoffRequest  # noqa: Y015
 @_typing.final
 class PrefillRequest(_message.Message):
     """One prompt. It is answered by Accepted, KVReady… while it is computed, and FirstTokens, the last KVReady and Finished at
-    once; or by Failure, at any time before that.
+    once; or by Failure, at any time before that. After Finished, while nobody else needs the device, next_token… until D
+    gives the lease back: D passes them on, and decodes behind them when it has the KV.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1177,6 +1178,7 @@ class PrefillEvent(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
@@ -1196,6 +1198,10 @@ class PrefillEvent(_message.Message):
     def finished(self) -> Global___Finished:
         """nothing more is announced: all was"""
 
+    @_builtins.property
+    def next_token(self) -> Global___SampledToken:
+        """of a prompt with one choice: the one after those told before"""
+
     def __init__(
         self,
         *,
@@ -1207,12 +1213,13 @@ class PrefillEvent(_message.Message):
         released: Global___Released | None = ...,
         failed: Global___Failure | None = ...,
         finished: Global___Finished | None = ...,
+        next_token: Global___SampledToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "next_token", b"next_token", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "released", b"released", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "extended", b"extended", "failed", b"failed", "finished", b"finished", "first_tokens", b"first_tokens", "kind", b"kind", "kv_ready", b"kv_ready", "next_token", b"next_token", "released", b"released", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens", "extended", "released", "failed", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["accepted", "kv_ready", "first_tokens", "extended", "released", "failed", "finished", "next_token"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1293,11 +1300,11 @@ class FirstTokens(_message.Message):
     queued_ms: _builtins.float
     """that the prompt waited at P before its first step"""
     @_builtins.property
-    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]: ...
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledToken]: ...
     def __init__(
         self,
         *,
-        choices: _abc.Iterable[Global___FirstToken] | None = ...,
+        choices: _abc.Iterable[Global___SampledToken] | None = ...,
         cached_tokens: _builtins.int = ...,
         queued_ms: _builtins.float = ...,
     ) -> None: ...
@@ -1310,7 +1317,7 @@ class FirstTokens(_message.Message):
 Global___FirstTokens: _TypeAlias = FirstTokens  # noqa: Y015
 
 @_typing.final
-class FirstToken(_message.Message):
+class SampledToken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -1330,7 +1337,7 @@ class FirstToken(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):

@@ -173,7 +173,7 @@ def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: 
         prefill, decode = fleet.prefill[0], fleet.decode[0]
         prompt = new_prompt(2000)
         prefill.signal_engine(signal.SIGSTOP)
-        running = pool.submit(fleet.complete, prompt, 16)
+        running = pool.submit(fleet.complete, prompt, 40)
         wait_for(lambda: decode.status().held_blocks > 0)
         decode.signal_engine(signal.SIGSTOP)
         if stopped == "node":
@@ -184,7 +184,7 @@ def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: 
         overwrite_cache(prefill)
         decode.signal_engine(signal.SIGCONT)
         decode.signal(signal.SIGCONT)
-        assert running.result() == checkpoint.greedy(prompt, 16)
+        assert running.result() == checkpoint.greedy(prompt, 40)
         assert decode.counter("handoff_failures") == 1
         assert decode.counter("handoff_recomputes") == 1
         for node in (prefill, decode):

@@ -25,12 +25,14 @@ from engine.messages import (
 )
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Peer, Sample, SamplingParams
+from pdserve.records import Peer, SamplingParams
 from prefill_node.leases import LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 P_BLOCKS, D_BLOCKS = 14, 12
-Tokens = tuple[Sample, ...]
+AHEAD = 2  # tokens after the first
+Tokens = tuple[int, ...]  # of the only choice: at first one, then those that P brings beside the handoff
+Said = pb.KVReady | pb.Accepted | Tokens | PdserveError  # on a call, to D
 
 
 @dataclass
@@ -40,11 +42,12 @@ class Call:
     rid: int  # on D
     epoch: str
     prompt: list[int]
+    max_tokens: int
     skip: int
     lease: int | None = None
     open: bool = True  # to D
     wanted: bool = True  # by D: else it only waits to learn what to release
-    events: deque[pb.KVReady | pb.Accepted | Tokens | PdserveError] = field(default_factory=deque)
+    events: deque[Said] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class PrefillSide:
         self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
         self._numbers = count(1)
         self._calls: dict[int, Call] = {}  # by lease, that have not ended
-        self._samples: dict[int, list[Sample]] = {}
+        self._samples: dict[int, Tokens] = {}
         self._computing: set[int] = set()  # leases whose last blocks have not been announced
 
     @property
@@ -83,9 +86,10 @@ class PrefillSide:
         lease = next(self._numbers)
         self.table.accept(lease)
         self._calls[lease] = call
-        self._samples[lease] = []
+        self._samples[lease] = ()
         self._computing.add(lease)
-        self.node.submit(lease, call.prompt, SamplingParams(max_tokens=9), Mode.LEASE, call.skip)
+        sampling = SamplingParams(max_tokens=call.max_tokens)
+        self.node.submit(lease, call.prompt, sampling, Mode.LEASE, call.skip, ahead=AHEAD)
         call.events.append(pb.Accepted(lease=lease))
 
     def release(self, epoch: str, lease: int) -> bool:
@@ -108,13 +112,16 @@ class PrefillSide:
     def turn(self, now: float) -> None:
         batch = self.node.turn()
         for output in batch.outputs:
-            assert output.sample is not None
-            self._samples[output.rid].append(output.sample)
+            tokens = () if output.sample is None else (output.sample.token_id,)
+            if output.rid in self._computing:
+                self._samples[output.rid] += tokens
+            elif tokens and (call := self._calls.get(output.rid)) is not None:
+                call.events.append(tokens)
         for leased in batch.leased:
             self._announce(leased, now)
 
     def _announce(self, leased: Leased, now: float) -> None:
-        lease, samples = leased.rid, tuple(self._samples[leased.rid])
+        lease, samples = leased.rid, self._samples[leased.rid]
         if not self.table.announce(lease, bool(samples), now):
             return
         if samples:
@@ -123,7 +130,6 @@ class PrefillSide:
         if call is not None:
             if samples:
                 call.events.append(samples)
-                del self._calls[lease]
             call.events.append(
                 pb.KVReady(
                     lease=lease,
@@ -134,10 +140,10 @@ class PrefillSide:
             )
 
     def _free(self, lease: int) -> None:
+        call = self._calls.pop(lease, None)
         if lease in self._computing:
             self._computing.discard(lease)
-            self.node.obey(Cancel(lease))
-            if (call := self._calls.pop(lease, None)) is not None:
+            if call is not None:
                 call.events.append(PeerError("the lease has ended"))
         self.node.obey(FreeLease(lease))
 
@@ -148,7 +154,6 @@ class Attempt:
     call: Call
     announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
     num_reads: int = 0  # under way
-    first: Tokens = ()
 
 
 class DecodeSide:
@@ -195,7 +200,7 @@ class DecodeSide:
             tokens = self.node.tokens[rid, 0]
             assert tokens == reference(self.prompts[rid], 0, params.max_tokens)[: len(tokens)], "a wrong token"
 
-    def hear(self, call: Call, event: pb.KVReady | pb.Accepted | Tokens | PdserveError, now: float) -> None:
+    def hear(self, call: Call, event: Said, now: float) -> None:
         """The next event of a call."""
         if isinstance(event, PdserveError):
             call.open = False
@@ -207,9 +212,7 @@ class DecodeSide:
         if attempt is None or isinstance(event, pb.Accepted):
             return
         if isinstance(event, tuple):
-            attempt.handoff.sampled(event)
-            attempt.first = event
-            self.node.tokens[call.rid, 0] += [sample.token_id for sample in event]
+            self._pass_on(attempt, event, now)
             return
         if isinstance(event, pb.KVReady):
             start = call.skip // BLOCK + len(attempt.announced)
@@ -251,8 +254,20 @@ class DecodeSide:
         for attempt in self.attempts.values():
             assert now < attempt.handoff.limit or not attempt.num_reads, "D goes on reading after its limit"
 
+    def _pass_on(self, attempt: Attempt, tokens: Tokens, now: float) -> None:
+        handoff, call = attempt.handoff, attempt.call
+        if handoff.outputs:
+            handoff.went_ahead(*tokens)
+        else:
+            handoff.sampled(tokens)
+        self.node.tokens[call.rid, 0] += tokens
+        if len(handoff.outputs[0]) == call.max_tokens:  # the request has ended
+            del self.attempts[call.rid]
+            self.node.obey(Cancel(call.rid))
+            self._give_back(call, now)
+
     def _start(self, rid: int, cached: int, now: float) -> None:
-        call = Call(rid, self.peer, self.prompts[rid], cached)
+        call = Call(rid, self.peer, self.prompts[rid], self.wanted[rid].max_tokens, cached)
         self.attempts[rid] = Attempt(Handoff(rid, self.peer, "p", len(call.prompt), now), call)
         self.outbox.append(Request("prefill", call, now))
 
@@ -262,7 +277,7 @@ class DecodeSide:
 
     def _give_up(self, attempt: Attempt, now: float) -> None:
         del self.attempts[attempt.call.rid]
-        self.node.obey(PrefillLocally(attempt.call.rid, attempt.first))
+        self.node.obey(PrefillLocally(attempt.call.rid, attempt.handoff.outputs))
         self._give_back(attempt.call, now)
 
     def _give_back(self, call: Call, now: float) -> None:

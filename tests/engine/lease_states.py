@@ -17,7 +17,6 @@ from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
 from engine.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Sample
 from prefill_node.leases import LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
@@ -170,7 +169,7 @@ def d_hears(s: State) -> None:
         return
     s.told |= {part}
     if part == PARTS and s.handoff is not None:
-        s.handoff.sampled((Sample(5),))
+        s.handoff.sampled([5])
     d_decides(pb.KVReady(lease=LEASE, lease_ms=int(SECONDS * 1000), block_ids=[part], num_tokens=part), s)
 
 

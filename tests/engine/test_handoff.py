@@ -25,6 +25,7 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
             st.booleans(),
             st.sampled_from(["cancel", "give up", "break", "expire"]),
             st.sampled_from(["never", *STAGES]),
+            st.sampled_from([0, 0, 1, 9]),
         ),
         min_size=1,
         max_size=8,
@@ -32,15 +33,21 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
 )
 @settings(max_examples=50, deadline=None)
 def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
-    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str]]
+    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str, int]]
 ) -> None:
     """Handed over, given up, cancelled, broken or expired at any stage: right tokens, and every block comes back.
 
     Most prompts take several steps on P, and are read while it computes.
     """
     jobs = [
-        Job([7 if shared else rid] * length, SamplingParams(max_tokens=max_tokens, n=n), what=what, when=when)
-        for rid, (length, max_tokens, n, shared, what, when) in enumerate(requests)
+        Job(
+            [7 if shared else rid] * length,
+            SamplingParams(max_tokens=max_tokens, n=n),
+            what=what,
+            when=when,
+            ahead=ahead,
+        )
+        for rid, (length, max_tokens, n, shared, what, when, ahead) in enumerate(requests)
     ]
     fleet = Fleet(Node(96, *depth), Node(72, *depth), jobs)
     fleet.run()
@@ -56,17 +63,20 @@ def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
             st.booleans(),
             st.sampled_from(["cancel", "give up", "break", "expire", "corrupt"]),
             st.sampled_from(["never", *STAGES]),
+            st.sampled_from([0, 0, 1, 9]),
         ),
         min_size=1,
         max_size=8,
     )
 )
 @settings(max_examples=30, deadline=None)
-def test_with_digests_it_is_exact_too(depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str]]) -> None:
+def test_with_digests_it_is_exact_too(
+    depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int]]
+) -> None:
     """Also where they are announced wrong from some stage on."""
     jobs = [
-        Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when)
-        for rid, (length, n, shared, what, when) in enumerate(requests)
+        Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when, ahead=ahead)
+        for rid, (length, n, shared, what, when, ahead) in enumerate(requests)
     ]
     fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), jobs)
     fleet.run()
@@ -99,6 +109,7 @@ def jobs(draw: st.DrawFn) -> Job:
         what=draw(st.sampled_from(["cancel", "give up", "break", "expire"])),
         when=draw(st.integers(0, 20) | st.just("never")),
         done=draw(st.integers(0, 11)),
+        ahead=draw(st.sampled_from([0, 1, 3, 20])),
     )
 
 

@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 
 from engine.meter import Fit, Meter
 from pdserve.pace import Pace
-from pdserve.records import ScheduledSequence
-
-
-def step(*num_tokens: int) -> tuple[ScheduledSequence, ...]:
-    return tuple(ScheduledSequence(seq, count, 1) for seq, count in enumerate(num_tokens))
 
 
 @given(
@@ -57,10 +52,10 @@ def test_prompts_decodes_and_reads_are_told_apart() -> None:
     meter = Meter()
     assert meter.pace == Pace()
     for count in range(1, 40):
-        meter.add_step(step(*[1] * count), 0.005 + 0.001 * count)
+        meter.add_step(count, 0, 0.005 + 0.001 * count)
         meter.add_read(count * 100, 0.002 + count * 1e-3)
     for count in range(100, 4000, 100):
-        meter.add_step(step(1, 1, 1, count), 0.010 + 3 * 0.001 + count * 1e-4)
+        meter.add_step(3, count, 0.010 + 3 * 0.001 + count * 1e-4)
     pace = meter.pace
     assert (pace.decode.base, pace.decode.slope) == pytest.approx((0.005, 0.001))
     assert (pace.prompt.base, pace.prompt.slope) == pytest.approx((0.010, 1e-4))

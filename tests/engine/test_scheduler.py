@@ -13,7 +13,7 @@ from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Node
 
 from engine.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
-from pdserve.records import FinishReason, Sample, SamplingParams
+from pdserve.records import FinishReason, SamplingParams
 
 Make = Callable[..., Node]
 
@@ -148,7 +148,7 @@ def test_a_peer_that_names_too_few_blocks_is_not_believed(make: Make) -> None:
     node.obey(StartRead(0, "nobody", (1, 2), 10))
     (ended,) = node.turn().reads
     assert "2 blocks where 3" in ended.error
-    node.obey(PrefillLocally(0, (Sample(5),)))
+    node.obey(PrefillLocally(0, ((5,),)))
     node.run()
     assert node.tokens[0, 0] == reference([1] * 10 + [5], 0, 2)  # P's first token stands
     node.assert_all_free()
@@ -260,6 +260,72 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
     node.run()
     assert node.runner.num_tokens == 20 + (8 if mode is Mode.LOCAL else 0)
     assert node.scheduler.status().totals.sampled_tokens == (9 if mode is Mode.LOCAL else 1)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "sampling", "outputs"),
+    [
+        (0, SamplingParams(max_tokens=9), 1),
+        (3, SamplingParams(max_tokens=9), 4),
+        (30, SamplingParams(max_tokens=9), 9),
+        (3, SamplingParams(max_tokens=2), 2),
+        (3, SamplingParams(max_tokens=1), 1),
+        (3, SamplingParams(max_tokens=9, n=2), 1),
+        (9, SamplingParams(max_tokens=9, stop_token_ids=(reference(list(range(20)), 0, 3)[-1],)), 3),
+        (9, SamplingParams(max_tokens=9, stop_token_ids=(reference(list(range(20)), 0, 1)[-1],)), 1),
+    ],
+)
+def test_on_p_a_choice_goes_ahead_of_its_peer(make: Make, ahead: int, sampling: SamplingParams, outputs: int) -> None:
+    """As far as it may, or would go anyway; then only what is leased is left of it."""
+    node = make(40)
+    node.submit(0, list(range(20)), sampling, Mode.LEASE, ahead=ahead)
+    node.run()
+    assert {choice: tokens for (_, choice), tokens in node.tokens.items()} == {
+        choice: reference(list(range(20)), choice, outputs) for choice in range(sampling.n)
+    }
+    assert len(node.finished) == sampling.n, "it has been said of each that no more follows"
+    status = node.scheduler.status()
+    assert (status.leased, status.held, status.running) == (20 // BLOCK, 0, 0)
+    node.obey(FreeLease(0))
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize("turns", range(3, 9))
+def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int) -> None:
+    """A prompt that comes finds at most one of its steps in flight; after a lease that ends nothing follows."""
+    node = make(60)
+    node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    for _ in range(turns):
+        node.turn()
+    before = len(node.tokens[0, 0])
+    node.submit(1, [1] * 120, SamplingParams(max_tokens=1), Mode.LEASE)
+    node.run()
+    in_flight = 1 if before else 2  # with its first token another may have been on the way
+    assert len(node.tokens[0, 0]) <= before + in_flight
+    assert (0, 0) in node.finished, "it has been said that nothing follows"
+    node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    while len(node.tokens[2, 0]) < 5:
+        node.turn()
+    node.obey(FreeLease(2))
+    node.run()
+    assert node.tokens[2, 0] == reference([2] * 20, 0, 5)
+    for rid in (0, 1):
+        node.obey(FreeLease(rid))
+    node.assert_all_free()
+
+
+def test_nobody_makes_way_for_who_goes_ahead(make: Make) -> None:
+    """It stops where it lacks a block. Its peer gets all that it was promised."""
+    node = make(10)
+    node.submit(0, [1] * 16, SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    node.submit(1, [2] * 8, SamplingParams(max_tokens=13), Mode.LOCAL)
+    node.run()
+    assert node.tokens[1, 0] == reference([2] * 8, 0, 13)
+    assert node.scheduler.status().totals.preemptions == 0
+    assert node.tokens[0, 0] == reference([1] * 16, 0, len(node.tokens[0, 0]))
+    assert node.scheduler.status().leased == 4
+    node.obey(FreeLease(0))
+    node.assert_all_free()
 
 
 def test_long_prompts_are_computed_one_after_the_other(make: Make) -> None:

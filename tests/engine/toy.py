@@ -19,6 +19,7 @@ from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepO
 from runner.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
+Slot = tuple[int, int]  # block, place in it
 
 
 def next_token(token_ids: np.ndarray, choice: int) -> int:
@@ -59,7 +60,7 @@ class _Work:
     state: _State
     num_tokens: int
     num_samples: int
-    writes: frozenset[int]  # blocks
+    writes: frozenset[Slot]
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,12 @@ class ToyRunner:
     @property
     def writing(self) -> dict[int, int]:
         """Blocks that steps in flight write to, with the sequences they do it for."""
-        return {block: work.state.seq for step in self._in_flight for work in step.work for block in work.writes}
+        return {block: work.state.seq for step in self._in_flight for work in step.work for block, _ in work.writes}
+
+    @property
+    def slots_writing(self) -> set[Slot]:
+        """What steps in flight write to."""
+        return {slot for step in self._in_flight for work in step.work for slot in work.writes}
 
     @property
     def used(self) -> set[int]:
@@ -171,9 +177,9 @@ class ToyRunner:
             state = self._states[item.seq]
             first, end = state.num_launched, state.num_launched + item.num_tokens
             size = self.kv_layout.block_size
-            writes = frozenset(state.blocks[first // size : -(-end // size)])
+            writes = frozenset((state.blocks[position // size], position % size) for position in range(first, end))
             assert all(others.get(block, item.seq) == item.seq for block in state.blocks), "two write to one block"
-            others |= dict.fromkeys(writes, item.seq)
+            others |= dict.fromkeys((block for block, _ in writes), item.seq)
             state.num_launched = end
             works.append(_Work(state, item.num_tokens, item.num_samples, writes))
         return works

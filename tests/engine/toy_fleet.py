@@ -9,8 +9,19 @@ from dataclasses import dataclass, field
 from toy import reference
 from toy_node import Node
 
-from engine.messages import Cancel, Connect, FreeLease, KVConfirmed, Leased, Mode, PrefillLocally, ReadEnded, StartRead
-from pdserve.records import Peer, Sample, SamplingParams
+from engine.messages import (
+    Cancel,
+    Connect,
+    FreeLease,
+    KVConfirmed,
+    Leased,
+    Mode,
+    Outputs,
+    PrefillLocally,
+    ReadEnded,
+    StartRead,
+)
+from pdserve.records import Peer, SamplingParams
 
 STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")
 
@@ -31,6 +42,7 @@ class Job:
     what: str = ""
     when: str | int = ""
     done: int = 0
+    ahead: int = 0  # tokens after the first that P may sample meanwhile
 
     @property
     def resume(self) -> dict[int, list[int]]:
@@ -55,14 +67,15 @@ class Fleet:
     d: Node
     jobs: list[Job]
     now: int = 0
-    first: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
+    outputs: dict[int, list[list[int]]] = field(default_factory=dict)  # of P, by choice, once D was told of any
     reserved: set[int] = field(default_factory=set)
     announced: dict[int, int] = field(default_factory=dict)  # tokens
     reading: Counter[int] = field(default_factory=Counter)  # parts
     broken: set[int] = field(default_factory=set)
     corrupt: set[int] = field(default_factory=set)
-    sampled: defaultdict[int, dict[int, Sample]] = field(default_factory=lambda: defaultdict(dict))  # by P, by choice
-    expired: set[int] = field(default_factory=set)
+    sampled: defaultdict[int, dict[int, list[int]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by P, by choice
     settled: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
 
@@ -119,7 +132,7 @@ class Fleet:
                 self.settled.add(rid)
             else:
                 sampling = SamplingParams(max_tokens=1) if job.resume else job.sampling
-                self.p.submit(rid, job.prompt, sampling, Mode.LEASE, reserved.cached_tokens)
+                self.p.submit(rid, job.prompt, sampling, Mode.LEASE, reserved.cached_tokens, ahead=job.ahead)
         for ended in batch.reads:
             if ended.rid not in self.settled | self.cancelled:
                 self._read_ended(ended)
@@ -132,34 +145,30 @@ class Fleet:
             self._give_up(rid)
         elif self.announced[rid] < len(self.jobs[rid].prompt):
             self._fate(rid, "part read")
-        elif not self.reading[rid] and not self._fate(rid, "read") and rid not in self.expired:
+        elif not self.reading[rid] and not self._fate(rid, "read"):
             self.p.obey(FreeLease(rid))
-            self.d.obey(KVConfirmed(rid, self.first[rid]))
+            self.d.obey(KVConfirmed(rid, self._outputs(rid)))
             self.settled.add(rid)
 
     def _turn_of_p(self) -> None:
         batch = self.p.turn()
         for output in batch.outputs:
-            if output.sample:
-                self.sampled[output.rid][output.choice] = output.sample
+            if output.sample is not None:
+                self.sampled[output.rid].setdefault(output.choice, []).append(output.sample.token_id)
+            if output.rid in self.outputs and output.rid not in self.settled | self.cancelled:
+                self._tell(output.rid)
         for leased in batch.leased:
             if leased.rid in self.settled | self.cancelled:  # it was given up while its digests were computed
                 self.p.obey(FreeLease(leased.rid))
                 continue
-            last = leased.num_tokens == len(self.jobs[leased.rid].prompt)
-            self._lease(leased, tuple(sample for _, sample in sorted(self.sampled[leased.rid].items())) if last else ())
+            self._lease(leased)
 
-    def _lease(self, leased: Leased, first: tuple[Sample, ...]) -> None:
+    def _lease(self, leased: Leased) -> None:
         rid = leased.rid
         last = leased.num_tokens == len(self.jobs[rid].prompt)
-        assert bool(first) == last, "first tokens come with the last blocks, or before"
-        if last and rid in self.expired:  # P's front ends the call instead of announcing them
-            self._give_up(rid)
-            return
+        assert bool(self.sampled[rid]) >= last, "first tokens come with the last blocks, or before"
         if last:
-            self.first[rid] = first
-        for choice, sample in enumerate(() if self.jobs[rid].resume else first):
-            self.d.tokens[rid, choice].append(sample.token_id)
+            self._tell(rid)
         if self._fate(rid, "leased" if last else "part"):
             return
         epoch = "nobody" if rid in self.broken else self.p.epoch
@@ -172,6 +181,15 @@ class Fleet:
         self.reading[rid] += 1
         self.d.obey(StartRead(rid, epoch, leased.block_ids, leased.num_tokens, digests))
         self._fate(rid, "reading" if last else "part reading")
+
+    def _tell(self, rid: int) -> None:
+        """D passes on what P has sampled by now."""
+        self.outputs[rid] = [list(tokens) for _, tokens in sorted(self.sampled[rid].items())]
+        for choice, tokens in enumerate(() if self.jobs[rid].resume else self.outputs[rid]):
+            self.d.tokens[rid, choice][:] = tokens
+
+    def _outputs(self, rid: int) -> Outputs:
+        return tuple(map(tuple, self.outputs.get(rid, ())))
 
     def _fate(self, rid: int, stage: str) -> bool:
         """Whether the handoff of the request has ended now because of what is to happen to it."""
@@ -189,10 +207,9 @@ class Fleet:
             self.broken.add(rid)
         elif what in ("corrupt", "overwrite"):
             self.corrupt.add(rid)
-        elif what == "expire" and rid not in self.first:
-            self.p.obey(FreeLease(rid))
-            self.expired.add(rid)
         elif rid in self.reserved and rid not in self.settled:
+            if what == "expire":  # then P's front fails it
+                self.p.obey(FreeLease(rid))
             self._give_up(rid)
 
     def _hang_up(self, rid: int) -> None:
@@ -202,5 +219,5 @@ class Fleet:
 
     def _give_up(self, rid: int) -> None:
         self._hang_up(rid)
-        self.d.obey(PrefillLocally(rid, () if self.jobs[rid].resume else self.first.get(rid, ())))
+        self.d.obey(PrefillLocally(rid, () if self.jobs[rid].resume else self._outputs(rid)))
         self.settled.add(rid)

@@ -12,7 +12,7 @@ from itertools import chain, count
 from types import MappingProxyType
 
 import msgspec
-from toy import ToyRunner
+from toy import Slot, ToyRunner
 
 from connector.local import LocalConnector
 from engine.channel import Channel
@@ -73,6 +73,7 @@ class Node:
         self.ranks: dict[int, list[int]] = {}  # of prompt tokens
         self.finished: dict[tuple[int, int], FinishReason] = {}
         self.leased: dict[int, tuple[int, ...]] = {}  # unless with digests: these come when a lease may have ended
+        self._promised: dict[int, set[Slot]] = {}  # of these, what is never written to again
         self._kv_checksum = kv_checksum
 
     def submit(
@@ -84,14 +85,16 @@ class Node:
         skip: int = 0,
         priority: int = 0,
         resume: Mapping[int, list[int]] = MappingProxyType({}),
+        ahead: int = 0,
     ) -> None:
         outputs = {choice: array("I", output).tobytes() for choice, output in resume.items()}
         tokens = array("I", prompt).tobytes()
-        self.obey(Submit(rid, tokens, sampling, mode, priority=priority, skip_tokens=skip, resume=outputs))
+        self.obey(Submit(rid, tokens, sampling, mode, "", priority, skip, ahead, outputs))
 
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):
             self.leased.pop(message.rid, None)
+            self._promised.pop(message.rid, None)
         self.engine.obey([message])
         self._check()
 
@@ -111,13 +114,16 @@ class Node:
             assert not self.tokens[scored.rid, 0], "log-probabilities of a prompt came after its first token"
             ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.found.table)]
         for output in batch.outputs:
-            assert output.sample is not None
             assert (output.rid, output.choice) not in self.finished, "a token came after the end"
-            self.tokens[output.rid, output.choice].append(output.sample.token_id)
+            if output.sample is not None:
+                self.tokens[output.rid, output.choice].append(output.sample.token_id)
             if output.finish:
                 self.finished[output.rid, output.choice] = output.finish
         for leased in batch.leased if not self._kv_checksum else ():
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
+            slots = [(block, offset) for block in leased.block_ids for offset in range(BLOCK)]
+            unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may go on there
+            self._promised.setdefault(leased.rid, set()).update(slots[: len(slots) - unused])
         self._check()
         return batch
 
@@ -143,10 +149,10 @@ class Node:
         if not self._kv_checksum:
             assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
         assert all(plan.num_tokens <= BATCH_TOKENS for plan in self.runner.launched[-1:])
-        writing = self.runner.writing.keys()
-        assert self.scheduler.pool.count_free(writing) == 0, "a block is free that a step in flight writes to"
-        for rid, blocks in self.leased.items():
-            assert not writing & set(blocks), f"a step in flight writes to blocks leased for {rid}"
+        blocks = self.runner.writing.keys()
+        assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"
+        for rid, promised in self._promised.items():
+            assert not self.runner.slots_writing & promised, f"a step in flight writes to what is leased for {rid}"
 
     # ------------------------------------------------------------ the front's end of the socket
 

@@ -210,6 +210,16 @@ def _first_token(token_id: int) -> Callable[[pb.PrefillEvent], Altered]:
     return alter
 
 
+def _next_tokens(token_id: int, before: int = 0, behind: int = 0) -> Callable[[pb.PrefillEvent], Altered]:
+    """So many of them, around the first ones."""
+    more = pb.PrefillEvent(next_token=pb.SampledToken(token_id=token_id))
+
+    def alter(event: pb.PrefillEvent) -> Altered:
+        return (*[more] * before, event, *[more] * behind) if event.HasField("first_tokens") else (event,)
+
+    return alter
+
+
 def _late() -> Callable[[pb.PrefillEvent], Altered]:
     """Every announcement comes after the one that follows it."""
     kept: list[pb.PrefillEvent] = []
@@ -237,6 +247,8 @@ EVENTS = {
     "another lease": _kv_ready(lease=1 << 40),
     "no time": _kv_ready(lease_ms=1),
     "a token that is none": _first_token(1 << 20),
+    "a next token before the first": _next_tokens(5, before=1),
+    "a next token that is none": _next_tokens(1 << 20, behind=1),
     "an event of no kind": lambda event: (pb.PrefillEvent(), event),
 }
 

@@ -62,9 +62,9 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
     nodes.short_proxy.before_event = let_it_expire
     nodes.short_proxy.alter_event = claim_a_minute
     with RouterClient(nodes.decode.address) as client:
-        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        expected = client.generate(prompt, greedy(40), cache_salt="local").tokens
         read, recomputed = nodes.counter("kv_read_bytes"), nodes.counter("handoff_recomputes")
-        assert client.generate(prompt, greedy(10), nodes.short.address).tokens == expected
+        assert client.generate(prompt, greedy(40), nodes.short.address).tokens == expected
     assert nodes.counter("kv_read_bytes") > read, "it did read the blocks"
     assert nodes.counter("handoff_recomputes") == recomputed + 1
 
@@ -73,12 +73,12 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
 def test_a_refused_prefill(code: pb.Failure.Code.ValueType, nodes: Nodes) -> None:
     prompt = prompt_of(100, 3)
     with RouterClient(nodes.decode.address) as client:
-        expected = client.generate(prompt, greedy(10), cache_salt=f"local {code}").tokens
+        expected = client.generate(prompt, greedy(40), cache_salt=f"local {code}").tokens
         nodes.proxy.before_prefill = refuse(code)
-        assert client.generate(prompt, greedy(10), nodes.main, cache_salt=str(code)).tokens == expected
+        assert client.generate(prompt, greedy(40), nodes.main, cache_salt=str(code)).tokens == expected
     with RouterClient(nodes.strict.address) as client:
         nodes.proxy.before_prefill = refuse(code)
-        failure = client.generate(prompt, greedy(10), nodes.main, cache_salt=str(code)).failure
+        failure = client.generate(prompt, greedy(40), nodes.main, cache_salt=str(code)).failure
         assert failure is not None
         assert failure.code == code
         assert bool(failure.retry_after_ms) == (code == pb.Failure.OVERLOADED)
@@ -89,12 +89,12 @@ def test_a_refused_prefill(code: pb.Failure.Code.ValueType, nodes: Nodes) -> Non
 def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
     prompt = prompt_of(100, 4)
     with RouterClient(nodes.decode.address) as client:
-        expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
+        expected = client.generate(prompt, greedy(40), cache_salt="local").tokens
         nodes.proxy.before_release = refuse(pb.Failure.NODE_FAILED)
-        assert client.generate(prompt, greedy(10), nodes.main).tokens == expected
+        assert client.generate(prompt, greedy(40), nodes.main).tokens == expected
     with RouterClient(nodes.strict.address) as client:
         nodes.proxy.before_release = refuse(pb.Failure.NODE_FAILED)
-        failure = client.generate(prompt, greedy(10), nodes.main).failure
+        failure = client.generate(prompt, greedy(40), nodes.main).failure
         assert failure is not None
         assert failure.code == pb.Failure.NODE_FAILED
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_proxy import Lost
+from fault_proxy import Lost, Refusal
 from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
-from stages import BLOCK, GIVEN_BACK, LENGTH, STEP, Pair, start_pair
+from stages import AHEAD, BLOCK, GIVEN_BACK, LENGTH, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
@@ -160,6 +160,32 @@ def test_a_lease_that_cannot_be_extended_is_given_up(pair: Pair) -> None:
         served.set()
     pair.prefill.wait_idle()
     assert pair.prefill.counter("leases_expired") == expired + 1
+
+
+@pytest.mark.parametrize("ended", ["confirmed", "refused", "there already"])
+def test_tokens_come_while_the_kv_does(ended: str, pair: Pair) -> None:
+    """P goes ahead until D has given the lease back, which is held back here until the client has all P's tokens.
+
+    D then goes on behind them: with P's KV, without it, or not at all.
+    """
+    prompt, num_tokens = prompt_of(5), 1 + AHEAD if ended == "there already" else 40
+    with RouterClient(pair.decode.address) as client:
+        expected = client.generate(prompt, greedy(num_tokens, logprobs=0), cache_salt="local")
+        before = pair.decode.counter("handoff_ahead_tokens"), pair.decode.counter("handoff_recomputes")
+        result = client.send(prompt, greedy(num_tokens, logprobs=0), pair.prefill.address, cache_salt=ended)
+
+        def hold() -> None:
+            pair.decodes.wait_until(lambda: len(result.choices.get(0, ())) == 1 + AHEAD, 10.0)
+            if ended == "refused":
+                raise Refusal(pb.Failure.NODE_FAILED)
+
+        pair.proxy.before_release = hold
+        assert result.wait().tokens == expected.tokens
+    assert [each.logprob for each in result.logprobs[0]] == pytest.approx(
+        [each.logprob for each in expected.logprobs[0]], abs=1e-4
+    )
+    assert pair.decode.counter("handoff_ahead_tokens") == before[0] + AHEAD
+    assert pair.decode.counter("handoff_recomputes") == before[1] + (ended == "refused")
 
 
 def test_choices_and_a_cached_prefix(pair: Pair) -> None:
