@@ -86,6 +86,10 @@ class StepsInFlight:
         """The oldest step is being applied."""
         return self._steps.popleft()[1]
 
+    def compute_prompts_besides(self, sequences: list[Sequence]) -> bool:
+        """Whether they compute prompts of others."""
+        return any(prompt not in sequences for _, step in self._steps for prompt in step.prompts)
+
     @property
     def newest_prompts(self) -> list[Sequence]:
         """Whose prompts the last of them computes."""

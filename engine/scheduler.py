@@ -250,7 +250,8 @@ class Scheduler:
 
     def _go_ahead(self, runnable: Participants) -> None:
         """Decode for peers that have not taken over yet, or stop: where others need the device, or blocks lack."""
-        if not (runnable.prompts or self._waiting) and self._kv.grow(runnable.ahead):
+        others = runnable.prompts or self._waiting or self._in_flight.compute_prompts_besides(runnable.ahead)
+        if not others and self._kv.grow(runnable.ahead):
             runnable.decodes.extend(runnable.ahead)
             return
         for sequence in runnable.ahead:

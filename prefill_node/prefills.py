@@ -75,6 +75,7 @@ class PendingPrefill:
 
         It began before the peer could begin with it. An engine that stands still is not waited for.
         """
+        self._settled()
         if not (self.complete and self._goes_ahead):
             then()
             return
@@ -86,6 +87,7 @@ class PendingPrefill:
         self._stop()
         self._link.send(Cancel(self.rid))
         self._leases.hang_up(self.rid)
+        self._settled()
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -139,6 +141,7 @@ class PendingPrefill:
         self._listener.on_end(error)
 
     def _stop(self) -> None:
+        self._goes_ahead = False
         self._link.close(self.rid)
         self._stop_timer()
 

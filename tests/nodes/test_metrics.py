@@ -19,7 +19,7 @@ def test_reads_are_counted_for_the_peer_they_came_from(nodes: Nodes) -> None:
     before = of(nodes.proxy.address), of(nodes.short_proxy.address)
     handoffs = nodes.decode.status().counters["pdserve_handoff_exposed_seconds_count"]
     with RouterClient(nodes.decode.address) as client:
-        client.generate(range(3, 103), greedy(4), nodes.main, cache_salt="metrics")
+        client.generate(range(3, 103), greedy(8), nodes.main, cache_salt="metrics")
     block_bytes = 2 * 2 * 2 * 8 * 32 * 4  # layers, heads, K and V, tokens, head size, float32
     (reads, num_bytes), idle = before
     assert of(nodes.proxy.address) == [reads + 1, num_bytes + 13 * block_bytes]

@@ -144,6 +144,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(checkpoint: Path) -> N
     [
         (("--kernel-block-size", "5"), ["5", "16"]),
         (("--lease-seconds", "0"), ["--lease-seconds", "0"]),
+        (("--decode-ahead", "-1"), ["--decode-ahead", "-1", "at least 0"]),
         (("--advertise", "host:port"), ["host:port"]),
         (("--max-model-len", "0"), ["--max-model-len"]),
         (("--prefil", "x"), ["--prefil"]),
