@@ -86,9 +86,9 @@ class StepsInFlight:
         """The oldest step is being applied."""
         return self._steps.popleft()[1]
 
-    def compute_prompts_besides(self, sequences: list[Sequence]) -> bool:
-        """Whether they compute prompts of others."""
-        return any(prompt not in sequences for _, step in self._steps for prompt in step.prompts)
+    def compute_prompts_besides(self, sequence: Sequence) -> bool:
+        """Whether one of them computes prompts, and not that of ``sequence``."""
+        return any(step.prompts and sequence not in step.prompts for _, step in self._steps)
 
     @property
     def newest_prompts(self) -> list[Sequence]:

@@ -250,12 +250,15 @@ class Scheduler:
 
     def _go_ahead(self, runnable: Participants) -> None:
         """Decode for peers that have not taken over yet, or stop: where others need the device, or blocks lack."""
-        others = runnable.prompts or self._waiting or self._in_flight.compute_prompts_besides(runnable.ahead)
-        if not others and self._kv.grow(runnable.ahead):
-            runnable.decodes.extend(runnable.ahead)
-            return
+        going: list[Sequence] = []
+        if not (runnable.prompts or self._waiting):
+            going = [sequence for sequence in runnable.ahead if not self._in_flight.compute_prompts_besides(sequence)]
+        if not self._kv.grow(going):
+            going = []
+        runnable.decodes.extend(going)
         for sequence in runnable.ahead:
-            if sequence.num_outputs:  # else the end of its prompt is in flight, which the peer waits for
+            # Without outputs the end of its prompt is in flight, which the peer waits for.
+            if sequence.num_outputs and sequence not in going:
                 self._choices.stop_ahead(sequence)
                 self._finish(sequence)
 
