@@ -92,11 +92,17 @@ class Handoff:
             raise PeerError(f"{self._peer} sent first tokens twice")
         self.outputs = tuple((token,) for token in first)
 
-    def went_ahead(self, token: int) -> None:
-        """P has sampled one more token. Raises PeerError where there is not one choice that it follows in."""
+    def went_ahead(self, token: int, most: int) -> int:
+        """P has sampled one more token; returns which one it is, from 1 on.
+
+        Raises PeerError where there is not one choice that it follows in, or this has ``most`` tokens already.
+        """
         if len(self.outputs) != 1:
             raise PeerError(f"{self._peer} sent a next token of {len(self.outputs)} choices")
+        if len(self.outputs[0]) >= most:
+            raise PeerError(f"{self._peer} sent a token after the {most} that it was asked for")
         self.outputs = ((*self.outputs[0], token),)
+        return len(self.outputs[0])
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; returns what is to be done about it, in this order.

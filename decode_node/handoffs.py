@@ -206,10 +206,7 @@ class Driver:
         """P goes ahead while its KV is on the way."""
         generation, model = self._generation, self._node.model
         (sample,) = _samples([token], 1, model.vocab_size, self._peer.address)
-        handoff.went_ahead(sample.token_id)
-        number, asked = len(handoff.outputs[0]), generation.prefill_sampling.max_tokens
-        if number > asked:
-            raise PeerError(f"{self._peer.address} sent {number} tokens, it was asked for {asked}")
+        number = handoff.went_ahead(sample.token_id, generation.prefill_sampling.max_tokens)
         self._node.counters["pdserve_handoff_ahead_tokens_total"] += 1
         generation.emit_of_peer(0, sample, number, model.eos_token_ids)
         self._free_if_ended()

@@ -44,9 +44,7 @@ class Mode(StrEnum):
 
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
-    LEASE = (
-        "lease"  # P: prefill, sample first tokens, go ahead; blocks are kept, as soon as they are full, till FreeLease
-    )
+    LEASE = "lease"  # P: prefill, sample first tokens, maybe more; blocks are kept, as soon as full, until FreeLease
 
 
 # ---------------------------------------------------------------- front → engine

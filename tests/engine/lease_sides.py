@@ -257,7 +257,8 @@ class DecodeSide:
     def _pass_on(self, attempt: Attempt, tokens: Tokens, now: float) -> None:
         handoff, call = attempt.handoff, attempt.call
         if handoff.outputs:
-            handoff.went_ahead(*tokens)
+            (token,) = tokens
+            handoff.went_ahead(token, call.max_tokens)
         else:
             handoff.sampled(tokens)
         self.node.tokens[call.rid, 0] += tokens

@@ -14,10 +14,11 @@ import grpc
 import pytest
 from fault_proxy import UNSET
 from fleet import NodeProcess
-from node_client import PrefillClient, RouterClient
-from stages import GIVEN_BACK, Pair, held_at, send_prompt, start_pair
+from node_client import PrefillClient, RouterClient, greedy
+from stages import GIVEN_BACK, PROMPT, Pair, held_at, send_prompt, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.wire import pack_tokens
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1])
@@ -257,6 +258,17 @@ EVENTS = {
 def test_announcements_that_lie(what: str, pair: Pair) -> None:
     pair.proxy.alter_event = EVENTS[what]
     assert_served(pair)
+
+
+def test_next_tokens_that_were_not_asked_for(pair: Pair) -> None:
+    """Of a request that was resumed P draws one token, for nothing."""
+    done, failures = pair.expected[:5], pair.decode.counter("handoff_failures")
+    pair.proxy.alter_event = _next_tokens(5, behind=1)
+    resume = [pb.ResumedChoice(choice=0, token_ids=pack_tokens(done))]
+    with RouterClient(pair.decode.address) as client:
+        answer = client.generate(PROMPT, greedy(pair.num_tokens), pair.prefill.address, resume=resume)
+    assert answer.tokens == pair.expected[5:]
+    assert pair.decode.counter("handoff_failures") == failures + 1
 
 
 @pytest.mark.parametrize("kind", ["prefill", "release"])

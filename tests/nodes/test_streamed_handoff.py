@@ -95,7 +95,7 @@ def test_what_ends_between_parts_leaves_nothing(how: str, pair: Pair) -> None:
     """A prompt that is given up after any number of events; a lease that is released while its prompt is computed."""
     epoch = pair.prefill.describe().epoch
     for index in range(6):
-        tokens, salt = pack_tokens(prompt_of(index, 500)), f"{how} {index}"
+        tokens, salt = pack_tokens(prompt_of(index, 1000)), f"{how} {index}"
         request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
         with PrefillClient(pair.prefill.address) as client:
             prefill = client.send(request)
