@@ -36,6 +36,7 @@ def restart_all(model: Path, flags: Sequence[str], max_tokens: int) -> Load:
         decode = [fleet.start_decode(model, [*flags, "--handoff-min-tokens", "1"]) for _ in range(2)]
         routers = [fleet.start_router(model, ROUTER) for _ in range(2)]
         fleet.wait_ready()
+        fleet.wait_until(lambda: all(router.address for router in routers), 20.0)  # it waits for the latest one only
         urls = [f"http://{router.address}" for router in routers]
 
         def settled() -> bool:
