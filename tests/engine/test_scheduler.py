@@ -299,7 +299,7 @@ def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: i
     for _ in range(turns):
         node.turn()
     before = len(node.tokens[0, 0])
-    node.submit(1, [1] * length, SamplingParams(max_tokens=1), Mode.LEASE)
+    node.submit(1, [1] * length, SamplingParams(max_tokens=40), Mode.LEASE, ahead=2)
     node.run()
     in_flight = 1 if before else 2  # with its first token another may have been on the way
     assert len(node.tokens[0, 0]) <= before + in_flight
