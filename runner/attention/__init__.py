@@ -60,8 +60,9 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
         """Prepare the next ``run`` calls.
 
-        With ``graph`` every sequence has one token and ``run`` is being captured into a CUDA graph, or a captured one
-        will be replayed: what ``run`` reads must lie where it lay at the last such call with as many rows.
+        With ``graph`` ``run`` is being captured into a CUDA graph, or a captured one will be replayed, maybe with other
+        lengths: what ``run`` reads must lie where it lay at the last such call with as many rows. Where a step with one
+        token per sequence was captured, every replay is of such steps.
         """
 
     def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
