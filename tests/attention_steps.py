@@ -157,7 +157,9 @@ class Side:
         self.reset()
         place = Placement(device, dtype, compute)
         self.compute = compute
-        self.backend: AttentionBackend = build_backend(name, shape.config(), self.cache, place, _MAX_SEQS)
+        self.backend: AttentionBackend = build_backend(
+            name, shape.config(), self.cache, place, _MAX_SEQS, max_num_keys=4096
+        )
         weights = torch.randn(2, shape.head_dim, generator=torch.Generator().manual_seed(4)).to(device, compute)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
 

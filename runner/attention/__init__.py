@@ -70,3 +70,6 @@ class AttentionBackend(Protocol):
 
         The new keys and values are stored in the cache.
         """
+
+    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+        """What ``run`` stores, where nobody needs what it returns."""

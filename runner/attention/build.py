@@ -9,11 +9,11 @@ from runner.linear import Placement
 
 
 def build_backend(
-    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int
+    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
     """The backend of ``pdserve.backends.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
 
-    ``max_num_seqs`` bounds the rows of a step.
+    ``max_num_seqs`` bounds the rows of a step. A backend may keep memory for ``max_num_keys`` of a layer, in tokens.
     """
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
@@ -24,6 +24,6 @@ def build_backend(
 
         return PagedTritonAttention(config, cache, place, max_num_seqs)
     assert name == "flashinfer", name
-    from runner.attention.flashinfer import FlashInferAttention
+    from runner.attention.paged_flashinfer import PagedFlashInferAttention
 
-    return FlashInferAttention(config, cache, place, max_num_seqs)
+    return PagedFlashInferAttention(config, cache, place, max_num_seqs, max_num_keys)

@@ -130,6 +130,10 @@ class PagedTorchAttention:
             self._attend_chunk(layer, chunk, q, out)
         return out
 
+    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+        _, k, v = self._turned_heads(layer, qkv, turn, norms)
+        self._store(layer, k, v)
+
     # ------------------------------------------------------------ before attention
 
     def _turned_heads(

@@ -72,6 +72,10 @@ class PagedTritonAttention:
             prefill_attention(q, cache, step.batch, window, self._tiles, out)
         return out.view(out.shape[0], -1)
 
+    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+        assert self._step is not None, "plan comes first"
+        rope_store(qkv, self._heads, turn, norms, self._step.batch.slots, self._layers[layer])
+
     def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Write to ``out`` what queries of sequences with one token see, both [tokens, num_heads, head_dim]."""
         assert self._step is not None, "plan comes first"

@@ -63,6 +63,7 @@ class RunnerV1:
                 self._cache,
                 self._loaded.place,
                 config.max_num_seqs,
+                config.max_model_len + config.max_batch_tokens,
             )
             self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)

@@ -79,6 +79,7 @@ class RunnerV2:
             self._cache,
             self._loaded.place,
             config.max_num_seqs,
+            config.max_model_len + config.max_batch_tokens,
         )
         self._state = DeviceState(config.max_num_seqs, config.max_model_len + 1, max_blocks, device)
         self._uploader = Uploader(config.max_batch_tokens + 8 * config.max_num_seqs, self._max_in_flight, device)

@@ -11,10 +11,12 @@ from pdserve.config import DeviceInfo
 from pdserve.split import Split
 from runner.attention import HeadNorms, HeadTurn
 from runner.kernels.embedding import embed
+from runner.kernels.gather import TILE, GatheredKeys
 from runner.kernels.gemv import gemv
 from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
 from runner.kernels.rope_store import rope_store
+from runner.kv_cache import KVCache
 from runner.linear import Placement
 from runner.models.ops import TorchOps
 from runner.norm import rms_norm
@@ -141,3 +143,32 @@ def test_lists_of_many_rows_and_long_sequences() -> None:
     lists.build(inputs.batch, longest=16 * 1025 + 1)
     assert lists.starts.tolist() == [0, 1, 2, *range(2 + 1026, 2 + 1026 + rows - 2)]
     assert lists.pages[2 : 2 + 1026].tolist() == inputs.batch.page_table[2, :1026].tolist()
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_gathered_keys(page: int) -> None:
+    shape = Shape(page=page, kv_heads=2, head_dim=16, windows=(None, None), num_pages=60)
+    lens = [TILE + 5, 0, 3 * TILE, 1, 40]
+    inputs = make_inputs(shape, [(length, 0) for length in lens], str(DEVICE), torch.float32)
+    cache = KVCache(shape.layout(torch.float32), DEVICE)
+    cache.tensor.fill_(torch.nan)  # what nobody has written, or others have
+    layer = cache.layers[1]
+    expected: list[tuple[Tensor, Tensor]] = []
+    for row, length in enumerate(lens):
+        k, v = (random(length, 2, 16, dtype=torch.float32, seed=2 * row + kv) for kv in range(2))
+        for token in range(length):
+            at = int(inputs.batch.page_table[row, token // page])
+            layer[at, :, 0, token % page], layer[at, :, 1, token % page] = k[token], v[token]
+        expected.append((k, v))
+    gathered = GatheredKeys(1000, 2, 16, torch.float32, DEVICE)
+    starts = gathered.starts(inputs.batch.seq_lens)
+    assert starts.tolist() == [0, 2 * TILE, 2 * TILE, 5 * TILE, 6 * TILE, 7 * TILE]
+    for _ in range(2):  # what an earlier call has left does not matter
+        batch = inputs.batch
+        found = gathered.gather(layer, batch.device_seq_lens, batch.page_table, max(lens), int(starts[-1]))
+        for side, tensor in enumerate(found):
+            wanted = torch.zeros(7 * TILE, 2, 16, device=DEVICE)
+            for start, tokens in zip(starts, expected, strict=False):
+                wanted[start : start + len(tokens[side])] = tokens[side]
+            assert torch.equal(tensor, wanted)
+            tensor.fill_(torch.nan)

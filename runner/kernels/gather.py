@@ -1,0 +1,99 @@
+"""Keys and values of some sequences out of their pages, token after token, for kernels that copy whole tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+TILE = 128  # tokens; a sequence begins at a multiple, and the rest of its last tile is zero
+_ROW_CHUNK = 256
+
+
+@triton.jit(do_not_specialize=["page_table_stride"])
+def _gather_kernel(
+    cache,  # [pages, KV_HEADS, 2 (K, V), PAGE_SIZE, HEAD_DIM], the last two dense
+    page_stride,
+    head_stride,
+    v_stride,  # from K to V
+    seq_lens,  # [rows] int32
+    page_table,  # [rows, …] int32
+    page_table_stride,
+    keys,  # out [KV_HEADS, …, HEAD_DIM], heads target_stride apart
+    values,
+    target_stride,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROW_CHUNK: tl.constexpr,
+):
+    """Grid (tiles of the longest sequence, rows, heads). Every program adds up the rows before its own."""
+    row = tl.program_id(1)
+    tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    seq_len = tl.load(seq_lens + row)
+    if tl.program_id(0) * TILE < seq_len:
+        start = 0
+        for first in range(0, row, ROW_CHUNK):
+            others = first + tl.arange(0, ROW_CHUNK)
+            lens = tl.load(seq_lens + others, mask=others < row, other=0)
+            start += tl.sum((lens + TILE - 1) // TILE * TILE, axis=0)
+        held = tokens < seq_len
+        pages = tl.load(page_table + row.to(tl.int64) * page_table_stride + tokens // PAGE_SIZE, mask=held, other=0)
+        head = tl.program_id(2).to(tl.int64)
+        dims = tl.arange(0, HEAD_DIM)[None, :]
+        at = pages.to(tl.int64) * page_stride + head * head_stride + tokens % PAGE_SIZE * HEAD_DIM
+        k = tl.load(cache + at[:, None] + dims, mask=held[:, None], other=0.0)
+        v = tl.load(cache + v_stride + at[:, None] + dims, mask=held[:, None], other=0.0)
+        target = head * target_stride + ((start + tokens) * HEAD_DIM)[:, None] + dims
+        tl.store(keys + target, k)
+        tl.store(values + target, v)
+
+
+class GatheredKeys:
+    """Memory for the keys and values of a layer: what is gathered replaces what was there."""
+
+    def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``capacity`` counts tokens, each sequence's rounded up to whole tiles."""
+        self.capacity = capacity // TILE * TILE
+        self._memory = torch.zeros(2, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
+
+    @staticmethod
+    def starts(seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where each sequence's tokens begin, and where the last one's end: [rows + 1]."""
+        starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
+        np.cumsum(-(-seq_lens // TILE) * TILE, out=starts[1:])
+        return starts
+
+    def gather(
+        self, cache: Tensor, seq_lens: Tensor, page_table: Tensor, longest: int, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, [total, kv_heads, head_dim] each, until the next call.
+
+        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two. seq_lens [rows] int32,
+        the longest as given; page_table [rows, pages of a sequence] int32. ``total`` is where the last one ends.
+        """
+        _, kv_heads, _, page_size, head_dim = cache.shape
+        assert total <= self.capacity
+        assert cache.stride()[3:] == (head_dim, 1)
+        keys, values = self._memory
+        _gather_kernel[(triton.cdiv(longest, TILE), len(seq_lens), kv_heads)](
+            cache,
+            cache.stride(0),
+            cache.stride(1),
+            cache.stride(2),
+            seq_lens,
+            page_table,
+            page_table.stride(0),
+            keys,
+            values,
+            keys.stride(0),
+            HEAD_DIM=head_dim,
+            PAGE_SIZE=page_size,
+            TILE=TILE,
+            ROW_CHUNK=_ROW_CHUNK,
+            num_warps=8,
+        )
+        return keys[:, :total].transpose(0, 1), values[:, :total].transpose(0, 1)
