@@ -24,17 +24,20 @@ from pdserve.config import NodeConfig
 from pdserve.process import EXIT_FAILED
 from pdserve.records import RankKV
 
+_LOOPBACK = "127.0.0.1"
+
 
 def build_rank(
     config: NodeConfig,
     agent: str,
-    meeting: str,
+    meeting: str | socket.socket,
     progress: Callable[[str, float], None],
     on_news: Callable[[], None],
 ) -> tuple[Rank, RankKV]:
     """Load the rank's part of the model, allocate its KV cache and register it.
 
-    ``agent`` is its connector's name, empty for none; when that has news, ``on_news`` is called, on any thread.
+    ``agent`` is its connector's name, empty for none; when that has news, ``on_news`` is called, on any thread. Ranks
+    find each other at ``meeting``: "host:port", for rank 0 the socket that listens there, "" for one rank.
     """
     import connector
     import runner
@@ -60,20 +63,24 @@ def assemble(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[RankK
     if config.split.num_ranks == 1:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
         return rank, (kv,) if configure.agent else ()
-    links, assignments = _call_up(configure, progress)
+    links, assignments, listener = _call_up(configure, progress)
     crew = Crew(links, lambda kind, text: _end(channel, kind, text))
     for link, assignment in zip(links, assignments[1:], strict=True):
         link.send(assignment)
     own = assignments[0]
     with crew.blamed_first():
-        rank, kv = build_rank(own.config, own.agent, own.meeting, progress, channel.wake)
+        rank, kv = build_rank(own.config, own.agent, listener, progress, channel.wake)
     others = crew.wait_ready()
     executor = Executor(rank, crew, Aggregator(config.split, config.shares), channel.wake)
     return executor, (kv, *(other.kv for other in others)) if configure.agent else ()
 
 
-def _call_up(configure: Configure, progress: Callable[[str, float], None]) -> tuple[list[RankLink], list[Assign]]:
-    """Connections to all ranks but the first, which is this process, and what each rank is to be, the first, too."""
+def _call_up(
+    configure: Configure, progress: Callable[[str, float], None]
+) -> tuple[list[RankLink], list[Assign], socket.socket]:
+    """Connections to all ranks but the first, which is this process; what each rank is to be, the first, too; and the
+    socket at which they meet, open from now on: nobody else can take its port.
+    """
     config, posts = configure.config, configure.posts
     here, split = len(posts.devices), config.split
     patience = config.peer_timing.answer_within
@@ -82,7 +89,7 @@ def _call_up(configure: Configure, progress: Callable[[str, float], None]) -> tu
         for rank, device in enumerate(posts.devices)
     ]
     links: list[RankLink] = []
-    host = "127.0.0.1"
+    host = _LOOPBACK
     if posts.listen:
         host = split_address(posts.listen)[0]
         missing = range(here, split.num_ranks)
@@ -98,16 +105,11 @@ def _call_up(configure: Configure, progress: Callable[[str, float], None]) -> tu
             )
             links.append(RankLink(split.place(rank), sock, patience))
     links[:0] = [start_rank(split.place(rank), patience) for rank in range(1, here)]
-    meeting = join_address(host, _free_port(host))
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    address, port = listener.getsockname()[:2]
+    meeting = join_address(address if address == _LOOPBACK else host, port)  # a name may stand for something else there
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(split.num_ranks)]
-    return links, [Assign(each, agent, meeting) for each, agent in zip(configs, agents, strict=True)]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return links, [Assign(each, agent, meeting) for each, agent in zip(configs, agents, strict=True)], listener
 
 
 def _end(channel: Channel, kind: str, text: str) -> NoReturn:

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 
 from pdserve.config import NodeConfig
 from pdserve.protocols import ModelRunner
 
 
-def build(config: NodeConfig, progress: Callable[[str, float], None], meeting: str = "") -> ModelRunner:
+def build(config: NodeConfig, progress: Callable[[str, float], None], meeting: str | socket.socket = "") -> ModelRunner:
     """Load the model and allocate the KV cache. ``progress`` is told (stage, fraction between 0 and 1).
 
     Where a node has several ranks, all of them call this, and wait for each other in it: ``meeting`` is "host:port",
-    which rank 0 opens. Raises CheckpointError, CapacityError, or NodeError where the ranks do not meet.
+    for rank 0 the socket that listens there. Raises CheckpointError, CapacityError, NodeError where ranks do not meet.
     """
     if config.costs is not None:
         from runner.simulated import SimulatedRunner

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from pdserve.address import join_address, split_address
 from pdserve.config import DeviceInfo
-from pdserve.errors import CapacityError, NodeError
+from pdserve.errors import NodeError
 from pdserve.split import Place
 from runner.peer_memory import PeerMemory, map_memory
 
@@ -74,10 +75,9 @@ class World:
     Stages talk through the default process group, in which each rank has its number of ``pdserve.split``.
     """
 
-    def __init__(self, place: Place, device: DeviceInfo, meeting: str) -> None:
-        """Wait until all ranks are there. ``meeting`` is "host:port", which rank 0 opens; "" for one rank.
-
-        Raises CapacityError where rank 0 cannot open it, NodeError where the ranks do not find each other.
+    def __init__(self, place: Place, device: DeviceInfo, meeting: str | socket.socket) -> None:
+        """Wait until all ranks are there. They find each other at ``meeting``: for rank 0 the socket that listens
+        there, for others its "host:port", "" for one rank. Raises NodeError where they do not.
         """
         self.place = place
         self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
@@ -165,19 +165,18 @@ class World:
                 self._mailboxes.close()
             _dist.destroy_process_group()
 
-    def _meet(self, meeting: str) -> None:
-        host, _, port = meeting.rpartition(":")
-        host = host.strip("[]")
+    def _meet(self, meeting: str | socket.socket) -> None:
+        host, port = split_address(meeting) if isinstance(meeting, str) else meeting.getsockname()[:2]
+        listening = None if isinstance(meeting, str) else meeting.detach()  # the store takes it over
         gpu = self.device.type == "cuda"
         if host == "127.0.0.1":  # all ranks are on this host: nobody else needs to see their ports
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Multicast takes hold of switches between GPUs that other programs of the host share.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        listening = _open(host, int(port)) if self.place.rank == 0 else None
         num_ranks = self.place.split.num_ranks
         try:
             store = _dist.TCPStore(
-                host, int(port), num_ranks, listening is not None, _PATIENCE, False, master_listen_fd=listening
+                host, port, num_ranks, listening is not None, _PATIENCE, False, master_listen_fd=listening
             )
             _dist.init_process_group(
                 "nccl" if gpu else "gloo",
@@ -191,7 +190,7 @@ class World:
         except RuntimeError as exc:
             message = " ".join(str(exc).split())
             raise NodeError(
-                f"{self.place} does not reach the other ranks, which meet at {meeting} ({message}); "
+                f"{self.place} does not reach the other ranks, which meet at {join_address(host, port)} ({message}); "
                 "start all ranks of the node, with the same --pp and --tp, where this address can be reached"
             ) from exc
 
@@ -214,17 +213,6 @@ def _gather_bytes(mine: bytes, size: int, group: Any, device: torch.device) -> l
     all_ = one.new_empty(size, len(mine))
     _all_gather(all_, one, group)
     return [bytes(row) for row in all_.tolist()]
-
-
-def _open(host: str, port: int) -> int:
-    """A socket that listens at the meeting's address, and at no other one of this machine: the store takes it over."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family).detach()
-    except OSError as exc:
-        raise CapacityError(
-            f"ranks cannot meet at {host}:{port}: {exc.strerror}; choose an address of this machine and a free port"
-        ) from exc
 
 
 def _all_gather(parts: Tensor, mine: Tensor, group: Any) -> None:

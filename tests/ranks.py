@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 class _Order(msgspec.Struct, frozen=True):
     rank: int
-    cases: tuple[tuple[str, Case], ...]  # with their meetings
+    cases: tuple[tuple[str | int, Case], ...]  # with their meetings, for rank 0 as file descriptors
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,13 +52,14 @@ class Answer(msgspec.Struct, frozen=True):
     outcomes: tuple[Outcome, ...]  # for every sampling, one prompt after the other
 
 
-def answer_of(case: Case, rank: int = 0, meeting: str = "") -> Answer:
+def answer_of(case: Case, rank: int = 0, meeting: str | int = "") -> Answer:
     """That of this process as one of the case's ranks, each of which has a GPU of its own where they are on GPUs."""
     device = case.config.device
     if device.kind == "cuda":
         device = msgspec.structs.replace(device, index=rank)
     config = case.config.for_rank(rank, device)
-    model_runner = runner.build(config, lambda stage, fraction: None, meeting)
+    where = meeting if isinstance(meeting, str) else socket.socket(fileno=meeting)
+    model_runner = runner.build(config, lambda stage, fraction: None, where)
     stepper = Stepper(model_runner)
     found: list[Running] = []
     for sampling in case.samplings:
@@ -71,35 +72,29 @@ def answer_of(case: Case, rank: int = 0, meeting: str = "") -> Answer:
 
 def answers_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Answer]]:
     """For each case the answers of its ranks. On CPUs V2's kernels are interpreted. Fails where a rank does."""
-    meetings = [f"127.0.0.1:{port}" for port in free_ports(len(cases))]
-    order = tuple(zip(meetings, cases, strict=True))
     command = [sys.executable, __file__]
     environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if any(case.config.device.kind == "cpu" for case in cases):
         environ["TRITON_INTERPRET"] = "1"
     with ExitStack() as ends:
+        listeners = [ends.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in cases]
         ranks = []
         for rank in range(num_ranks):
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+            fds = [] if rank else [listener.fileno() for listener in listeners]
+            names = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, pass_fds=fds
+            )
             ranks.append(ends.enter_context(process))
             ends.callback(process.kill)
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(_Order(rank, order)))
+            process.stdin.write(msgspec.json.encode(_Order(rank, tuple(zip(fds or names, cases, strict=True)))))
             process.stdin.close()
             process.stdin = None
         answers = [process.communicate()[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * num_ranks
     by_rank = [msgspec.json.decode(answer, type=list[Answer]) for answer in answers]
     return [list(of_case) for of_case in zip(*by_rank, strict=True)]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens at."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
 
 
 def _main() -> None:

@@ -54,7 +54,7 @@ class _Order(msgspec.Struct, frozen=True, tag=True):
     """Be this rank from now on."""
 
     config: NodeConfig
-    meeting: str
+    meeting: str  # "" for rank 0, which opens one and says where
 
 
 def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once: int = 1 << 30) -> Outputs:
@@ -132,13 +132,16 @@ class StagedNode:
 
     def started(self, config: NodeConfig) -> StagedNode:
         """Have all ranks build their runners for a configuration; what they had before is gone."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            meeting = f"127.0.0.1:{server.getsockname()[1]}"
-        self._config = config
+        self._config, meeting = config, ""
         for rank, process in enumerate(self._ranks):
             assert process.stdin is not None
+            assert process.stdout is not None
             device = msgspec.structs.replace(config.device, index=rank)
             _write(process.stdin, msgspec.msgpack.encode(_Order(config.for_rank(rank, device), meeting)))
+            if rank == 0:
+                frame = _read(process.stdout)
+                assert frame is not None, "rank 0 has ended"
+                meeting = msgspec.msgpack.decode(frame, type=str)
         return self
 
     @property
@@ -187,7 +190,11 @@ def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
             if current is not None:
                 current.close()
             order = msgspec.msgpack.decode(frame, type=_Order)
-            current = runner.build(order.config, lambda stage, fraction: None, order.meeting)
+            meeting: str | socket.socket = order.meeting
+            if not meeting:
+                meeting = socket.create_server(("127.0.0.1", 0))
+                _write(stdout, msgspec.msgpack.encode(f"127.0.0.1:{meeting.getsockname()[1]}"))
+            current = runner.build(order.config, lambda stage, fraction: None, meeting)
         else:
             assert current is not None
             launched.put(current.launch(msgspec.msgpack.decode(frame, type=StepPlan)))
