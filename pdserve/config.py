@@ -30,6 +30,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     pp: int = 1  # pipeline stages
     tp: int = 1  # tensor shards of each stage
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: divided by count
+    shared_mlps: str | None = None  # on, off; None: off, but on for prefill nodes
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens

@@ -85,6 +85,7 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
         "stage": config.place.stage,
         "shard": config.place.shard,
         "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
+        "shares_mlp_before": config.place.shares_mlp_before,
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
         "parameters": num_parameters(config.model, config.place),
         "kv_shape": list(config.kv_layout.shape),
@@ -97,10 +98,11 @@ def _rows_of_ranks(config: NodeConfig) -> list[tuple[str, str]]:
     rows = [("ranks", f"{split.num_ranks}: {split.pp} pipeline stages × {split.tp} tensor shards; above is rank 0")]
     for rank in map(_describe_rank, _ranks(config)):
         (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
+        shared = f" and the MLP of {layer - 1}" if rank["shares_mlp_before"] else ""
         rows.append(
             (
                 f"rank {rank['rank']}",
-                f"layers {layer} … {last_layer}, KV heads {head} … {last_head}, "
+                f"layers {layer} … {last_layer}{shared}, KV heads {head} … {last_head}, "
                 f"{rank['parameters'] / 1e6:.1f} M parameters, KV {rank['kv_shape']}",
             )
         )

@@ -288,6 +288,12 @@ def _add_split_flags(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument(
         "--stage-layers", type=_numbers, metavar="N,N,…", help="layers of each stage (default: divided by count)"
     )
+    ranks.add_argument(
+        "--shared-mlps",
+        choices=("on", "off"),
+        help="two stages hold the MLP between them, and compute it in turn, which is best for prompts (default: on for "
+        "prefill nodes)",
+    )
 
 
 _TOKENS = "tokens of a block (default %(default)s)"

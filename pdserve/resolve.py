@@ -53,7 +53,7 @@ def resolve(
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
-    split = choose_split(model, options.pp, options.tp, options.stage_layers)
+    split = choose_split(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
     layout = _choose_layout(options, device, model, split, dtype, backend, choices)
     return NodeConfig(
         model_dir=str(model_dir),

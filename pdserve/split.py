@@ -7,11 +7,20 @@
 
 A rank holds a model of its own, smaller one (``shard_of``): fewer layers, fewer heads, a narrower MLP. The first stage
 has the embedding, the last one the norm and the output projection; each shard of these has a run of the vocabulary.
+
+The tokens of a prompt, but for those that are sampled from, need no MLP in the last layer: the last stage has less to
+do, and waits for the others. Where ``shared_mlps``, both stages at a boundary hold the MLP between them. In some steps
+it is late: computed behind the boundary. If that of boundary b is late in b of pp steps, all stages save as much:
+
+    MLPs of a step, of n layers each        stage 0        stage 1             stage 2
+    without                                 n              n                   n - 1
+    late at 1 in 1 of 3, at 2 in 2 of 3     n - 1/3        n + 1/3 - 2/3       n - 1 + 2/3
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,11 +29,22 @@ from pdserve.kv import KVShare
 from pdserve.model_config import ModelConfig
 
 
+class LateMLPs(NamedTuple):
+    """What a stage computes in a step, where MLPs are shared."""
+
+    here: bool  # it begins with the MLP of the layer before its own
+    behind: bool  # it leaves the MLP of its last layer to the next stage
+
+
+NO_LATE_MLPS = LateMLPs(here=False, behind=False)
+
+
 class Split(msgspec.Struct, frozen=True):
     """``stage_layers[s]`` is the number of layers of pipeline stage s; each stage has ``tp`` tensor shards."""
 
     stage_layers: tuple[int, ...]
     tp: int = 1
+    shared_mlps: bool = False
 
     @property
     def pp(self) -> int:
@@ -37,6 +57,10 @@ class Split(msgspec.Struct, frozen=True):
     def place(self, rank: int) -> Place:
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         return Place(self, *divmod(rank, self.tp))
+
+    def late_at(self, boundary: int, step: int) -> bool:
+        """Whether in a step of prompts the MLP before a boundary is late; boundary b is between stages b - 1 and b."""
+        return step * boundary // self.pp > (step - 1) * boundary // self.pp
 
     def shares(self, num_kv_heads: int) -> tuple[KVShare, ...]:
         """What each rank holds of the KV of a model with ``num_kv_heads`` heads, by rank."""
@@ -77,8 +101,24 @@ class Place(msgspec.Struct, frozen=True):
         first = sum(self.split.stage_layers[: self.stage])
         return range(first, first + self.split.stage_layers[self.stage])
 
+    @property
+    def shares_mlp_before(self) -> bool:
+        """Whether the MLP of the layer before these is here as well."""
+        return self.split.shared_mlps and not self.is_first
 
-def choose_split(model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None) -> Split:
+    def late_mlps(self, step: int) -> LateMLPs:
+        """In a step of prompts."""
+        if not self.split.shared_mlps:
+            return NO_LATE_MLPS
+        return LateMLPs(
+            here=not self.is_first and self.split.late_at(self.stage, step),
+            behind=not self.is_last and self.split.late_at(self.stage + 1, step),
+        )
+
+
+def choose_split(
+    model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None, shared_mlps: bool = False
+) -> Split:
     """``stage_layers`` overrides a division by count, in which earlier stages get what is left over.
 
     The last stage computes the logits as well. Raises ConfigError, naming value, limit and remedy.
@@ -97,7 +137,7 @@ def choose_split(model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[in
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
-    return Split(tuple(stage_layers), tp)
+    return Split(tuple(stage_layers), tp, shared_mlps and pp > 1)
 
 
 def shard_of(model: ModelConfig, place: Place) -> ModelConfig:
@@ -125,4 +165,5 @@ def num_parameters(model: ModelConfig, place: Place) -> int:
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     mlp = 3 * mine.hidden_size * mine.intermediate_size
     tables = place.is_first + place.is_last
-    return mine.num_layers * (attention + mlp) + tables * len(vocabulary_of(model, place)) * mine.hidden_size
+    mlps = mine.num_layers + place.shares_mlp_before
+    return mine.num_layers * attention + mlps * mlp + tables * len(vocabulary_of(model, place)) * mine.hidden_size

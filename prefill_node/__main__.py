@@ -12,6 +12,7 @@ from prefill_node.role import add_flags, make_role
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve prefill") -> int:
     """Run until stopped; returns the exit status."""
     parser = role_parser(prog, "Serve prompts: compute their KV caches and lease them to decode nodes.")
+    parser.set_defaults(shared_mlps="on")
     add_flags(parser)
     return run_role(parser, argv, make_role)
 

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from pdserve.config import NodeConfig
+from pdserve.split import NO_LATE_MLPS, LateMLPs
 from runner.copies import CopyInlet, CopyLane, CopyOutlet
 from runner.world import Lane, Transfer, World
 
+_STEP_OF_PROMPTS = 1024  # tokens
 _ALIGNMENT = 128  # elements: kernels are compiled for addresses that are aligned, and would be anew for others
 
 
@@ -134,6 +136,8 @@ class Stages:
         self.tokens_in: Inlet | None = None
         self.tokens_out: Outlet | None = None
         self._hidden_size = config.model.hidden_size
+        self._place = config.place
+        self._fewest_late = fewest_late_tokens(config)
         pp, tp = config.split.pp, config.split.tp
         if pp == 1:
             return
@@ -160,6 +164,10 @@ class Stages:
             if end is not None:
                 end.close()
 
+    def late_mlps(self, step: int, num_tokens: int) -> LateMLPs:
+        """What this rank does of the MLPs at its boundaries; all ranks know the step alike."""
+        return self._place.late_mlps(step) if num_tokens >= self._fewest_late else NO_LATE_MLPS
+
     def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
         """What ``layers`` makes of input_ids [tokens], but for the first stage of what the stage before made of them.
 
@@ -174,6 +182,11 @@ class Stages:
             if self.hidden_out is not None:
                 self.hidden_out.send(result)
         return result
+
+
+def fewest_late_tokens(config: NodeConfig) -> int:
+    """Of steps in which MLPs may be late: more than are ever captured into a graph, which is the same in every step."""
+    return max(_STEP_OF_PROMPTS, config.max_num_seqs + 1) if config.cuda_graphs else 2
 
 
 def _aligned(size: int) -> int:

@@ -111,6 +111,7 @@ def node_config(
     pp: int = 1,
     tp: int = 1,
     stage_layers: tuple[int, ...] | None = None,
+    shared_mlps: bool = False,
 ) -> NodeConfig:
     """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.resolve.resolve``."""
     model = load_model_config(model_dir)
@@ -131,7 +132,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
-        split=choose_split(model, pp, tp, stage_layers),
+        split=choose_split(model, pp, tp, stage_layers, shared_mlps),
         kv_layout=layout,
         kv_checksum=False,
         measure_kv_memory=False,

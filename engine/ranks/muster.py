@@ -183,7 +183,8 @@ def objection_to(hello: Hello, config: NodeConfig) -> str:
 
 
 def _describe(split: Split) -> str:
-    return f"stages of {','.join(map(str, split.stage_layers))} layers with tp {split.tp}"
+    shared = " and shared MLPs" if split.shared_mlps else ""
+    return f"stages of {','.join(map(str, split.stage_layers))} layers with tp {split.tp}{shared}"
 
 
 def _names(ranks: range) -> str:

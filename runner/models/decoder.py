@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model_config import ModelConfig
+from pdserve.split import NO_LATE_MLPS, LateMLPs
 from runner.attention import AttentionBackend, HeadNorms, HeadTurn
 from runner.linear import Placement
 from runner.models.ops import Ops, build_ops
@@ -47,6 +48,10 @@ class Attention:
         """What the heads of each token see, before ``out``: [tokens, num_heads * head_dim]. Stores keys and values."""
         return backend.run(self._layer, self.qkv(x), turn, self._norms)
 
+    def store(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> None:
+        """Store keys and values alone."""
+        backend.store(self._layer, self.qkv(x), turn, self._norms)
+
     def parts(self) -> Parts:
         yield from self.qkv.parts()
         yield from self.out.parts()
@@ -62,52 +67,66 @@ class Attention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(silu(gate(x)) * up(x)) of the normed residual, gate and up in one product."""
 
     def __init__(self, config: ModelConfig, world: World, place: Placement, ops: Ops) -> None:
         self._ops = ops
+        self._norm = RMSNorm(config.hidden_size, place, ops)
         run = Run.of_shard(config.intermediate_size, world.place)
         self.gate_up = ColumnParallel(config.hidden_size, {"gate_proj": run, "up_proj": run}, config.mlp_bias, place)
         self.down = RowParallel("down_proj", run, config.hidden_size, config.mlp_bias, world.place, place)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.silu_mul(self.gate_up(x)))
+    def __call__(self, residual: Tensor) -> Tensor:
+        return self._product(self._norm(residual))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Of the residual with x, of which each shard has a part, added to it in place."""
+        return self._product(self._norm.add(x, residual))
 
     def parts(self) -> Parts:
-        yield from self.gate_up.parts()
-        yield from self.down.parts()
+        yield "post_attention_layernorm.weight", Part.whole(self._norm.weight)
+        yield from _prefixed("mlp.", self.gate_up.parts())
+        yield from _prefixed("mlp.", self.down.parts())
 
     def seal(self) -> None:
         self.gate_up.seal()
         self.down.seal()
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
 
 class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, world: World, place: Placement, ops: Ops) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, place, ops)
         self.attention = Attention(config, layer, world, place)
-        self.mlp_norm = RMSNorm(config.hidden_size, place, ops)
         self.mlp = MLP(config, world, place, ops)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, turn: HeadTurn, backend: AttentionBackend, keep: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        turn: HeadTurn,
+        backend: AttentionBackend,
+        keep: Tensor | None = None,
+        without_mlp: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """From the residual and x, its norm; all are [tokens, hidden_size].
 
-        What attention adds is added here, in place; the caller adds the result (each shard has a part of it), together
-        with the norm that follows. ``keep`` [kept] names the tokens to go on with after attention: the results are
-        [kept, hidden_size].
+        What attention adds is added here, in place, unless the MLP is left out; the caller adds the result (each shard
+        has a part of it), together with the norm that follows. ``keep`` [kept] names the tokens to go on with after
+        attention: the results are [kept, hidden_size].
         """
         heads = self.attention.attend(x, turn, backend)
         if keep is not None:
             heads, residual = heads.index_select(0, keep), residual.index_select(0, keep)
-        return self.mlp(self.mlp_norm.add(self.attention.out(heads), residual)), residual
+        x = self.attention.out(heads)
+        return (x if without_mlp else self.mlp.add(x, residual)), residual
 
     def parts(self) -> Parts:
         yield "input_layernorm.weight", Part.whole(self.attention_norm.weight)
-        yield "post_attention_layernorm.weight", Part.whole(self.mlp_norm.weight)
         yield from _prefixed("self_attn.", self.attention.parts())
-        yield from _prefixed("mlp.", self.mlp.parts())
+        yield from self.mlp.parts()
 
     def seal(self) -> None:
         self.attention.seal()
@@ -117,7 +136,8 @@ class DecoderLayer:
 class Decoder:
     """A rank's part of the model: token ids to hidden states, hidden states to logits.
 
-    The first stage has the embedding, the last one the norm and the head. Fill ``parts``, then ``seal``, then call.
+    The first stage has the embedding, the last one the norm and the head. Where MLPs are shared, stages but the first
+    also have the MLP of the layer before theirs. Fill ``parts``, then ``seal``, then call.
     """
 
     def __init__(self, config: ModelConfig, world: World, place: Placement, use_triton: bool) -> None:
@@ -128,6 +148,7 @@ class Decoder:
         ops = build_ops(config.rms_norm_eps, world, place, use_triton)
         self._embedding = Embedding(config, stage, place) if stage.is_first else None
         self.layers = [DecoderLayer(config, layer, world, place, ops) for layer in range(len(stage.layers))]
+        self._mlp_before = MLP(config, world, place, ops) if stage.shares_mlp_before else None
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(config.hidden_size, place, ops) if stage.is_last else None
         self._head = Head(config, world, place) if stage.is_last else None
@@ -140,6 +161,7 @@ class Decoder:
         lengths: Tensor | None,
         backend: AttentionBackend,
         keep: Tensor | None = None,
+        late: LateMLPs = NO_LATE_MLPS,
     ) -> Tensor:
         """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
 
@@ -149,19 +171,19 @@ class Decoder:
 
         ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names, on the
         last stage, the tokens whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the
-        last layer than their keys and values. Nothing waits for the device, so that on a GPU the call can be captured
-        into a graph.
+        last layer than their keys and values. ``late``: see pdserve/split.py. Nothing waits for the device, so that on
+        a GPU the call can be captured into a graph.
         """
         turn = self.rotary.turn(positions, lengths)
-        x, residual = self._begin(start)
+        x, residual = self._begin(start, late.here)
         *others, last = self.layers
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             x, residual = layer(x, residual, turn, backend)
             x = next_norm.add(x, residual)
         if keep is not None and not len(keep):
-            last.attention.attend(x, turn, backend)
+            last.attention.store(x, turn, backend)
             return x[:0]
-        x, residual = last(x, residual, turn, backend, keep)
+        x, residual = last(x, residual, turn, backend, keep, late.behind)
         return residual.add_(self._world.all_reduce(x)) if self._norm is None else self._norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -180,6 +202,8 @@ class Decoder:
             yield _EMBEDDING, self._embedding.part()
         for index, layer in enumerate(self.layers, self._first_layer):
             yield from _prefixed(f"model.layers.{index}.", layer.parts())
+        if self._mlp_before is not None:
+            yield from _prefixed(f"model.layers.{self._first_layer - 1}.", self._mlp_before.parts())
         if self._norm is not None:
             yield _NORM, Part.whole(self._norm.weight)
         if self._head is not None and not self._config.tie_word_embeddings:
@@ -201,10 +225,15 @@ class Decoder:
             self._head.seal()
         for layer in self.layers:
             layer.seal()
+        if self._mlp_before is not None:
+            self._mlp_before.seal()
 
-    def _begin(self, start: Tensor) -> tuple[Tensor, Tensor]:
+    def _begin(self, start: Tensor, with_mlp: bool) -> tuple[Tensor, Tensor]:
         """x, normed for the first layer, and the residual."""
         norm = self.layers[0].attention_norm
+        if with_mlp:
+            assert self._mlp_before is not None
+            return norm.add(self._mlp_before(start), start), start
         if self._embedding is None:
             return norm(start), start
         embedded = self._embedding(start)

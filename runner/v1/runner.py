@@ -13,7 +13,7 @@ from pdserve.config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
-from pdserve.split import shard_of
+from pdserve.split import LateMLPs, shard_of
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
@@ -103,7 +103,8 @@ class RunnerV1:
         sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
         last_tokens = lengths.cumsum()[sampling] - 1
         targets = self._targets.take(plan.scheduled)
-        hidden = self._forward(rows, lengths, None if targets else last_tokens)
+        late = self._stages.late_mlps(plan.step, int(lengths.sum()))
+        hidden = self._forward(rows, lengths, None if targets else last_tokens, late)
         self._sequences.num_computed[rows] += lengths
         if not targets:
             return self._end(plan, rows, sampling, hidden)
@@ -144,7 +145,9 @@ class RunnerV1:
         for more in plan.new_blocks:
             self._sequences.add_blocks(more.seq, more.block_ids)
 
-    def _forward(self, rows: NDArray[np.int64], lengths: NDArray[np.int64], wanted: NDArray[np.int64] | None) -> Tensor:
+    def _forward(
+        self, rows: NDArray[np.int64], lengths: NDArray[np.int64], wanted: NDArray[np.int64] | None, late: LateMLPs
+    ) -> Tensor:
         """Compute the next ``lengths`` tokens of each sequence.
 
         On the last stage: the hidden states of the tokens ``wanted``, or of all.
@@ -174,7 +177,7 @@ class RunnerV1:
         keeps_all = wanted is None or len(wanted) == len(positions) or not self._world.place.is_last
         keep = None if wanted is None or keeps_all else self._to_device(wanted)
         return self._stages.compute(
-            lambda start: self._loaded.decoder(start, device_positions, rope_lengths, self._attention, keep),
+            lambda start: self._loaded.decoder(start, device_positions, rope_lengths, self._attention, keep, late),
             self._to_device(table.token_ids[token_rows, positions]),
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config import NodeConfig
+from pdserve.split import NO_LATE_MLPS, LateMLPs
 from runner.attention import AttentionBackend
 from runner.loading import LoadedModel
 from runner.stages import Stages
@@ -50,18 +51,19 @@ class Forward:
         """That of the graph by which such a step is to be run, if there is one."""
         return self._graphs.shape_for(form.num_seqs, form.num_tokens)
 
-    def run(self, batch: ScheduledBatch, last_tokens: Tensor, shape: StepShape | None) -> Tensor:
+    def run(self, batch: ScheduledBatch, last_tokens: Tensor, shape: StepShape | None, late: LateMLPs) -> Tensor:
         """Logits [sampling rows, vocab_size] on the last stage, nothing of use where none samples, and on other stages.
 
-        The step's inputs have been built, padded to ``shape`` if that is given. ``last_tokens`` are those of the rows
-        that sample.
+        The step's inputs have been built, padded to ``shape`` if that is given; then no MLP is ``late``.
+        ``last_tokens`` are those of the rows that sample.
         """
         form = batch.form
+        assert shape is None or late == NO_LATE_MLPS, "what is captured is the same in every step"
         keep = None if form.every_token_samples or not self._place.is_last else last_tokens
         if shape is None:
             self._backend.plan(self._inputs.attention_batch(batch))
         hidden = self._stages.compute(
-            lambda start: self._layers(start, keep) if shape is None else self._replay(start, shape),
+            lambda start: self._layers(start, keep, late) if shape is None else self._replay(start, shape),
             self._inputs.input_ids[: form.num_tokens],
         )
         if not self._place.is_last or not len(form.sampling):
@@ -72,17 +74,17 @@ class Forward:
             hidden = hidden.index_select(0, keep)
         return self._loaded.decoder.logits(hidden)
 
-    def run_whole(self, batch: ScheduledBatch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def run_whole(self, batch: ScheduledBatch, last_tokens: Tensor, late: LateMLPs) -> tuple[Tensor, Tensor]:
         """The hidden states of all tokens [tokens, hidden_size], and the logits, on the last stage; without a graph."""
         tokens = batch.form.num_tokens
         self._backend.plan(self._inputs.attention_batch(batch))
-        hidden = self._stages.compute(lambda start: self._layers(start, None), self._inputs.input_ids[:tokens])
+        hidden = self._stages.compute(lambda start: self._layers(start, None, late), self._inputs.input_ids[:tokens])
         if not len(last_tokens):
             return hidden, hidden
         return hidden, self._loaded.decoder.logits(hidden.index_select(0, last_tokens))
 
-    def _layers(self, start: Tensor, keep: Tensor | None) -> Tensor:
-        return self._loaded.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep)
+    def _layers(self, start: Tensor, keep: Tensor | None, late: LateMLPs = NO_LATE_MLPS) -> Tensor:
+        return self._loaded.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep, late)
 
     def _replay(self, start: Tensor, shape: StepShape) -> Tensor:
         """The hidden states of a step without padding, where the graph leaves any."""

@@ -155,9 +155,10 @@ class RunnerV2:
         self._take_returned(upload, returned)
         self._inputs.build(batch, shape or StepShape(form.num_seqs, form.num_tokens), self._state, upload)
         last_tokens = upload.array(_LAST_TOKENS, len(form.sampling))
+        late = self._stages.late_mlps(plan.step, form.num_tokens)
         if not targets:
-            return self._end(plan, batch, upload, self._forward.run(batch, last_tokens, shape))
-        hidden, logits = self._forward.run_whole(batch, last_tokens)
+            return self._end(plan, batch, upload, self._forward.run(batch, last_tokens, shape, late))
+        hidden, logits = self._forward.run_whole(batch, last_tokens, late)
         return follow(self._end(plan, batch, upload, logits), targets, hidden, self._loaded.decoder.logits)
 
     def _end(self, plan: StepPlan, batch: ScheduledBatch, upload: Upload, logits: Tensor) -> PendingStep:

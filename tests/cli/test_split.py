@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -104,6 +105,27 @@ def test_layers_are_divided_by_count_with_the_first_stages_taking_what_is_left(
     layers: int, pp: int, stages: tuple[int, ...]
 ) -> None:
     assert choose_split(model(layers), pp, 1).stage_layers == stages
+
+
+@given(splits(), st.integers(1, 1000))
+def test_late_mlps_are_computed_once_and_save_every_stage_as_much(
+    chosen: tuple[ModelConfig, Split], first: int
+) -> None:
+    of, split = chosen
+    split = msgspec.structs.replace(split, tp=1, shared_mlps=True)
+    places = [split.place(rank) for rank in range(split.pp)]
+    computed = [0] * split.pp
+    for step in range(first, first + split.pp):
+        late = [place.late_mlps(step) for place in places]
+        assert not late[0].here
+        assert not late[-1].behind
+        for before, after in pairwise(late):
+            assert before.behind == after.here
+        for stage, (place, mlps) in enumerate(zip(places, late, strict=True)):
+            computed[stage] += len(place.layers) + mlps.here - mlps.behind - place.is_last
+    # In pp steps each does one MLP less than it has, where the last one alone would have saved pp.
+    assert computed == [split.pp * len(place.layers) - 1 for place in places]
+    assert sum(computed) == split.pp * (of.num_layers - 1)
 
 
 def test_parameters_of_all_ranks_are_those_of_the_model_without_norms() -> None:

@@ -149,8 +149,10 @@ def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere:
 
 
 @pytest.mark.slow
-def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+@pytest.mark.parametrize("host_of_leader", ["127.0.0.1", "localhost"])
+def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str, host_of_leader: str) -> None:
     """4 shards of 2 KV heads on two hosts."""
+    leader = leader.replace("127.0.0.1", host_of_leader)
     split = ("--tp", "4", "--leader", leader, "--local-ranks", "2")
     with Fleet() as fleet, host(elsewhere, *split, "--node-rank", "1") as other:
         fleet.start_decode(checkpoint, [*FLAGS, *split, "--node-rank", "0"])
@@ -161,15 +163,23 @@ def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str) -> None
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_node_is_told_so_in_one_line(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        (["--tp", "2"], ["--tp", "4"], ("tp 4 there", "tp 2 at the leader")),
+        (["--pp", "2"], ["--pp", "2", "--shared-mlps", "on"], ("and shared MLPs there", "tp 1 at the leader")),
+    ],
+)
+def test_a_rank_of_another_node_is_told_so_in_one_line(
+    checkpoint: Path, elsewhere: Path, leader: str, here: list[str], there: list[str], said: tuple[str, str]
+) -> None:
     with Fleet() as fleet:
-        fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2", "--leader", leader, "--rank", "0"])
-        with host(elsewhere, "--tp", "4", "--leader", leader, "--rank", "1") as stranger:
+        fleet.start_decode(checkpoint, [*FLAGS, *here, "--leader", leader, "--rank", "0"])
+        with host(elsewhere, *there, "--leader", leader, "--rank", "1") as stranger:
             status, lines = stranger.end()
     assert status == 2
     assert len(lines) == 1
-    assert "tp 4 there" in lines[0]
-    assert "tp 2 at the leader" in lines[0]
+    assert all(words in lines[0] for words in said), lines
 
 
 @pytest.mark.parametrize(

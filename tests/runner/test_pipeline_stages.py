@@ -13,6 +13,8 @@ from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 
 from pdserve.config import NodeConfig
 from pdserve.records import SamplingParams
+from runner.stages import fewest_late_tokens
+from runner.v2.graphs import decode_shapes, mixed_shapes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
@@ -21,7 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-small": ("qwen3", {"num_hidden_layers": 2}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
-Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers of stages
+Case = tuple[str, str, int, int, tuple[int, ...] | None, bool]  # model, runner, stages, shards, layers, shared MLPs
 
 
 def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
@@ -84,16 +86,16 @@ def check(requests: list[Request], found: Outputs, expected: Outputs) -> None:
 
 def check_cases(cases: list[Case], folder: Path) -> None:
     """All cases of as many ranks with the same processes: starting them takes longer than most cases."""
-    for count in sorted({pp * tp for _, _, pp, tp, _ in cases}):
+    for count in sorted({pp * tp for _, _, pp, tp, _, _ in cases}):
         with StagedNode(count) as node:
-            for model, version, pp, tp, stage_layers in cases:
+            for model, version, pp, tp, stage_layers, shared_mlps in cases:
                 if pp * tp != count:
                     continue
                 directory = folder / model
                 if not directory.exists():
                     family, options = MODELS[model]
                     make_checkpoint(directory, family, **{"num_hidden_layers": 4, **options})
-                config = config_of(directory, version, pp=pp, tp=tp, stage_layers=stage_layers)
+                config = config_of(directory, version, pp=pp, tp=tp, stage_layers=stage_layers, shared_mlps=shared_mlps)
                 requests = requests_of(version)
                 found = generate(node.started(config), config, requests, at_once=5)
                 check(requests, found, generate_alone(config_of(directory, version), requests))
@@ -101,14 +103,24 @@ def check_cases(cases: list[Case], folder: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_stages_say_what_one_rank_says(tmp_path: Path) -> None:
-    check_cases([("llama", "V1", 2, 1, (1, 3)), ("qwen3-small", "V2", 2, 1, None)], tmp_path)
+    check_cases([("llama", "V1", 2, 1, (1, 3), True), ("qwen3-small", "V2", 2, 1, None, True)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_model_and_runner(tmp_path: Path) -> None:
-    splits = [(2, 1, None), (3, 1, (1, 2, 1)), (2, 2, None)]
+    splits = [(2, 1, None, False), (3, 1, (1, 2, 1), True), (2, 2, None, True)]
     models = [model for model in MODELS if model != "qwen3-small"]
     check_cases(
         [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits], tmp_path
     )
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 256, 3000])
+def test_no_step_that_may_be_a_graph_has_late_mlps(tmp_path: Path, max_num_seqs: int) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
+    config = msgspec.structs.replace(
+        node_config(directory, max_num_seqs=max_num_seqs, max_batch_tokens=8192, pp=2), cuda_graphs=True
+    )
+    captured = [*decode_shapes(max_num_seqs), *mixed_shapes(max_num_seqs, config.max_batch_tokens)]
+    assert max(shape.tokens for shape in captured) < fewest_late_tokens(config) < config.max_batch_tokens

@@ -23,8 +23,8 @@ from runner.weights import Part, fill_random, load_weights
 CPU = Placement(torch.device("cpu"), torch.float32, torch.float32)
 
 
-def place_of(directory: Path, pp: int, tp: int, rank: int) -> Place:
-    return choose_split(load_model_config(directory), pp, tp).place(rank)
+def place_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = False) -> Place:
+    return choose_split(load_model_config(directory), pp, tp, None, shared_mlps).place(rank)
 
 
 def decoder_at(directory: Path, place: Place) -> Decoder:
@@ -45,9 +45,9 @@ def random_parts(directory: Path, place: Place) -> dict[str, Part]:
     return parts
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "shared_mlps"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("fill", [loaded_parts, random_parts])
-def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: bool) -> None:
+def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: bool, shared_mlps: bool) -> None:
     options: dict[str, Any] = {"attention_bias": True, "tie_word_embeddings": tied, "vocab_size": 130}
     directory = make_checkpoint(tmp_path / "model", "qwen3", **options)
     whole: dict[str, Tensor] = {
@@ -58,7 +58,7 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: b
         assert all(torch.equal(whole[name], stored[name]) for name in whole)
     unseen = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
     for rank in range(8):
-        for name, part in fill(directory, place_of(directory, 2, 4, rank)).items():
+        for name, part in fill(directory, place_of(directory, 2, 4, rank, shared_mlps)).items():
             assert torch.equal(part.memory, whole[name][part.where]), (rank, name)
             unseen[name][part.where] = 0.0
     assert not any(left.any() for left in unseen.values())
@@ -69,6 +69,17 @@ def test_a_stage_has_embedding_or_norm_and_head_only_at_its_end(tmp_path: Path) 
     first, middle, last = (set(loaded_parts(directory, place_of(directory, 3, 1, rank))) for rank in range(3))
     assert first - {"model.embed_tokens.weight"} == {name.replace("layers.1.", "layers.0.") for name in middle}
     assert last - {"model.norm.weight", "lm_head.weight"} == {name.replace("layers.1.", "layers.2.") for name in middle}
+
+
+def test_a_shared_mlp_is_on_both_sides_of_a_boundary(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=3)
+    model = load_model_config(directory)
+    mlp = {"post_attention_layernorm.weight", *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))}
+    for rank in range(3):
+        alone, shared = (place_of(directory, 3, 1, rank, shared_mlps) for shared_mlps in (False, True))
+        more = set(loaded_parts(directory, shared)) - set(loaded_parts(directory, alone))
+        assert more == {f"model.layers.{rank - 1}.{name}" for name in mlp if rank}
+        assert num_parameters(model, shared) - num_parameters(model, alone) == bool(rank) * 3 * 64 * 96
 
 
 def test_what_is_wrong_is_said_of_whole_tensors_on_every_rank(tmp_path: Path) -> None:
