@@ -63,24 +63,21 @@ def assemble(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[RankK
     if config.split.num_ranks == 1:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
         return rank, (kv,) if configure.agent else ()
-    links, assignments, listener = _call_up(configure, progress)
+    links, configs = _call_up(configure, progress)
+    agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
+    meeting, address = _open_meeting(configure.posts.listen)
     crew = Crew(links, lambda kind, text: _end(channel, kind, text))
-    for link, assignment in zip(links, assignments[1:], strict=True):
-        link.send(assignment)
-    own = assignments[0]
+    for link, of_rank, agent in zip(links, configs[1:], agents[1:], strict=True):
+        link.send(Assign(of_rank, agent, address))
     with crew.blamed_first():
-        rank, kv = build_rank(own.config, own.agent, listener, progress, channel.wake)
+        rank, kv = build_rank(configs[0], agents[0], meeting, progress, channel.wake)
     others = crew.wait_ready()
     executor = Executor(rank, crew, Aggregator(config.split, config.shares), channel.wake)
     return executor, (kv, *(other.kv for other in others)) if configure.agent else ()
 
 
-def _call_up(
-    configure: Configure, progress: Callable[[str, float], None]
-) -> tuple[list[RankLink], list[Assign], socket.socket]:
-    """Connections to all ranks but the first, which is this process; what each rank is to be, the first, too; and the
-    socket at which they meet, open from now on: nobody else can take its port.
-    """
+def _call_up(configure: Configure, progress: Callable[[str, float], None]) -> tuple[list[RankLink], list[NodeConfig]]:
+    """Connections to all ranks but the first, which is this process; and the node as each rank sees it."""
     config, posts = configure.config, configure.posts
     here, split = len(posts.devices), config.split
     patience = config.peer_timing.answer_within
@@ -89,9 +86,7 @@ def _call_up(
         for rank, device in enumerate(posts.devices)
     ]
     links: list[RankLink] = []
-    host = _LOOPBACK
     if posts.listen:
-        host = split_address(posts.listen)[0]
         missing = range(here, split.num_ranks)
         with listen(posts.listen) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
@@ -105,11 +100,18 @@ def _call_up(
             )
             links.append(RankLink(split.place(rank), sock, patience))
     links[:0] = [start_rank(split.place(rank), patience) for rank in range(1, here)]
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    address, port = listener.getsockname()[:2]
-    meeting = join_address(address if address == _LOOPBACK else host, port)  # a name may stand for something else there
-    agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(split.num_ranks)]
-    return links, [Assign(each, agent, meeting) for each, agent in zip(configs, agents, strict=True)], listener
+    return links, configs
+
+
+def _open_meeting(leader: str) -> tuple[socket.socket, str]:
+    """Where ranks find each other, open from now on, so that nobody else can take its port; and its "host:port".
+
+    On the host of ``leader``, where the ranks of other hosts called; "" where there are none.
+    """
+    host = split_address(leader)[0] if leader else _LOOPBACK
+    meeting = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    address, port = meeting.getsockname()[:2]
+    return meeting, join_address(address if address == _LOOPBACK else host, port)  # a name may mean another host there
 
 
 def _end(channel: Channel, kind: str, text: str) -> NoReturn:
