@@ -6,8 +6,9 @@
 
 ``limit`` is until when, by our clock, P certainly keeps what it has announced: a lease's length after we sent a request
 that P has answered, less a margin. Nothing is read beyond it. A third of the way there we ask P to extend the lease, as
-long as reads go on; P says no when the lease has ended, and then what was read is worth nothing. No token is computed
-from a read that P has not confirmed.
+long as reads go on; at once, if P took so long that little is left of it, and before reading, if next to nothing is.
+P says no when the lease has ended, and then what was read is worth nothing. No token is computed from a read that P has
+not confirmed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 
 _MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # how long before a lease's end reading stops: a share of it, at most seconds
-_EXTEND_SHARE, _EXTEND_MIN = 1 / 3, 0.1  # when to extend: after that share of the time left, at least seconds
+_EXTEND_SHARE = 1 / 3  # when to extend: after that share of the time left, at once if less than that of a lease is left
+_ANSWER_SECONDS = 0.1  # for P to extend a lease: no read begins with less time left, or less than that share of a lease
 _PATIENCE = 3  # lengths of a lease for which it is extended though no read has ended
 
 
@@ -175,7 +177,8 @@ class Handoff:
 
     def _set_limit(self, asked_at: float, seconds: float, now: float) -> None:
         self.limit = max(self.limit, asked_at + seconds - min(_MARGIN_MAX, seconds * _MARGIN_SHARE))
-        self._extend_at = now + max(_EXTEND_MIN, (self.limit - now) * _EXTEND_SHARE) if self.limit > now else now
+        left = self.limit - now
+        self._extend_at = now if left < seconds * _EXTEND_SHARE else now + left * _EXTEND_SHARE
 
     # ------------------------------------------------------------ what follows
 
@@ -200,7 +203,7 @@ class Handoff:
         if now >= self.limit and self._num_reads:
             raise ReadFailed(f"reading took longer than the {self.limit - self._progress:.3g} s that the lease left")
         actions: list[Action] = []
-        if now < self.limit and self._to_read:
+        if self._to_read and self.limit - now >= min(_ANSWER_SECONDS, self._term * _EXTEND_SHARE):
             actions += self._to_read
             self._num_reads += len(self._to_read)
             self._to_read.clear()
