@@ -2,11 +2,12 @@
 
     python bench/chaos.py --seconds 600                                     4 P + 4 D, simulated
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2       a tiny random checkpoint, on the CPU
+    python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --prefill-pp 2 --decode-tp 2
 
 Needs what the tests need (pip install -e '.[dev]'); everything runs on this machine. Every request is first asked of
-the undisturbed fleet. Then clients repeat them for so many seconds, while nodes are struck: killed (front or engine),
-terminated, or stopped (all of the node, its front, its engine). A decode node is struck only while another one serves.
-Some clients go away in the middle. The same --seed gives the same requests, and the same faults in the same order.
+the undisturbed fleet. Then clients repeat them for so many seconds, while nodes are struck: killed (front, engine or
+another rank), terminated, or stopped (all of the node, or one of these). A decode node is struck only while another one
+serves. Some clients go away in the middle. The same --seed gives the same requests, and the same faults in their order.
 
 Ends with status 1 when a client has seen an error or another answer than the undisturbed one, or when a block is lost.
 """
@@ -39,6 +40,9 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=4, metavar="N")
     parser.add_argument("--decode", type=int, default=4, metavar="N")
     parser.add_argument("--real", action="store_true", help="nodes with a tiny model instead of simulated ones")
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}-pp", type=int, default=1, metavar="N", help="pipeline stages of each")
+        parser.add_argument(f"--{role}-tp", type=int, default=1, metavar="N", help="tensor shards of each")
     parser.add_argument("--clients", type=int, default=16, metavar="N")
     parser.add_argument("--requests", type=int, default=40, metavar="N", help="different ones (default %(default)s)")
     parser.add_argument(
@@ -47,11 +51,13 @@ def main() -> int:
     parser.add_argument("--migrations", type=int, default=50, metavar="N", help="of the router (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    flags = () if args.real else SIMULATED
+    engine = () if args.real else SIMULATED
+    prefill = (*engine, "--pp", str(args.prefill_pp), "--tp", str(args.prefill_tp))
+    decode = (*engine, "--pp", str(args.decode_pp), "--tp", str(args.decode_tp))
     with tempfile.TemporaryDirectory() as directory:
         model = add_tokenizer(make_checkpoint(Path(directory) / "model", "qwen3", vocab_size=VOCABULARY))
         router = ("--migrations", str(args.migrations))
-        with start_fleet(model, args.prefill, args.decode, True, flags, flags, router) as fleet:
+        with start_fleet(model, args.prefill, args.decode, True, prefill, decode, router) as fleet:
             return run(fleet, args)
 
 
@@ -60,7 +66,8 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     load = Load([new_body(chance, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
     asyncio.run(load.learn(fleet.url, chance))
     started = time.monotonic()
-    with Saboteur(fleet, faults(args.seed, args.prefill, args.decode, args.pause)) as saboteur:
+    ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
+    with Saboteur(fleet, faults(args.seed, args.prefill, args.decode, args.pause, ranks)) as saboteur:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
     lasted = time.monotonic() - started
     for node in (*fleet.prefill, *fleet.decode):

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from answers import Answer, ErrorAnswer, ask
 from fleet import MODEL_NAME, Fleet, NodeProcess
 
 KINDS = ("kill", "kill engine", "terminate", "stop node", "stop front", "stop engine")
+ONE_RANK = {"prefill": 1, "decode": 1}
 VOCABULARY = 4096  # the embedded tokenizer's
 LOGPROBS = {"logprobs": 2}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.2, "repetition_penalty": 1.2}
@@ -44,13 +45,19 @@ class Fault:
     lasts: float
 
 
-def faults(seed: int, num_prefill: int, num_decode: int, pause: float, kinds: Sequence[str] = KINDS) -> Iterator[Fault]:
-    """For ever; ``pause`` is the mean."""
+def faults(
+    seed: int, num_prefill: int, num_decode: int, pause: float, ranks: Mapping[str, int] = ONE_RANK
+) -> Iterator[Fault]:
+    """For ever; ``pause`` is the mean. ``ranks`` of a node by role: all but the first are struck by themselves, too."""
     chance = random.Random(seed)
     nodes = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
+    kinds = {
+        role: (*KINDS, *(f"{what} rank {rank}" for rank in range(1, count) for what in ("kill", "stop")))
+        for role, count in ranks.items()
+    }
     while True:
         role, index = chance.choice(nodes)
-        yield Fault(chance.uniform(0, 2 * pause), role, index, chance.choice(kinds), chance.uniform(0.5, 6.0))
+        yield Fault(chance.uniform(0, 2 * pause), role, index, chance.choice(kinds[role]), chance.uniform(0.5, 6.0))
 
 
 def new_body(chance: random.Random, max_prompt: int, max_tokens: int) -> dict[str, Any]:
@@ -215,8 +222,9 @@ def strike(node: NodeProcess, kind: str) -> None:
         node.stop(part)
     elif kind == "kill":
         node.kill()
-    elif kind == "kill engine":
-        node.signal_engine(signal.SIGKILL)
+    elif what == "kill":
+        for process in node.processes(part):
+            process.kill()
         node.wait_ended(10.0)
     else:
         node.signal(signal.SIGTERM)
