@@ -24,7 +24,7 @@ from pdserve.pb import pdserve_pb2 as pb
 
 _MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # how long before a lease's end reading stops: a share of it, at most seconds
 _EXTEND_SHARE = 1 / 3  # when to extend: after that share of the time left, at once if less than that of a lease is left
-_ANSWER_SECONDS = 0.1  # for P to extend a lease: no read begins with less time left, or less than that share of a lease
+_ANSWER_SHARE, _ANSWER_MAX = 0.2, 0.1  # for P to extend it: with less left than that, no read begins
 _PATIENCE = 3  # lengths of a lease for which it is extended though no read has ended
 
 
@@ -203,7 +203,7 @@ class Handoff:
         if now >= self.limit and self._num_reads:
             raise ReadFailed(f"reading took longer than the {self.limit - self._progress:.3g} s that the lease left")
         actions: list[Action] = []
-        if self._to_read and self.limit - now >= min(_ANSWER_SECONDS, self._term * _EXTEND_SHARE):
+        if self._to_read and self.limit - now >= min(_ANSWER_MAX, self._term * _ANSWER_SHARE):
             actions += self._to_read
             self._num_reads += len(self._to_read)
             self._to_read.clear()

@@ -25,6 +25,7 @@ Happening = tuple[float, int, Event]  # when, and a number that orders those of 
 @example(lease=3.0, pauses=[0.89], read=0.05, answer=0.1)  # 30 ms before the limit
 @example(lease=3.0, pauses=[0.8999], read=0.05, answer=0.1)  # 0.3 ms before it
 @example(lease=3.0, pauses=[0.8], read=0.3, answer=0.9)
+@example(lease=0.25, pauses=[0.5], read=1.0, answer=0.9)  # just before it would extend at once
 def test_no_read_is_given_up(lease: float, pauses: list[float], read: float, answer: float) -> None:
     """A part comes after each of ``pauses``; these and a ``read`` are in lengths of a lease. P extends after a share
     ``answer`` of the time that it has for that.
@@ -49,6 +50,6 @@ def test_no_read_is_given_up(lease: float, pauses: list[float], read: float, ans
                 heappush(happenings, (now + read * lease, next(numbers), ReadEnded(1, "")))
             elif action is Ask.EXTEND:
                 num_asked += 1
-                answered_at = now + answer * min(0.1, lease / 3)
+                answered_at = now + answer * min(0.1, lease / 5)
                 heappush(happenings, (answered_at, next(numbers), Extended(now, lease)))
     assert num_asked <= 5 * now / lease, "it asks a few times per lease"
