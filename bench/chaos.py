@@ -51,6 +51,8 @@ def main() -> int:
     parser.add_argument("--migrations", type=int, default=50, metavar="N", help="of the router (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if not args.real and {args.prefill_pp, args.prefill_tp, args.decode_pp, args.decode_tp} != {1}:
+        parser.error("a simulated node has one rank; add --real, or leave stages and shards at 1")
     engine = () if args.real else SIMULATED
     prefill = (*engine, "--pp", str(args.prefill_pp), "--tp", str(args.prefill_tp))
     decode = (*engine, "--pp", str(args.decode_pp), "--tp", str(args.decode_tp))
