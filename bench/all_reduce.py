@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.distributed.peer_memory import map_memory
 from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes
 from runner.kernels.norm import add_rms_norm
-from runner.peer_memory import map_memory
 
 _SUMS = 64
 _REPLAYS = 30

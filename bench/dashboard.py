@@ -20,12 +20,12 @@ import httpx
 import psutil
 from fleet import MODEL_NAME, Fleet
 
-from pdserve import rpc
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.live import STATE_PATH
 from pdserve.metrics import series
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc import channel as rpc
 
 PEER_COUNTERS = ("reads", "read_failures", "read_bytes", "read_descriptors", "read_seconds", "checksum_failures")
 OTHERS = 40  # counters without a peer

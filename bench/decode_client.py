@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc
 
-from pdserve import rpc
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import SamplingParams
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 
 class DecodeClient:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from departures import STAGES, Place, Stage, start_place
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 
 def leave(place: Place, stage: Stage) -> float:

@@ -26,16 +26,16 @@ from array import array
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.link import EngineLink, Event
-from engine.messages import Mode, Output, Posts, Refused, Submit
-from pdserve.config import NodeConfig
-from pdserve.cost import HANDOFF
-from pdserve.device import detect_devices
+from engine.frontend.engine_client import EngineClient, Event
+from engine.ipc.messages import Mode, Output, Posts, Refused, Submit
+from pdserve.config.device import detect_devices
+from pdserve.config.flags import add_node_flags, options_from
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
-from pdserve.flags import add_node_flags, options_from
 from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
 from pdserve.records import SamplingParams
-from pdserve.resolve import resolve
+from pdserve.request_cost import HANDOFF
 
 PROMPT = 64  # tokens in front of decode steps
 LONG_BATCH = 8  # sequences, at most, that decode behind long prompts
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 class Bench:
     """Sends requests to an engine and waits until all are done."""
 
-    def __init__(self, link: EngineLink, vocab_size: int) -> None:
+    def __init__(self, link: EngineClient, vocab_size: int) -> None:
         self._link = link
         self._vocab_size = vocab_size
         self._random = random.Random(0)
@@ -101,7 +101,7 @@ class Bench:
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
     config = resolve(options_from(args), devices[0])
-    link = EngineLink(config, agent="", posts=Posts(devices))
+    link = EngineClient(config, agent="", posts=Posts(devices))
     start = time.perf_counter()
     await link.start()
     try:

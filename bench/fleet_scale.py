@@ -31,12 +31,12 @@ import psutil
 from fleet import Fleet
 from many_nodes import BLOCK_SIZE, MODEL, VOCABULARY, Behaviour, ManyNodes
 
-from pdserve.cost import TYPICAL, Load
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.hashing import prefix_numbers
-from router.nodes import REPORTS
-from router.policy import Ask, NodeView, Snapshot, prefix_aware
-from router.prefixes import PrefixIndex
+from pdserve.request_cost import TYPICAL, RequestLoad
+from router.fleet.nodes import REPORTS
+from router.fleet.policy import FleetSnapshot, NodeView, PolicyRequest, prefix_aware
+from router.fleet.prefix_index import PrefixIndex
 
 MOST_REPORTS = 1000.0  # a second of all nodes: what a small machine can send beside the router that is measured
 PER_NODE = 10.0  # reports a second, at most, of a real one
@@ -181,18 +181,18 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
             MODEL,
             True,
             connected_peers=peers if role == "decode" else frozenset(),
-            load=Load(rng.randrange(64), 0, rng.randrange(20_000), 40_000, 50_000),
+            load=RequestLoad(rng.randrange(64), 0, rng.randrange(20_000), 40_000, 50_000),
             pace=TYPICAL,
         )
         for number, role in enumerate(roles)
     )
     found = index.match(numbers, names)
-    ask_for = Ask(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
+    ask_for = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
     say(
         nodes=num_nodes,
         hash_ms=1e3 * seconds_of(lambda: prefix_numbers(packed, BLOCK_SIZE, "")),
         look_up_ms=1e3 * seconds_of(lambda: index.match(numbers, names)),
-        choose_ms=1e3 * seconds_of(lambda: prefix_aware(Snapshot(MODEL, views, 1, TYPICAL), ask_for)),
+        choose_ms=1e3 * seconds_of(lambda: prefix_aware(FleetSnapshot(MODEL, views, 1, TYPICAL), ask_for)),
         bytes_per_block=size / (num_nodes * blocks),
     )
 

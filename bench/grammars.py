@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.grammar import Grammar, Matcher, Vocabulary, start_thread
-from router.structured.formats import json_schema_grammar, regex_grammar
+from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, start_thread
+from router.text.structured.output_formats import json_schema_grammar, regex_grammar
 
 END = "<|end|>"
 PERSON: dict[str, Any] = {
@@ -57,7 +57,7 @@ def main() -> None:
 
 def run(size: int, rows: int, steps: int) -> None:
     text = byte_level(size)
-    seconds, vocabulary = timed(lambda: Vocabulary(text, eos_token_ids=[size - 1]))
+    seconds, vocabulary = timed(lambda: GrammarVocabulary(text, eos_token_ids=[size - 1]))
     print(f"vocabulary of {size} tokens: {seconds * 1e3:.0f} ms, with the GIL held")
     for name, grammar in GRAMMARS.items():
         seconds, compiled = timed(partial(Grammar, grammar, vocabulary))

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.worker import NixlConnector
+from connector.backends.nixl.nixl_connector import NixlConnector
 from pdserve.kv import KVLayout
 from pdserve.records import KVRead, KVRegion, Peer
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pdserve.device import detect_device
-from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.model_config import load_model_config
-from pdserve.split import choose_split, num_parameters
-from runner.linear import Placement
+from pdserve.config.device import detect_device
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.model_config import load_model_config
+from pdserve.config.parallel import choose_split, num_parameters
+from runner.distributed.parallel_state import ParallelState
 from runner.models.decoder import Decoder
-from runner.world import World
+from runner.models.layers.linear import TensorPlacement
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -105,8 +105,11 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
 
 
 def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    config, placement = load_model_config(directory), Placement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
-    world = World(choose_split(config, pp=1, tp=1).place(0), detect_device("cpu"), "")
+    config, placement = (
+        load_model_config(directory),
+        TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
+    )
+    world = ParallelState(choose_split(config, pp=1, tp=1).place(0), detect_device("cpu"), "")
     model = Decoder(config, world, placement, use_triton=False)
     generator = torch.Generator().manual_seed(0)
     return {

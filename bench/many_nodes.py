@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from pdserve import rpc
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc import channel as rpc
 
 MODEL = "many"
 BLOCK_SIZE = 16

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from sabotage import KINDS, is_ready, repair, strike
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 STRIKE_AT, TOKENS = 100, 200

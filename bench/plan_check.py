@@ -26,13 +26,12 @@ from replay import make_long_model
 from serve import Load as Requests
 from serve import Trace, lines_of
 
-from pdserve.model_config import load_model_config
+from pdserve.config.model_config import load_model_config
+from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.costs import Costs, Shape, load_costs
-from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.node_load import LoadLimits, NodeLoad, Slo
 from pdserve.plan.queues import percentile
 from pdserve.plan.workload import Workload, workload_of
-from pdserve.simulation import KV_TOKENS
-from pdserve.simulation import Costs as SimulatedCosts
 
 WORKLOADS = (
     "p50=1500,p99=8000:p50=150,p99=600:2:2:28",
@@ -44,7 +43,7 @@ SHARES = (50, 90)  # percentiles of first tokens: a few hundred requests say lit
 
 
 def simulated_costs(model: Path, slower: float) -> Costs:
-    """As pdserve/simulation.py has them."""
+    """As pdserve/config/simulated_costs.py has them."""
     sim = SimulatedCosts()
 
     def ms(seconds: float) -> float:
@@ -120,7 +119,7 @@ def compare(args: argparse.Namespace, model: Path, text: str) -> str:
         traces = asyncio.run(replay(fleet.url, workload, rate))
         local = sum(node.counter("local_prefills") for node in fleet.decode) / len(traces)
     costs = load_costs(args.costs) if args.costs else simulated_costs(model, slower)
-    load = Load(costs, workload, Slo(dict.fromkeys(SHARES, 1e9)), Limits(headroom=0.0))
+    load = NodeLoad(costs, workload, Slo(dict.fromkeys(SHARES, 1e9)), LoadLimits(headroom=0.0))
     if int(prefill):
         first, later = load.on_prefill(rate, int(prefill)), load.on_decode(rate, int(decode))
     else:

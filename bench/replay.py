@@ -29,10 +29,10 @@ import httpx
 from fleet import MODEL_NAME, Fleet
 from serve import lines_of
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
-from pdserve.simulation import KV_TOKENS, Costs
-from router.policy import POLICIES
+from router.fleet.policy import POLICIES
 
 
 @dataclass
@@ -96,7 +96,7 @@ def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         token_bytes = make_long_model(model)
-        costs, times = Costs(), args.shrink
+        costs, times = SimulatedCosts(), args.shrink
         sim = f"prompt-token={costs.prompt_token * times},read-token={costs.read_token * times}"
         flags = ["--engine", "simulated", "--sim-costs", sim, "--block-size", "16", "--dtype", "bfloat16"]
         flags += ["--kv-cache-memory", str(KV_TOKENS // times * token_bytes)]

@@ -9,7 +9,7 @@ One client in ten leaves in the middle, one request in fifty is refused as inval
 connection of its own. Needs what the tests need (pip install -e '.[dev]').
 
 A process takes what the largest load so far has needed: sockets and buffers, and a product of matrices for each size
-of a batch (runner/linear.py). So that a moment in which the machine is busy elsewhere, and requests pile up, does not
+of a batch (linear.py). So that a moment in which the machine is busy elsewhere, and requests pile up, does not
 look like a leak, there are first ``--burst`` clients that never pause.
 
 Memory is what a process would give back if it ended (USS), handles its open file descriptors. A window is a sixth of
@@ -40,7 +40,7 @@ from answers import ErrorAnswer, ask
 from fleet import MODEL_NAME, Fleet, start_fleet
 from sabotage import LEAVES, new_body
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 FLAGS = ("--kv-cache-memory", "256MiB")
 MEBIBYTE = 2**20

@@ -12,11 +12,11 @@ Imports of NIXL happen when a connector is registered, not before.
 
 from __future__ import annotations
 
+from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.errors import ConfigError
 from pdserve.kv import KVShare
 from pdserve.protocols import KVConnector
-from pdserve.simulation import Costs
-from pdserve.timing import DEFAULT_TIMING, PeerTiming
+from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 KINDS = ("nixl", "local", "simulated", "none")
 
@@ -27,7 +27,7 @@ def build(
     timing: PeerTiming = DEFAULT_TIMING,
     shares: tuple[KVShare, ...] = (),
     rank: int = 0,
-    costs: Costs | None = None,
+    costs: SimulatedCosts | None = None,
 ) -> KVConnector:
     """A connector of ``kind`` that is known to its peers as ``agent``, a name that no other life of a node ever uses.
 
@@ -38,20 +38,20 @@ def build(
     if kind not in KINDS:
         raise ConfigError(f"connector {kind!r} is not one of {', '.join(KINDS)}")
     if kind == "simulated":
-        from connector.simulated import SimulatedConnector
+        from connector.backends.simulated import SimulatedConnector
 
-        return SimulatedConnector(agent, costs or Costs())
-    from connector.bridge import OwnRanks
+        return SimulatedConnector(agent, costs or SimulatedCosts())
+    from connector.planning.rank_mapping import OwnRanks
 
     own = OwnRanks(shares, rank)
     if kind == "nixl":
-        from connector.worker import NixlConnector
+        from connector.backends.nixl.nixl_connector import NixlConnector
 
         return NixlConnector(agent, timing, own)
     if kind == "local":
-        from connector.local import LocalConnector
+        from connector.backends.local import LocalConnector
 
         return LocalConnector(agent, own)
-    from connector.null import NullConnector
+    from connector.backends.null import NullConnector
 
     return NullConnector(agent, own)

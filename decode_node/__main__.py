@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from decode_node.role import add_flags, make_role
-from engine.node import role_parser, run_role
+from decode_node.decode_role import add_flags, make_role
+from engine.frontend.node import role_parser, run_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:

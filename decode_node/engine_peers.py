@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.link import EngineLink
-from engine.messages import Connect, Disconnect
+from engine.frontend.engine_client import EngineClient
+from engine.ipc.messages import Connect, Disconnect
 from pdserve.errors import PeerError
 from pdserve.records import Peer
 from pdserve.transports import Connected
@@ -15,7 +15,7 @@ from pdserve.transports import Connected
 class EnginePeers:
     """``on_lost(epoch, reason)`` is told of connections that break after they were made; ``seconds`` is to make one."""
 
-    def __init__(self, link: EngineLink, seconds: float, on_lost: Callable[[str, str], None]) -> None:
+    def __init__(self, link: EngineClient, seconds: float, on_lost: Callable[[str, str], None]) -> None:
         self._link = link
         self._seconds = seconds
         self._on_lost = on_lost

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from decode_node.course import Course, Outcome
-from engine.link import EngineLink, Event, error_of
-from engine.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Scored, Submit
+from decode_node.request_trace import Outcome, RequestTrace
+from engine.frontend.engine_client import EngineClient, Event, error_of
+from engine.ipc.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Scored, Submit
 from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams
+from pdserve.rpc.protobuf import failure_to_pb, logprobs_to_pb, prompt_logprobs_to_pb
 from pdserve.stopping import finish_reason
-from pdserve.wire import failure_to_pb, logprobs_to_pb, prompt_logprobs_to_pb
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -37,7 +37,7 @@ class HandoffSide(Protocol):
         """The request has ended. Idempotent."""
 
 
-class Generation:
+class NodeGeneration:
     """Forwards outputs as they come; ends exactly once, after which nothing is emitted."""
 
     def __init__(
@@ -45,10 +45,10 @@ class Generation:
         message: pb.Generate,
         num_tokens: int,
         sampling: SamplingParams,
-        link: EngineLink,
+        link: EngineClient,
         sink: OutputSink,
-        on_end: Callable[[Generation], None],
-        course: Course,
+        on_end: Callable[[NodeGeneration], None],
+        course: RequestTrace,
     ) -> None:
         self.number = message.request
         self.request_id = message.request_id

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import inf
 
-from engine.messages import KVConfirmed, Outputs, ReadEnded, StartRead
+from engine.ipc.messages import KVConfirmed, Outputs, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from decode_node.background import Background
+from decode_node.background_tasks import BackgroundTasks
 from decode_node.remote_prefill import Listener, RemotePrefill
 from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import error_from_rpc
-from pdserve.timing import PeerTiming
+from pdserve.rpc.channel import error_from_rpc
+from pdserve.rpc.timeouts import PeerTiming
 
 _MOST_UNSENT = 4096  # messages that wait for P to read
 _GOODBYE_SECONDS = 2.0  # for P to take in what it gets back at the end
@@ -34,7 +34,7 @@ class PrefillStream:
         peer: str,
         epoch: str,
         timing: PeerTiming,
-        background: Background,
+        background: BackgroundTasks,
         on_change: Callable[[], None],
     ) -> None:
         self.timing = timing

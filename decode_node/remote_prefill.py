@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from decode_node.handoff import Extended, Released
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import failure_from_pb
+from pdserve.rpc.protobuf import failure_from_pb
 
 if TYPE_CHECKING:
     from decode_node.prefill_stream import PrefillStream

@@ -14,8 +14,8 @@ class FailurePolicy(StrEnum):
     FAIL = "fail"
 
 
-class Settings(msgspec.Struct, frozen=True):
-    prefill: tuple[str, ...] = ()  # places of prefill nodes, see pdserve/discovery/places.py
+class DecodeSettings(msgspec.Struct, frozen=True):
+    prefill: tuple[str, ...] = ()  # places of prefill nodes, see pdserve/discovery/sources.py
     failure_policy: FailurePolicy = FailurePolicy.RECOMPUTE
     handoff_min_tokens: int = 32
     peer_wait: float = 60.0  # seconds

@@ -18,21 +18,22 @@ from importlib.metadata import version
 import grpc
 import msgspec
 
-from engine.node_flags import FrontOptions, add_front_flags, front_options_from
-from engine.ranks.flags import add_host_flags, hosted_from
-from pdserve import preflight, rpc
-from pdserve.compat import compat_hash
-from pdserve.config import NodeConfig, NodeOptions
-from pdserve.device import node_devices
-from pdserve.discovery.places import find_source
+from engine.executor.host_flags import add_host_flags, hosted_from
+from engine.frontend.frontend_flags import FrontOptions, add_front_flags, front_options_from
+from pdserve.compatibility import compat_hash
+from pdserve.config.device import node_devices
+from pdserve.config.flags import CommandParser, add_node_flags, options_from
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.discovery.sources import parse_source
+from pdserve.doctor import checks as preflight
+from pdserve.doctor.findings import Finding, Level, fail, found, ok, warn
 from pdserve.errors import PdserveError
 from pdserve.exits import run_command
-from pdserve.findings import Finding, Level, fail, found, ok, warn
-from pdserve.flags import CommandParser, add_node_flags, options_from
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.resolve import resolve
-from pdserve.tls import PeerTls
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.tls import PeerTls
 from pdserve.transports import REQUIRABLE
 
 _ANSWER_SECONDS = 5.0
@@ -107,7 +108,7 @@ def _findings(
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
-    from connector.preflight import try_agents
+    from connector.backends.nixl.nixl_check import try_agents
 
     try:
         kind, lanes = try_agents(required, "cuda" if on_gpu else "cpu")
@@ -122,7 +123,7 @@ def _list(place: str, addresses: list[str]) -> Finding:
     """Which prefill nodes are found at a place, added to ``addresses``."""
 
     async def first() -> frozenset[str]:
-        async with asyncio.timeout(_LIST_SECONDS), aclosing(find_source(place).addresses()) as listed:
+        async with asyncio.timeout(_LIST_SECONDS), aclosing(parse_source(place).addresses()) as listed:
             return await anext(listed)
 
     try:

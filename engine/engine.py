@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 
-from engine.channel import Channel
-from engine.heart import Turns
-from engine.messages import (
+from engine.executor.rank import Ranks
+from engine.executor.step_pipeline import StepPipeline
+from engine.ipc.channel import Channel
+from engine.ipc.messages import (
     Cancel,
     Configure,
     Connect,
@@ -19,19 +20,18 @@ from engine.messages import (
     Submit,
     ToEngine,
 )
-from engine.pipeline import Pipeline
-from engine.rank import Ranks
-from engine.scheduler import Scheduler
+from engine.liveness.heartbeat_sender import LoopTimer
+from engine.scheduler.scheduler import Scheduler
 
 
 class Engine:
     """Takes the front's commands between steps and tells it what each step brought. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
-        self.turns = Turns()
+        self.turns = LoopTimer()
         self._scheduler = scheduler
         self._ranks = ranks
-        self._pipeline = Pipeline(ranks)
+        self._pipeline = StepPipeline(ranks)
         self._channel = channel
         self._stopped = False
 

@@ -15,16 +15,16 @@ import sys
 import time
 from functools import partial
 
-from engine.assembly import assemble
-from engine.channel import Channel, ChannelClosed
-from engine.draft import FULL_STEP
 from engine.engine import Engine
-from engine.frames import framed
-from engine.grammars import Grammars
-from engine.heart import Heart
-from engine.messages import Beat, Configure, Ready, Shutdown, StartFailed
-from engine.scheduler import Scheduler
-from pdserve.config import NodeConfig
+from engine.executor.build import assemble
+from engine.ipc.channel import Channel, ChannelClosed
+from engine.ipc.frames import framed
+from engine.ipc.messages import Beat, Configure, Ready, Shutdown, StartFailed
+from engine.liveness.heartbeat_sender import HeartbeatSender
+from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_builder import FULL_STEP
+from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.logs import chosen_format, identify, setup_logging
@@ -64,7 +64,7 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
         channel.send(StartFailed(type(exc).__name__ if expected else "EngineDied", text))
         channel.drain()
         return 1
-    grammars = Grammars(configure.config.model_dir, configure.config.model, channel.wake)
+    grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
     engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars), ranks, channel)
@@ -72,7 +72,7 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
     patience = configure.config.peer_timing.answer_within
-    Heart(engine.turns, partial(_beat, heart), patience, ranks.pulses, ranks.waits_for).start()
+    HeartbeatSender(engine.turns, partial(_beat, heart), patience, ranks.pulses, ranks.waits_for).start()
     try:
         engine.obey(rest)
         engine.run()
@@ -87,7 +87,7 @@ def _beat(heart: socket.socket, beat: Beat) -> None:
         heart.send(framed(beat))
 
 
-def _scheduler(config: NodeConfig, layout: KVLayout, grammars: Grammars) -> Scheduler:
+def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers) -> Scheduler:
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,

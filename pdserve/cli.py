@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from pdserve.api_keys import NAME, key_entry, new_key
-from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.exits import run_command
-from pdserve.flags import (
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.flags import (
     CommandParser,
     add_drain_flag,
     add_node_flags,
@@ -20,9 +19,10 @@ from pdserve.flags import (
     port_number,
     positive_int,
 )
+from pdserve.exits import run_command
 from pdserve.logs import add_log_flag
-from pdserve.plan.flags import add_plan_flags
-from pdserve.tracing.flags import add_trace_flag, add_trace_sample_flag
+from pdserve.plan.plan_flags import add_plan_flags
+from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 
 #: Commands that are processes of their own, with the module that is their program.
 ROLES = {
@@ -43,11 +43,11 @@ def _run(argv: list[str]) -> int:
         _become(ROLES[argv[0]][0], argv[1:])
     args = _parser().parse_args(argv)
     if args.command == "up":
-        from pdserve.up import up
+        from pdserve.launcher.up import up
 
         return up(args)
     if args.command == "explain":
-        from pdserve.explain import explain
+        from pdserve.doctor.explain import explain
 
         explain(options_from(args), as_json=args.json)
         return 0
@@ -56,7 +56,7 @@ def _run(argv: list[str]) -> int:
 
         return plan(args)
     if args.command == "probe":
-        from pdserve.probe import probe
+        from pdserve.doctor.probe import probe
 
         return probe(args)
     if args.command == "top":

@@ -84,7 +84,7 @@ def from_structures(structures: Iterable[tuple[str, str, dict[str, Any], str]]) 
 # ---------------------------------------------------------------- compiled
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a model, as grammars need them. Making it holds the GIL: 1.3 s for 150,000 tokens."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
@@ -101,7 +101,7 @@ class Vocabulary:
 class Grammar:
     """One that has been compiled: its first mask, and matchers that begin with it."""
 
-    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, text: str, vocabulary: GrammarVocabulary) -> None:
         """Raises RequestError, saying what is wrong with it or not supported."""
         from llguidance import LLMatcher
 

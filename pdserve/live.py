@@ -17,7 +17,7 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float | None = None
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class LiveTraffic(msgspec.Struct, frozen=True):
     """Of the router's clients. Rates are of the last 10 s, all else of the last minute."""
 
     running: int  # requests now
@@ -32,7 +32,7 @@ class Traffic(msgspec.Struct, frozen=True):
     itl: Quantiles
 
 
-class Model(msgspec.Struct, frozen=True):
+class LiveModel(msgspec.Struct, frozen=True):
     """How many of its nodes are ready, of how many."""
 
     name: str
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct, frozen=True):
     cached_share: float | None  # of prompt tokens, in its prefix cache
 
 
-class Node(msgspec.Struct, frozen=True):
+class LiveNode(msgspec.Struct, frozen=True):
     """``state`` is one of the node's own (loading, connecting, ready, stuck, draining), or one that the router gives:
 
     "lost" and "unreachable", whether it has been heard of or never was, and "unused", where it serves another model or
@@ -74,7 +74,7 @@ class Node(msgspec.Struct, frozen=True):
     measured: Measured | None = None
 
 
-class Handoffs(msgspec.Struct, frozen=True):
+class LiveHandoffs(msgspec.Struct, frozen=True):
     """Of all decode nodes together, of some 10 s; ``exposed`` of the last minute in which somebody has looked."""
 
     rate: float
@@ -85,7 +85,7 @@ class Handoffs(msgspec.Struct, frozen=True):
     exposed: Quantiles
 
 
-class Link(msgspec.Struct, frozen=True):
+class LiveLink(msgspec.Struct, frozen=True):
     """From a prefill node to a decode node, of some 10 s. Names are addresses where nothing better is known."""
 
     prefill: str
@@ -96,23 +96,23 @@ class Link(msgspec.Struct, frozen=True):
     read_failure_rate: float
 
 
-class Now(msgspec.Struct, frozen=True):
+class LiveNow(msgspec.Struct, frozen=True):
     """``links`` are those that are not connected, then the busiest of all ``num_links``, so many at most.
 
     ``handoffs`` is None until decode nodes have been asked twice.
     """
 
     version: str
-    models: list[Model]
-    traffic: Traffic
-    nodes: list[Node]
-    handoffs: Handoffs | None
-    links: list[Link]
+    models: list[LiveModel]
+    traffic: LiveTraffic
+    nodes: list[LiveNode]
+    handoffs: LiveHandoffs | None
+    links: list[LiveLink]
     num_links: int
     num_connected: int
 
 
-class History(msgspec.Struct, frozen=True):
+class LiveHistory(msgspec.Struct, frozen=True):
     """A point for each of ``seconds``, ascending, counted since the router's start.
 
     Rates are of one second, times of the 10 s up to it, shares of KV blocks of ready nodes.
@@ -132,9 +132,9 @@ class History(msgspec.Struct, frozen=True):
     kv_decode: list[float | None]
 
 
-class Report(msgspec.Struct, frozen=True):
+class LiveReport(msgspec.Struct, frozen=True):
     """``history`` has the seconds after the one asked for, where ``life``, drawn at the router's start, is the same."""
 
     life: str
-    now: Now
-    history: History
+    now: LiveNow
+    history: LiveHistory

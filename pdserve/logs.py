@@ -1,7 +1,7 @@
 """One log format for every process of nodes, routers and ``pdserve up``, on stderr: text, or JSON, an object a line.
 
     21:04:05.678 INFO    decode: request 5f0c…: done after 0.412 s: …
-    {"time":"2026-11-21T21:04:05.678901Z","level":"INFO","logger":"decode_node.course","message":"request 5f0c…: …",
+    {"time":"2026-11-21T21:04:05.678901Z","level":"INFO","logger":"decode_node.request_trace","message":"request …",
      "role":"decode","node":"10.0.0.7:9002","request_id":"5f0c…","trace_id":"4bf92f…"}
 
 Whatever is about a request names it, so that its way is what a search for its id finds. Neither texts nor tokens of

@@ -24,7 +24,7 @@ class ModelRunner(Protocol):
     """Owns the weights, the KV cache and the state of running sequences on one rank.
 
     V1 and V2 implement it alike. All that can be told from above is ``max_in_flight``: a runner with one step for each
-    pipeline stage is never given a plan that goes on with a token of a step in flight (engine/microbatch.py says why);
+    pipeline stage is never given a plan that goes on with a token of a step in flight (microbatch.py says why);
     one with a step more is, since it takes sampled tokens over by itself.
     """
 

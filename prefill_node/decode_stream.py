@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable
 from typing import Any
 
-from engine.admission import check_request, check_skip
-from engine.messages import Leased
-from engine.node import Node
-from engine.outbox import Outbox
+from engine.frontend.node import Node
+from engine.frontend.request_checks import check_request, check_skip
+from engine.frontend.stream_writer import StreamWriter
+from engine.ipc.messages import Leased
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
+from pdserve.rpc.protobuf import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
-from pdserve.wire import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
-from prefill_node.course import Course
-from prefill_node.prefills import Leases, PendingPrefill
+from prefill_node.pending_prefills import Leases, PendingPrefill
+from prefill_node.prefill_trace import PrefillTrace
 
 
 class DecodeStream:
@@ -27,7 +27,7 @@ class DecodeStream:
 
     def __init__(self, node: Node, leases: Leases, ahead: int, on_end: Callable[[], None]) -> None:
         """Prompts go ahead of D by ``ahead`` tokens at most. ``on_end`` is called when one is not computed any more."""
-        self.outbox = Outbox(pb.PrefillEvents)
+        self.outbox = StreamWriter(pb.PrefillEvents)
         self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until their leases have ended
         self._node = node
         self._leases = leases
@@ -108,10 +108,10 @@ class DecodeStream:
         )
         return prefill
 
-    def _course(self, request: pb.PrefillRequest, num_tokens: int) -> Course:
+    def _course(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
         attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}
         span = self._node.tracer.go_on("prefill node", request.traceparent, request.tracestate, attributes)
-        return Course(request.request_id, num_tokens, span, self._node.log_requests)
+        return PrefillTrace(request.request_id, num_tokens, span, self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:
         seconds = self._leases.extend(request.epoch, request.lease)

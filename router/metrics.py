@@ -23,7 +23,7 @@ _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.
 disable_created_metrics()  # a second series for each, of when it began, that nobody looks at
 
 
-class Metrics:
+class RouterMetrics:
     """One set per router, in a registry of its own. Series of known labels are there from the start, at 0."""
 
     def __init__(self) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.errors import ConfigError
-from pdserve.flags import (
+from pdserve.config.flags import (
     DRAIN_SECONDS,
     CommandParser,
     add_drain_flag,
@@ -19,22 +18,23 @@ from pdserve.flags import (
     positive_int,
     seconds,
 )
+from pdserve.config.resolve import model_name
+from pdserve.errors import ConfigError
 from pdserve.logs import add_log_flag
-from pdserve.resolve import model_name
-from pdserve.tracing.flags import add_trace_flag, add_trace_sample_flag
-from router.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
-from router.policy import POLICIES, PREFIX_AWARE
+from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
+from router.fleet.policy import POLICIES, PREFIX_AWARE
+from router.text.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``prefill`` and ``decode`` are places (pdserve/discovery/places.py)."""
+    """``prefill`` and ``decode`` are places (pdserve/discovery/sources.py)."""
 
     models: tuple[tuple[str, str], ...]  # name in the API; directory or hub id, for tokenizer and chat template
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
-    policy: str = PREFIX_AWARE  # of router.policy.POLICIES
+    policy: str = PREFIX_AWARE  # of router.fleet.policy.POLICIES
     request_timeout: float = 600.0  # seconds
     migrations: int = 2  # of a prompt
     max_inflight: int = 1024  # HTTP requests
@@ -48,11 +48,11 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace_sample: float = 1.0  # of requests whose clients do not decide it
     tls_cert: str | None = None  # files in PEM; both or none
     tls_key: str | None = None
-    grpc_tls: str | None = None  # directory with certificates (pdserve/tls.py)
+    grpc_tls: str | None = None  # directory with certificates (pdserve/rpc/tls.py)
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
-    tool_call_parser: str = "auto"  # of the names in router/chat/dialect.py, as the next
+    tool_call_parser: str = "auto"  # of the names in router/text/chat/dialect.py, as the next
     reasoning_parser: str = "auto"
     status_fd: int | None = None
     lifeline_fd: int | None = None

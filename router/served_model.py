@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from router.answer import Answerer
-from router.chat.dialect import find_dialect
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
+from router.http.answerer import Answerer
 from router.options import RouterOptions
-from router.prompts import PromptEncoder
-from router.structured.checker import GrammarChecker
-from router.tokenizer import Tokenizer
+from router.text.chat.dialect import find_dialect
+from router.text.prompt_encoder import PromptEncoder
+from router.text.structured.grammar_checker import GrammarChecker
+from router.text.tokenizer import Tokenizer
 
 
 class ServedModel:

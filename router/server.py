@@ -11,17 +11,17 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from pdserve.address import join_address
-from pdserve.connections import IDLE_SECONDS, BoundedConnection, listen
-from pdserve.hub import resolve_model
+from pdserve.config.hub import resolve_model
 from pdserve.logs import identify
 from pdserve.process import StatusWriter
-from pdserve.tracing.flags import make_tracer
-from router.app import create_app
-from router.https import Certificate
+from pdserve.rpc.address import join_address
+from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
+from pdserve.tracing.trace_flags import make_tracer
+from router.http.app import create_app
+from router.http.certificate import Certificate
 from router.options import RouterOptions
 from router.service import Service
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 _OBJECTS = 20_000  # new ones between two looks for garbage in cycles, of which requests leave none
 _GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to take the last words

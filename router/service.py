@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from pdserve.errors import ModelNotFound, NodeError, RequestError
-from pdserve.tls import PeerTls
+from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.observer import Observer
-from router.fleet import Fleet
+from router.fleet.fleet import Fleet
+from router.fleet.nodes import Nodes
 from router.gate.admission import Gate
 from router.gate.key_file import KeyFile
-from router.generation import Generation
-from router.metrics import Metrics
-from router.nodes import Nodes
+from router.generation.generation import RequestGeneration
+from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.served_model import ServedModel
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 class Service:
@@ -31,7 +31,7 @@ class Service:
         """``tokenizers`` are, for each name of a model, what it was read from and the tokenizer. Raises ConfigError."""
         self.options = options
         self.tracer = tracer
-        self.metrics = Metrics()
+        self.metrics = RouterMetrics()
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         self.nodes = Nodes({"prefill": options.prefill, "decode": options.decode}, tokenizers.keys(), tls)
         self.nodes.on_change(self._count_nodes)
@@ -45,7 +45,7 @@ class Service:
         self.draining = False  # it is told to end, and so is not healthy
         self.observer = Observer(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
         self._watch: asyncio.Task[None] | None = None  # of the file of keys
-        self._generations: set[Generation] = set()
+        self._generations: set[RequestGeneration] = set()
 
     def start(self) -> None:
         """Begin to look after nodes and keys; needs the event loop."""
@@ -84,7 +84,7 @@ class Service:
         return self.models[name]
 
     @contextmanager
-    def running(self, generation: Generation) -> Iterator[None]:
+    def running(self, generation: RequestGeneration) -> Iterator[None]:
         self._generations.add(generation)
         try:
             yield

@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
 
 
@@ -25,9 +25,9 @@ def build(config: NodeConfig, progress: Callable[[str, float], None], meeting: s
         return SimulatedRunner(config)
     if config.device.kind == "cpu":
         _let_threads_spin_briefly()
-    from runner.world import World
+    from runner.distributed.parallel_state import ParallelState
 
-    world = World(config.place, config.device, meeting)
+    world = ParallelState(config.place, config.device, meeting)
     if config.decision.runner == "V2":
         from runner.v2.runner import RunnerV2
 

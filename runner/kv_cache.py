@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import KVRegion
-from runner.kv_digest import BlockDigests
+from runner.kv_digest import KVDigester
 
 _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
 
@@ -48,9 +48,9 @@ class KVCache:
         self.tensor.zero_()
 
     @cached_property
-    def digests(self) -> BlockDigests:
+    def digests(self) -> KVDigester:
         """Takes memory, twice that of a block and more, from its first use on."""
-        return BlockDigests(self.tensor, self.layout, self._share)
+        return KVDigester(self.tensor, self.layout, self._share)
 
     @property
     def region(self) -> KVRegion:

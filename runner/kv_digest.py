@@ -31,7 +31,7 @@ from pdserve.records import DigestOrder, StepOutput
 _CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
-class BlockDigests:
+class KVDigester:
     """Digests of the blocks of one rank's cache. Computed on its device, behind what the device has been given before.
 
     ``memory`` is the cache, [num_pages, num_kv_heads, num_layers, 2, kernel_block_size, head_dim] and dense.

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
 from pdserve.kv import KVLayout
 from pdserve.records import (
     KVRegion,
@@ -28,7 +28,7 @@ from pdserve.records import (
     StepPlan,
     TokenLogprobs,
 )
-from runner.prompt_targets import PromptTargets, Targets
+from runner.sampling.prompt_targets import PromptTargets, Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SimulatedRunner:
         self._costs = config.costs
         self._layout = config.kv_layout
         self._vocab_size = config.model.vocab_size
-        self._vocabulary = Vocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
+        self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
         self._busy_until = 0.0
@@ -86,7 +86,7 @@ class SimulatedRunner:
     def close(self) -> None:
         self._sequences.clear()
 
-    def _draw(self, item: ScheduledSequence, vocabulary: Vocabulary | None) -> tuple[Sample, ...]:
+    def _draw(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
         if not item.num_samples:
             return ()
         return self._sequences[item.seq].draw(item.num_samples, vocabulary or self._vocabulary)
@@ -103,7 +103,7 @@ class SimulatedRunner:
         return PromptLogprobs(targets.first, targets.num_top, table)
 
 
-class Vocabulary:
+class SimulatedVocabulary:
     """Token ids. Those that end a sequence are drawn only where a grammar allows nothing else."""
 
     def __init__(self, token_ids: Iterable[int], eos_token_ids: Collection[int]) -> None:
@@ -111,10 +111,10 @@ class Vocabulary:
         self._eos_token_ids = eos_token_ids
         self.ids = array("I", (token_id for token_id in every if token_id not in eos_token_ids)) or every
 
-    def allowed(self, mask: bytes) -> Vocabulary:
+    def allowed(self, mask: bytes) -> SimulatedVocabulary:
         """What ``TokenMask.words`` allows."""
         bits = int.from_bytes(mask, "little")
-        return Vocabulary(_bits_set(bits), self._eos_token_ids)
+        return SimulatedVocabulary(_bits_set(bits), self._eos_token_ids)
 
     def token(self, number: int) -> int:
         """The token id that a large random number stands for."""
@@ -142,14 +142,14 @@ class SimulatedSequence:
         self._sampling = new.sampling
         self._choice = new.choice
 
-    def draw(self, num_samples: int, vocabulary: Vocabulary) -> tuple[Sample, ...]:
+    def draw(self, num_samples: int, vocabulary: SimulatedVocabulary) -> tuple[Sample, ...]:
         """One token, or the first of each choice; the sequence goes on with the first of them."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
         samples = tuple(self._sample(choice, vocabulary) for choice in choices)
         self._digest.update(array("I", (samples[0].token_id,)).tobytes())
         return samples
 
-    def _sample(self, choice: int, vocabulary: Vocabulary) -> Sample:
+    def _sample(self, choice: int, vocabulary: SimulatedVocabulary) -> Sample:
         digest = self._digest.copy()
         if not self._sampling.greedy:
             digest.update(f" {self._sampling.seed} {choice}".encode())
@@ -158,7 +158,7 @@ class SimulatedSequence:
         return Sample(vocabulary.token(number), logprobs)
 
 
-def _logprobs(number: int, sampling: SamplingParams, vocabulary: Vocabulary) -> TokenLogprobs:
+def _logprobs(number: int, sampling: SamplingParams, vocabulary: SimulatedVocabulary) -> TokenLogprobs:
     """The token drawn has a probability of 1/2, the ids after it 1/4, 1/8 and so on."""
     ranks = range(min(sampling.logprobs, len(vocabulary.ids)))
     return TokenLogprobs(

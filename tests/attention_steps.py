@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pdserve.config.model_config import ModelConfig, RopeConfig
 from pdserve.kv import KVLayout
-from pdserve.model_config import ModelConfig, RopeConfig
-from runner.attention import AttentionBackend, AttentionBatch, HeadNorms, HeadTurn
+from runner.attention import AttentionBackend, AttentionBatch, HeadNorms, RotaryCosSin
 from runner.attention.build import build_backend
 from runner.kv_cache import KVCache
-from runner.linear import Placement
+from runner.models.layers.linear import TensorPlacement
 
 _ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
 _MAX_SEQS = 64
@@ -75,7 +75,7 @@ class Inputs:
     tokens: int
     batch: AttentionBatch = field(init=False)
     qkv: list[Tensor] = field(init=False)  # per layer
-    turn: HeadTurn = field(init=False)
+    turn: RotaryCosSin = field(init=False)
 
     def __post_init__(self) -> None:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
@@ -84,7 +84,7 @@ class Inputs:
         width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
         half = self.shape.head_dim // 2
         self.qkv = [zeros(self.tokens, width, dtype=self.dtype) for _ in self.shape.windows]
-        self.turn = HeadTurn(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
+        self.turn = RotaryCosSin(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
         self.batch = AttentionBatch(
             query_starts=np.zeros(1, dtype=np.int32),
             seq_lens=np.zeros(0, dtype=np.int32),
@@ -155,7 +155,7 @@ class Side:
     def __init__(self, name: str, shape: Shape, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
         self.cache = KVCache(shape.layout(dtype), device)
         self.reset()
-        place = Placement(device, dtype, compute)
+        place = TensorPlacement(device, dtype, compute)
         self.compute = compute
         self.backend: AttentionBackend = build_backend(
             name, shape.config(), self.cache, place, _MAX_SEQS, max_num_keys=4096

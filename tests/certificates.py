@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import trustme
 
-from pdserve.tls import SERVER_NAME
+from pdserve.rpc.tls import SERVER_NAME
 
 
 def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:

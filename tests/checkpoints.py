@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import transformers
 
-from pdserve.config import DeviceInfo, NodeConfig
+from pdserve.config.model_config import load_model_config
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.parallel import choose_split
+from pdserve.config.runner_oracle import Decision
 from pdserve.kv import KVLayout
-from pdserve.model_config import load_model_config
-from pdserve.oracle import Decision
-from pdserve.split import choose_split
-from pdserve.timing import DEFAULT_TIMING
+from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
@@ -113,7 +113,7 @@ def node_config(
     stage_layers: tuple[int, ...] | None = None,
     shared_mlps: bool = False,
 ) -> NodeConfig:
-    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.resolve.resolve``."""
+    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.config.resolve.resolve``."""
     model = load_model_config(model_dir)
     layout = KVLayout(
         num_blocks=num_blocks,

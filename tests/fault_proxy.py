@@ -19,7 +19,7 @@ import grpc
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import channel_options, server_options
+from pdserve.rpc.channel import channel_options, server_options
 
 UNSET = "127.0.0.1:1"  # nobody listens there
 ANNOUNCED = ("accepted", "first_tokens", "kv_ready")

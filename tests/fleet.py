@@ -26,10 +26,10 @@ from unittest import mock
 import grpc
 import psutil
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.launcher.supervisor import Child, Supervisor
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.supervise import Child, Supervisor
 
 START_SECONDS = 90.0
 MODEL_NAME = "test-model"

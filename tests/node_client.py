@@ -14,8 +14,8 @@ import grpc
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import SamplingParams
-from pdserve.rpc import channel_options
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc.channel import channel_options
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 WAIT_SECONDS = 30.0
 

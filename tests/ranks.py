@@ -17,7 +17,7 @@ import msgspec
 from stepper import Running, Stepper
 
 import runner
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams, TokenLogprobs
 
 _ROOT = Path(__file__).parent.parent

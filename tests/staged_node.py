@@ -26,12 +26,12 @@ import msgspec
 import torch
 
 import runner
-from engine.draft import FULL_STEP
-from engine.messages import Mode, Submit
-from engine.pipeline import Pipeline
-from engine.rank import Rank
-from engine.scheduler import Scheduler
-from pdserve.config import NodeConfig
+from engine.executor.rank import Rank
+from engine.executor.step_pipeline import StepPipeline
+from engine.ipc.messages import Mode, Submit
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_builder import FULL_STEP
+from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
 
@@ -58,7 +58,7 @@ class _Order(msgspec.Struct, frozen=True, tag=True):
 
 
 def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once: int = 1 << 30) -> Outputs:
-    """What all choices of all requests say; ``rank`` is an engine.rank.Rank, or acts like one.
+    """What all choices of all requests say; ``rank`` is an engine.executor.rank.Rank, or acts like one.
 
     The first ``at_once`` requests are there from the beginning, the others come step by step.
     """
@@ -72,7 +72,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         stages=config.split.pp,
         eos_token_ids=config.model.eos_token_ids,
     )
-    pipeline = Pipeline(rank)
+    pipeline = StepPipeline(rank)
     waiting = list(enumerate(requests))
     outputs: Outputs = defaultdict(list)
     turns = 0
@@ -99,7 +99,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
 
 def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
     """By one rank, in this process; nothing is cancelled."""
-    from connector.null import NullConnector
+    from connector.backends.null import NullConnector
 
     rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector())
     outputs = generate(rank, config, [Request(request.prompt, request.sampling) for request in requests])
@@ -108,7 +108,7 @@ def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
 
 
 class StagedNode:
-    """Acts like an engine.rank.Rank, of ``num_ranks`` processes, each with a GPU of its own if there are any."""
+    """Acts like a Rank, of ``num_ranks`` processes, each with a GPU of its own if there are any."""
 
     def __init__(self, num_ranks: int) -> None:
         environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from pdserve.address import join_address
-from pdserve.discovery.polled import polled
+from pdserve.discovery.polling import polled
+from pdserve.rpc.address import join_address
 
 _INTERVAL = 5.0  # seconds: what CoreDNS lets answers live in Kubernetes
 

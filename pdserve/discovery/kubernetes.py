@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from pdserve.address import join_address
 from pdserve.errors import ConfigError
+from pdserve.rpc.address import join_address
 
 _log = logging.getLogger(__name__)
 

@@ -244,7 +244,7 @@ Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """Seconds, measured; a line of zeros has not been measured. See pdserve/pace.py."""
+    """Seconds, measured; a line of zeros has not been measured. See pdserve/throughput.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -6,11 +6,11 @@ import argparse
 import json
 import re
 
+from pdserve.config.hub import resolve_model
+from pdserve.config.model_config import load_model_config
 from pdserve.errors import ConfigError
-from pdserve.hub import resolve_model
-from pdserve.model_config import load_model_config
 from pdserve.plan.costs import Costs, Shape, find_costs, load_costs
-from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.node_load import LoadLimits, NodeLoad, Slo
 from pdserve.plan.report import as_json, as_text
 from pdserve.plan.sizing import plan_for_gpus, plan_for_rate
 from pdserve.plan.workload import Workload, read_trace, workload_of, workload_of_trace
@@ -20,8 +20,8 @@ def plan(args: argparse.Namespace) -> int:
     """Print it. Raises ConfigError or CapacityError."""
     costs = _costs(args)
     workload, rate = _workload(args)
-    limits = Limits(args.headroom, args.max_num_seqs, args.network or 0.0)
-    load = Load(costs, workload, parse_slo(args.slo), limits)
+    limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0)
+    load = NodeLoad(costs, workload, parse_slo(args.slo), limits)
     if args.gpus is not None:
         found = plan_for_gpus(load, args.gpus)
     elif rate is not None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.config.model_config import ModelConfig
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES
-from pdserve.model_config import ModelConfig
 
 MEASURED = Path(__file__).parent / "measured"
 

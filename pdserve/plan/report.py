@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from pdserve.plan.nodes import Load
+from pdserve.plan.node_load import NodeLoad
 from pdserve.plan.queues import percentile
 from pdserve.plan.sizing import Plan
 
 _PROVENANCE = ("model", "gpu", "hardware", "commit", "command", "estimated")
 
 
-def as_json(load: Load, plan: Plan) -> dict[str, Any]:
+def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
     """Plain values: seconds, requests and tokens per second, 10^9 bytes per second."""
     costs, workload = load.costs, load.workload
     found: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
@@ -34,7 +34,7 @@ def as_json(load: Load, plan: Plan) -> dict[str, Any]:
     }
 
 
-def as_text(load: Load, plan: Plan) -> str:
+def as_text(load: NodeLoad, plan: Plan) -> str:
     costs = load.costs
     gpus = plan.nodes * costs.gpus
     rows = [
@@ -68,7 +68,7 @@ def _lengths(what: str, values: tuple[int, ...]) -> str:
     return f"{what} of {mean:,.0f} tokens (p50 {half:,}, p99 {most:,})"
 
 
-def _cached(load: Load) -> float:
+def _cached(load: NodeLoad) -> float:
     return sum(load.workload.cached) / sum(load.workload.prompts)
 
 
@@ -98,7 +98,7 @@ def _table(plan: Plan, gpus: int) -> Iterator[str]:
         yield row(name, role.nodes, role.nodes * gpus, f"{role.utilisation:.0%}", *times, batch, traffic)
 
 
-def _notes(load: Load, plan: Plan) -> Iterator[str]:
+def _notes(load: NodeLoad, plan: Plan) -> Iterator[str]:
     count = plan.nodes * load.costs.gpus
     tokens = plan.rate * load.workload.mean_output
     yield f"each GPU serves {plan.rate / count:.3g} requests/s and {tokens / count:,.0f} output tokens/s"
@@ -120,7 +120,7 @@ def _notes(load: Load, plan: Plan) -> Iterator[str]:
     yield f"without head-room {name} carry {first:.3g} requests/s, limited by {lacks}, and {other} {second:.3g}"
 
 
-def _verdict(load: Load, plan: Plan) -> Iterator[str]:
+def _verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
     both, gpus = plan.aggregated, load.costs.gpus
     if both is None:
         yield f"split: no number of nodes that do both would do, they lack {plan.aggregated_lacks}"
@@ -139,7 +139,7 @@ def _split_is_better(plan: Plan) -> bool:
     return plan.aggregated is None or plan.nodes < plan.aggregated.nodes
 
 
-def _doubts(load: Load, plan: Plan) -> Iterator[str]:
+def _doubts(load: NodeLoad, plan: Plan) -> Iterator[str]:
     """Where figures rest on what was not measured."""
     costs = load.costs
     longest, measured = percentile(load.workload.prompts, 99), costs.prefill_ms[-1][0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import CapacityError
-from pdserve.plan.nodes import Load, Role
+from pdserve.plan.node_load import NodeLoad, PlannedRole
 
 _MOST_NODES = 1 << 14
 _PRECISION = 1e-3  # of rates
@@ -17,15 +17,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``rate`` is in requests per second. A rate that nodes carry leaves nothing of the head-room."""
 
     rate: float
-    prefill: Role
-    decode: Role
+    prefill: PlannedRole
+    decode: PlannedRole
     prefill_needs: str  # what one prefill node fewer would lack
     decode_needs: str
     prefill_carries: float
     decode_carries: float
     prefill_lacks: str  # what prefill nodes lack first as the rate grows
     decode_lacks: str
-    aggregated: Role | None  # as many nodes as do the same by themselves; None: no number of them does
+    aggregated: PlannedRole | None  # as many nodes as do the same by themselves; None: no number of them does
     aggregated_lacks: str  # then what they lack
 
     @property
@@ -33,16 +33,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill.nodes + self.decode.nodes
 
 
-def plan_for_rate(load: Load, rate: float) -> Plan:
+def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
     """Raises CapacityError where no number of nodes suffices."""
     prefill, prefill_needs = _fewest(lambda nodes: load.on_prefill(rate, nodes), "prefill")
     decode, decode_needs = _fewest(lambda nodes: load.on_decode(rate, nodes), "decode")
     try:
-        aggregated: Role | None = _fewest(lambda nodes: load.aggregated(rate, nodes), "aggregated")[0]
+        aggregated: PlannedRole | None = _fewest(lambda nodes: load.aggregated(rate, nodes), "aggregated")[0]
         lacks = ""
     except CapacityError:
         aggregated, lacks = None, load.aggregated(rate, _MOST_NODES).lacks
-    full = Load(load.costs, load.workload, load.slo, msgspec.structs.replace(load.limits, headroom=0.0))
+    full = NodeLoad(load.costs, load.workload, load.slo, msgspec.structs.replace(load.limits, headroom=0.0))
     prefill_carries, prefill_lacks = _most(lambda at: full.on_prefill(at, prefill.nodes).lacks, rate)
     decode_carries, decode_lacks = _most(lambda at: full.on_decode(at, decode.nodes).lacks, rate)
     return Plan(
@@ -60,7 +60,7 @@ def plan_for_rate(load: Load, rate: float) -> Plan:
     )
 
 
-def plan_for_gpus(load: Load, gpus: int) -> Plan:
+def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
     """At the highest rate that so many GPUs suffice for. Raises CapacityError where there are too few for any."""
     nodes = gpus // load.costs.gpus
     if nodes < 2:
@@ -83,7 +83,7 @@ def plan_for_gpus(load: Load, gpus: int) -> Plan:
     return plan_for_rate(load, rate)
 
 
-def _fewest(try_out: Callable[[int], Role], what: str) -> tuple[Role, str]:
+def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRole, str]:
     """The smallest number that lacks nothing, by halving; and what one less would lack."""
     low, high, needs = 0, 1, "a node"
     while (role := try_out(high)).lacks:
@@ -105,7 +105,7 @@ def _fewest(try_out: Callable[[int], Role], what: str) -> tuple[Role, str]:
     return found, needs
 
 
-def _best(role: Role) -> str:
+def _best(role: PlannedRole) -> str:
     """The figures of nodes that are all but idle."""
     parts = [
         f"{name} p{p} is {1e3 * s:.0f} ms"

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pdserve.errors import ConfigError, NodeError
-from pdserve.live import STATE_PATH, History, Report
+from pdserve.live import STATE_PATH, LiveHistory, LiveReport
 from pdserve.top.screen import screen
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
@@ -48,10 +48,10 @@ class _Router:
             raise ConfigError("the API key holds what is not printable ASCII; check --api-key")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=_PATIENCE)
-        self.report: Report | None = None
+        self.report: LiveReport | None = None
         self.trouble = ""  # why the report is an old one
 
-    async def ask(self) -> Report:
+    async def ask(self) -> LiveReport:
         """The latest report, with all of the history that is kept. Raises ConfigError or NodeError."""
         known = self.report
         seen = {"life": known.life, "second": str(known.history.seconds[-1])} if known else {}
@@ -69,7 +69,7 @@ class _Router:
         return report
 
 
-def _read(response: httpx.Response, where: str) -> Report:
+def _read(response: httpx.Response, where: str) -> LiveReport:
     match response.status_code:
         case 401:
             raise ConfigError(f"{where} wants an API key that it knows; give it by {KEY_VARIABLE} or --api-key")
@@ -78,14 +78,14 @@ def _read(response: httpx.Response, where: str) -> Report:
         case status if status != 200:
             raise NodeError(f"{where} answered with status {status}; its log says why")
     try:
-        return msgspec.json.decode(response.content, type=Report)
+        return msgspec.json.decode(response.content, type=LiveReport)
     except msgspec.DecodeError as exc:
         raise NodeError(f"{where} tells what this version does not know: {exc}; use the router's version") from exc
 
 
-def _joined(earlier: History, later: History) -> History:
-    columns = {name: (getattr(earlier, name) + getattr(later, name))[-_KEPT:] for name in History.__struct_fields__}
-    return History(**columns)
+def _joined(earlier: LiveHistory, later: LiveHistory) -> LiveHistory:
+    columns = {name: (getattr(earlier, name) + getattr(later, name))[-_KEPT:] for name in LiveHistory.__struct_fields__}
+    return LiveHistory(**columns)
 
 
 async def _once(router: _Router) -> int:

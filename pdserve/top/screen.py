@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.live import History, Link, Model, Node, Now, Quantiles, Report
+from pdserve.live import LiveHistory, LiveLink, LiveModel, LiveNode, LiveNow, LiveReport, Quantiles
 from pdserve.top.numbers import UNKNOWN, age, bytes_per_second, count, percent, rate, seconds
 
 # A shape beside each word: colour is for those who see it.
@@ -31,7 +31,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 Item = TypeVar("Item")
 
 
-def screen(report: Report, where: str, width: int, height: int | None = None) -> RenderableType:
+def screen(report: LiveReport, where: str, width: int, height: int | None = None) -> RenderableType:
     """All of a report; ``height`` is how many lines there are, None: as many as it takes."""
     now = report.now
     head = _head(now, where)
@@ -62,7 +62,7 @@ def clean(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
-def _head(now: Now, where: str) -> list[Text]:
+def _head(now: LiveNow, where: str) -> list[Text]:
     traffic, handoffs = now.traffic, now.handoffs
     ready = sum(node.state == "ready" for node in now.nodes)
     well = "green" if ready == len(now.nodes) > 0 else "bold yellow"
@@ -85,7 +85,7 @@ def _head(now: Now, where: str) -> list[Text]:
     ]
 
 
-def _model(model: Model) -> Text:
+def _model(model: LiveModel) -> Text:
     nodes = f"  {model.prefill_ready} of {model.prefill} prefill, {model.decode_ready} of {model.decode} decode"
     if model.decode_ready:
         return Text.assemble((clean(model.name), "bold"), _part(nodes))
@@ -105,7 +105,7 @@ def _times(times: Quantiles) -> str:
     return f"p50 {seconds(times.p50)}, p99 {seconds(times.p99)}"
 
 
-def _lines(history: History, width: int) -> list[Text]:
+def _lines(history: LiveHistory, width: int) -> list[Text]:
     """The time until now, a character for some seconds of it."""
     if len(history.seconds) < 2:
         return []
@@ -135,7 +135,7 @@ def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]
     return "".join(bars), most
 
 
-def _nodes(role: str, nodes: Sequence[Node], shows_model: bool, length: int) -> Table:
+def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int) -> Table:
     last = ("prompt/s", "backlog") if role == "prefill" else ("output/s", "step")
     table = _table(f"{role} nodes", "state", "run", "wait", "KV", *last, "cached")
     for node in _shown(nodes, length):
@@ -147,7 +147,7 @@ def _nodes(role: str, nodes: Sequence[Node], shows_model: bool, length: int) -> 
     return table
 
 
-def _figures(node: Node) -> list[str]:
+def _figures(node: LiveNode) -> list[str]:
     if node.state in _GONE:
         return [UNKNOWN] * 6
     its = node.measured
@@ -160,7 +160,7 @@ def _figures(node: Node) -> list[str]:
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 
-def _links(links: Sequence[Link], length: int) -> Table:
+def _links(links: Sequence[LiveLink], length: int) -> Table:
     table = _table("handoffs", "transport", "traffic", "while reading")
     for link in _shown(links, length):
         connected = link.transport != "none"

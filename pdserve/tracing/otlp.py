@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pdserve.errors import PdserveError, RequestError
-from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Headers, Kind, Span, Tracer
+from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Headers, Span, SpanKind, Tracer
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ _CLOSE_SECONDS = 1.0
 _LOOKS, _SOON = 4, 2_000  # at the clocks, most; nanoseconds between two looks that are as good as none
 
 _KINDS = {
-    Kind.INTERNAL: trace.SpanKind.INTERNAL,
-    Kind.SERVER: trace.SpanKind.SERVER,
-    Kind.CLIENT: trace.SpanKind.CLIENT,
+    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
+    SpanKind.SERVER: trace.SpanKind.SERVER,
+    SpanKind.CLIENT: trace.SpanKind.CLIENT,
 }
 _W3C = TraceContextTextMapPropagator()
 
@@ -104,7 +104,7 @@ class _Recorded(Span):
         self,
         name: str,
         attributes: Attributes = NO_ATTRIBUTES,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         start: float | None = None,
     ) -> Span:
         at = self._at(start)

@@ -20,7 +20,7 @@ Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
 NO_ATTRIBUTES: Attributes = {}
 
 
-class Kind(Enum):
+class SpanKind(Enum):
     """Whether a span's other side is a process of its own."""
 
     INTERNAL = "internal"
@@ -43,7 +43,7 @@ class Span:
         self,
         name: str,
         attributes: Attributes = NO_ATTRIBUTES,
-        kind: Kind = Kind.INTERNAL,
+        kind: SpanKind = SpanKind.INTERNAL,
         start: float | None = None,
     ) -> Span:
         """Begin a part of this one."""

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from pdserve.live import Handoffs, Link, Measured, Quantiles
+from pdserve.live import LiveHandoffs, LiveLink, Measured, Quantiles
 from pdserve.metrics import labels_of, quantile
 from pdserve.pb import pdserve_pb2 as pb
 
@@ -28,7 +28,7 @@ _CONNECTED = "pdserve_peer_connected"
 NAMES = frozenset({*_PLAIN, *_PEER, _CONNECTED, _EXPOSED.removesuffix("_bucket")})  # all that is looked at
 
 
-class Peer(msgspec.Struct):
+class PeerCounters(msgspec.Struct):
     """Of a decode node: what it has read from a prefill node."""
 
     bytes: float = 0.0
@@ -45,13 +45,13 @@ class Answer(msgspec.Struct, frozen=True):
     leased_blocks: int
     counters: Mapping[str, float]
     exposed: Mapping[float, float]  # of handoffs, how many took so many seconds at most
-    peers: Mapping[str, Peer]  # by address
+    peers: Mapping[str, PeerCounters]  # by address
 
 
 def read_answer(at: float, epoch: str, status: pb.NodeStatus) -> Answer:
     counters = dict.fromkeys(_PLAIN.values(), 0.0)
     exposed: dict[float, float] = {}
-    peers: dict[str, Peer] = {}
+    peers: dict[str, PeerCounters] = {}
     for key, value in status.counters.items():
         name, _, labels = key.partition("{")
         if name in _PLAIN:
@@ -59,10 +59,10 @@ def read_answer(at: float, epoch: str, status: pb.NodeStatus) -> Answer:
         elif name == _EXPOSED:
             exposed[float(labels_of(labels)["le"])] = value
         elif name in _PEER:
-            setattr(peers.setdefault(labels_of(labels)["peer"], Peer()), _PEER[name], value)
+            setattr(peers.setdefault(labels_of(labels)["peer"], PeerCounters()), _PEER[name], value)
         elif name == _CONNECTED and value:
             found = labels_of(labels)
-            peers.setdefault(found["peer"], Peer()).transport = found["transport"]
+            peers.setdefault(found["peer"], PeerCounters()).transport = found["transport"]
     return Answer(at, epoch, status.leased_blocks, counters, exposed, peers)
 
 
@@ -100,16 +100,16 @@ class Answers:
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
         )
 
-    def links(self, decode: str, names: Mapping[str, str]) -> list[Link]:
+    def links(self, decode: str, names: Mapping[str, str]) -> list[LiveLink]:
         """From each peer to ``decode``; ``names`` are those of prefill nodes, by address."""
         then, now = self._answers[0], self._answers[-1]
         passed = now.at - then.at
-        found: list[Link] = []
+        found: list[LiveLink] = []
         for address, peer in now.peers.items():
-            before = then.peers.get(address, Peer())
+            before = then.peers.get(address, PeerCounters())
             num_bytes, seconds = peer.bytes - before.bytes, peer.seconds - before.seconds
             found.append(
-                Link(
+                LiveLink(
                     prefill=names.get(address, address),
                     decode=decode,
                     transport=peer.transport,
@@ -144,13 +144,13 @@ class Exposed:
         return Quantiles(quantile(finite, each, 0.5), quantile(finite, each, 0.99)) if finite else Quantiles()
 
 
-def handoffs_of(decodes: Sequence[Answers], links: Sequence[Link], exposed: Quantiles) -> Handoffs:
+def handoffs_of(decodes: Sequence[Answers], links: Sequence[LiveLink], exposed: Quantiles) -> LiveHandoffs:
     """Of decode nodes of which rates are known."""
 
     def rate(counter: str) -> float:
         return sum(answers.rate(counter) for answers in decodes)
 
-    return Handoffs(
+    return LiveHandoffs(
         rate=rate("handoffs"),
         failure_rate=rate("handoff_failures"),
         recompute_rate=rate("handoff_recomputes"),

@@ -12,13 +12,13 @@ import msgspec
 from prometheus_client import metrics as prometheus
 
 from pdserve import live
-from router.dashboard.asking import Asking, Key
 from router.dashboard.counters import handoffs_of
-from router.dashboard.traffic import Sample, TrafficLog
-from router.metrics import Metrics
-from router.node_client import NodeClient
-from router.nodes import Nodes
-from router.policy import NodeView
+from router.dashboard.node_queries import Key, NodeQueries
+from router.dashboard.traffic_log import TrafficLog, TrafficSample
+from router.fleet.node_client import NodeClient
+from router.fleet.nodes import Nodes
+from router.fleet.policy import NodeView
+from router.metrics import RouterMetrics
 
 _LINKS = 50  # that are told of
 _VERSION = version("pdserve")
@@ -29,17 +29,17 @@ class _Report(msgspec.Struct):
 
     life: str
     now: msgspec.Raw
-    history: live.History
+    history: live.LiveHistory
 
 
 class Observer:
     """Samples each second from ``start`` on, and asks nodes while ``report`` is called."""
 
-    def __init__(self, metrics: Metrics, nodes: Nodes, models: Collection[str]) -> None:
+    def __init__(self, metrics: RouterMetrics, nodes: Nodes, models: Collection[str]) -> None:
         self._metrics = metrics
         self._nodes = nodes
         self._models = models
-        self._asking = Asking(nodes)
+        self._asking = NodeQueries(nodes)
         self._traffic = TrafficLog(metrics.ttft.fine_bounds, metrics.itl.fine_bounds)
         self._life = secrets.token_hex(4)
         self._heard: dict[Key, tuple[float, str, str]] = {}  # when a node was last there, its id and model
@@ -79,7 +79,7 @@ class Observer:
         metrics, now = self._metrics, asyncio.get_running_loop().time()
         waiting = int(_value(metrics.waiting))
         views = [view for view in self._nodes.views() if view.ready and view.model in self._models]
-        sample = Sample(
+        sample = TrafficSample(
             at=now,
             running=int(_value(metrics.in_flight)) - waiting,
             waiting=waiting,
@@ -100,11 +100,11 @@ class Observer:
 
     # ------------------------------------------------------------ when somebody looks
 
-    def _look(self) -> live.Now:
+    def _look(self) -> live.LiveNow:
         nodes = [self._node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
         names = {node.address: node.name or node.address for node in nodes if node.role == "prefill"}
-        links: list[live.Link] = []
+        links: list[live.LiveLink] = []
         decodes = []
         for (role, address), answers in self._asking.answers.items():
             if role == "decode" and answers.known:
@@ -113,7 +113,7 @@ class Observer:
                 links += answers.links(name, names)
         links.sort(key=lambda link: (link.transport != "none", -link.byte_rate, link.prefill, link.decode))
         exposed = self._asking.exposed.quantiles()
-        return live.Now(
+        return live.LiveNow(
             version=_VERSION,
             models=[_model(name, nodes) for name in self._models],
             traffic=self._traffic.traffic(),
@@ -124,20 +124,20 @@ class Observer:
             num_connected=sum(link.transport != "none" for link in links),
         )
 
-    def _node(self, node: NodeClient) -> live.Node:
+    def _node(self, node: NodeClient) -> live.LiveNode:
         key = node.role, node.address
         view, description = node.view(), node.description
         if view is None or description is None:
             if key not in self._heard:
-                return live.Node("", node.role, node.address, "", "unreachable")
+                return live.LiveNode("", node.role, node.address, "", "unreachable")
             at, name, model = self._heard[key]
             silent = max(0.0, asyncio.get_running_loop().time() - at)
-            return live.Node(name, node.role, node.address, model, "lost", lost_seconds=silent)
+            return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=silent)
         used = view.model in self._models and description.role == node.role
         answers, load = self._asking.answers.get(key), view.load
         running = load.requests - load.waiting
         decodes = node.role == "decode" and bool(view.pace.decode)
-        return live.Node(
+        return live.LiveNode(
             name=view.node_id,
             role=node.role,
             address=node.address,
@@ -154,12 +154,12 @@ class Observer:
         )
 
 
-def _model(name: str, nodes: list[live.Node]) -> live.Model:
+def _model(name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
     count = Counter(
         (node.role, node.state == "ready") for node in nodes if node.model == name and node.state != "unused"
     )
     prefill, decode = (count[role, True] for role in ("prefill", "decode"))
-    return live.Model(name, prefill, prefill + count["prefill", False], decode, decode + count["decode", False])
+    return live.LiveModel(name, prefill, prefill + count["prefill", False], decode, decode + count["decode", False])
 
 
 def _kv_share(views: Iterable[NodeView]) -> float | None:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from pdserve.errors import DeadlineExceeded, Draining, Overloaded
-from router.errors import ClientGone
-from router.gate.allowance import Allowance, Headers
+from router.gate.admission_queue import AdmissionQueue, Ticket
 from router.gate.keys import Client
-from router.gate.line import Line, Ticket
-from router.metrics import Metrics
+from router.gate.rate_limits import Headers, RateLimits
+from router.http.http_errors import ClientGone
+from router.metrics import RouterMetrics
 
 
 class Gate:
@@ -21,11 +21,11 @@ class Gate:
     Those on their way in are bounded apart, since an urgent one is known as such only when its body has been read.
     """
 
-    def __init__(self, max_inflight: int, max_queue: int, metrics: Metrics) -> None:
-        self._line = Line(max_inflight, max_queue)
+    def __init__(self, max_inflight: int, max_queue: int, metrics: RouterMetrics) -> None:
+        self._line = AdmissionQueue(max_inflight, max_queue)
         self._max_arriving = max_inflight
         self._metrics = metrics
-        self._allowances: dict[str, Allowance] = {}  # by name of the client
+        self._allowances: dict[str, RateLimits] = {}  # by name of the client
         self._visits: set[Visit] = set()
         self._empty = asyncio.Event()
         self._closed = False
@@ -72,11 +72,11 @@ class Gate:
             if not self._visits:
                 self._empty.set()
 
-    def _allowance(self, client: Client, now: float) -> Allowance:
+    def _allowance(self, client: Client, now: float) -> RateLimits:
         """Kept when the limits of a client change, so that what it has used counts on."""
         found = self._allowances.get(client.name)
         if found is None:
-            found = self._allowances[client.name] = Allowance(client, now)
+            found = self._allowances[client.name] = RateLimits(client, now)
         elif found.client is not client:
             found.update(client, now)
         return found
@@ -85,7 +85,7 @@ class Gate:
 class Visit:
     """One request inside the gate."""
 
-    def __init__(self, line: Line, allowance: Allowance, metrics: Metrics) -> None:
+    def __init__(self, line: AdmissionQueue, allowance: RateLimits, metrics: RouterMetrics) -> None:
         self._line = line
         self._allowance = allowance
         self._metrics = metrics

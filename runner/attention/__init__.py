@@ -35,7 +35,7 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True)
-class HeadTurn:
+class RotaryCosSin:
     """What happens to query and key heads between projection and attention; the same for all layers of a step."""
 
     cos: Tensor  # [tokens, head_dim / 2] float32, device
@@ -65,11 +65,11 @@ class AttentionBackend(Protocol):
         token per sequence was captured, every replay is of such steps.
         """
 
-    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         """One layer: [tokens, num_heads * head_dim] from qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim].
 
         The new keys and values are stored in the cache.
         """
 
-    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
         """What ``run`` stores, where nobody needs what it returns."""

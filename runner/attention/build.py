@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pdserve.model_config import ModelConfig
+from pdserve.config.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.kv_cache import KVCache
-from runner.linear import Placement
+from runner.models.layers.linear import TensorPlacement
 
 
 def build_backend(
-    name: str, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_num_keys: int
+    name: str, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
-    """The backend of ``pdserve.backends.ATTENTION_BACKENDS`` called ``name``, for layers that write to ``cache``.
+    """The backend of ``ATTENTION_BACKENDS`` (pdserve) called ``name``, for layers that write to ``cache``.
 
     ``max_num_seqs`` bounds the rows of a step. A backend may keep memory for ``max_num_keys`` of a layer, in tokens.
     """

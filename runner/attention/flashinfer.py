@@ -67,7 +67,7 @@ class Sizes:
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
-class Kernel:
+class FlashInferPrefill:
     """FlashInfer's attention for one sliding window, and the plan it runs by."""
 
     def __init__(self, sizes: Sizes, workspace: Tensor, window: int | None) -> None:

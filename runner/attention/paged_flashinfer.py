@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, HeadTurn
-from runner.attention.flashinfer import Kernel, Pages, Rows, Sizes
+from pdserve.config.model_config import ModelConfig
+from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
 from runner.kernels.gather import GatheredKeys
 from runner.kernels.pages import PageLists
 from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.linear import Placement
+from runner.models.layers.linear import TensorPlacement
 
 _QUERIES_PER_KEY = 1024  # on average, from which on it pays to gather keys
 _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's memory
@@ -50,7 +50,7 @@ class PagedFlashInferAttention:
     """Implements AttentionBackend in bfloat16 and float16, with grouped queries and sliding windows."""
 
     def __init__(
-        self, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int, max_num_keys: int
+        self, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int, max_num_keys: int
     ) -> None:
         layout, device = cache.layout, cache.tensor.device
         self._triton = PagedTritonAttention(config, cache, place, max_num_seqs)
@@ -61,7 +61,7 @@ class PagedFlashInferAttention:
         sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, place.dtype)
         # Kernels of a step run one after the other, so they can share what they hold between their own two phases.
         workspace = sizes.workspace(device)
-        self._kernels = {window: Kernel(sizes, workspace, window) for window in set(config.sliding_windows)}
+        self._kernels = {window: FlashInferPrefill(sizes, workspace, window) for window in set(config.sliding_windows)}
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         capacity = min(max_num_keys, room * layout.num_layers // layout.bytes_per_token) if gathers else 0
@@ -107,7 +107,7 @@ class PagedFlashInferAttention:
             ),
         )
 
-    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         chunks = self._chunks
         if chunks is None:
             return self._triton.run(layer, qkv, turn, norms)
@@ -126,7 +126,7 @@ class PagedFlashInferAttention:
             kernel.run_paged(queries, cache, chunks.pages, results)
         return out.view(out.shape[0], -1)
 
-    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
         self._triton.store(layer, qkv, turn, norms)
 
 

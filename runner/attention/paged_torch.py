@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, HeadTurn
+from pdserve.config.model_config import ModelConfig
+from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kv_cache import KVCache
-from runner.linear import Placement
-from runner.norm import rms_norm
-from runner.rope import apply_rotary, widen
+from runner.models.layers.linear import TensorPlacement
+from runner.models.layers.norm import rms_norm
+from runner.models.layers.rotary import apply_rotary, widen
 
 # Queries attended at once within a chunk, a multiple of _ROWS. On a CPU 64, 128, 256 take 30, 27, 32 ms for 1,024.
 _TILE = 128
@@ -79,7 +79,7 @@ class _HostBatch:
 class PagedTorchAttention:
     """Implements AttentionBackend. Supports any page size, grouped queries and sliding windows, but no CUDA graphs."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, cache: KVCache, place: TensorPlacement) -> None:
         layout = cache.layout
         self._cache = cache
         self._place = place
@@ -116,7 +116,7 @@ class PagedTorchAttention:
             for window in set(self._windows)
         }
 
-    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         q, k, v = self._turned_heads(layer, qkv, turn, norms)
         self._store(layer, k, v)
         plan = self._plans[self._windows[layer]]
@@ -130,14 +130,14 @@ class PagedTorchAttention:
             self._attend_chunk(layer, chunk, q, out)
         return out
 
-    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
         _, k, v = self._turned_heads(layer, qkv, turn, norms)
         self._store(layer, k, v)
 
     # ------------------------------------------------------------ before attention
 
     def _turned_heads(
-        self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None
+        self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim], normed and turned."""
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
@@ -273,7 +273,7 @@ class _BandMask:
     is column ``width - _TILE + i``; a tile takes its first rows, and of the columns those that end with its last key.
     """
 
-    def __init__(self, window: int | None, place: Placement) -> None:
+    def __init__(self, window: int | None, place: TensorPlacement) -> None:
         self._window = window
         self._place = place
         self._matrix = torch.empty(_TILE, 0)

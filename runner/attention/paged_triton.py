@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.backends import fits_triton
-from pdserve.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, HeadTurn
+from pdserve.config.attention_backends import fits_triton
+from pdserve.config.model_config import ModelConfig
+from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.decode_attention import SplitDecode
 from runner.kernels.prefill_attention import prefill_attention
 from runner.kernels.rope_store import rope_store
 from runner.kernels.tiles import choose_tiles
 from runner.kv_cache import KVCache
-from runner.linear import Placement
+from runner.models.layers.linear import TensorPlacement
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PagedTritonAttention:
     """Implements AttentionBackend, with grouped queries and sliding windows. Heads hold 16 numbers or a larger power of
     two."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, place: Placement, max_num_seqs: int) -> None:
+    def __init__(self, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
         self._layers = cache.layers
@@ -60,7 +60,7 @@ class PagedTritonAttention:
         else:
             self._step = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
 
-    def run(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         step = self._step
         assert step is not None, "plan comes first"
         cache, window = self._layers[layer], self._windows[layer]
@@ -72,7 +72,7 @@ class PagedTritonAttention:
             prefill_attention(q, cache, step.batch, window, self._tiles, out)
         return out.view(out.shape[0], -1)
 
-    def store(self, layer: int, qkv: Tensor, turn: HeadTurn, norms: HeadNorms | None) -> None:
+    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
         assert self._step is not None, "plan comes first"
         rope_store(qkv, self._heads, turn, norms, self._step.batch.slots, self._layers[layer])
 

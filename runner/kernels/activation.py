@@ -1,4 +1,4 @@
-"""SiLU of the gate times the other half. The reference is ``runner.models.ops.TorchOps``."""
+"""SiLU of the gate times the other half. The reference is ``runner.models.layers.pointwise_ops.TorchOps``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bfloat16
 

@@ -12,7 +12,7 @@ ones, and adds what it finds in its own. Bytes and number arrive in one word, so
 A row has a program of its own, a mailbox of its own and counts its own turns. There are two mailboxes, used in turn: a
 rank that writes the letter after the next has had the next one's answer, for which this one had been read.
 
-Rows are int32 words of two values. The reference is ``torch.distributed.all_reduce``, followed by ``runner/norm.py``.
+Rows are int32 words of two values. The reference is ``torch.distributed.all_reduce``, followed by ``norm.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 _LETTER_BYTES = 8
 _MAILBOXES = 2

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.attention import AttentionBatch
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory

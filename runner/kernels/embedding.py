@@ -1,4 +1,4 @@
-"""Rows of an embedding of which a tensor shard has a run. The reference is in ``runner/models/vocabulary.py``."""
+"""Rows of an embedding of which a tensor shard has a run. The reference is in ``vocabulary.py``."""
 
 from __future__ import annotations
 

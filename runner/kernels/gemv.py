@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 _ROWS = 4  # of the weight per program
 _CHUNK = 1024  # values of a row that a program reads at a time

@@ -1,4 +1,4 @@
-"""RMS norm of rows, with the sum that precedes it. The reference is ``runner/norm.py``."""
+"""RMS norm of rows, with the sum that precedes it. The reference is ``runner/models/layers/norm.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 
 @triton.jit

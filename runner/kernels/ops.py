@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from runner.distributed.parallel_state import ParallelState
 from runner.kernels.activation import silu_mul
 from runner.kernels.norm import add_rms_norm, rms_norm
-from runner.world import World
 
 
 class TritonOps:
-    """Implements runner.models.ops.Ops."""
+    """Implements runner.models.layers.pointwise_ops.Ops."""
 
-    def __init__(self, eps: float, world: World) -> None:
+    def __init__(self, eps: float, world: ParallelState) -> None:
         self._eps, self._world = eps, world
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention import HeadNorms, HeadTurn
-from runner.kernels.chain import chained, wait_for_predecessor
+from runner.attention import HeadNorms, RotaryCosSin
+from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program, in whole heads
 
@@ -116,7 +116,7 @@ def _rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor, num_heads: int, turn: HeadTurn, norms: HeadNorms | None, slots: Tensor, cache: Tensor
+    qkv: Tensor, num_heads: int, turn: RotaryCosSin, norms: HeadNorms | None, slots: Tensor, cache: Tensor
 ) -> Tensor:
     """Query heads [tokens, num_heads, head_dim], normed and turned; keys likewise, and values, go into the cache.
 

@@ -1,4 +1,4 @@
-"""Triton kernels for sampling. runner/sampler.py and runner/noise.py say what they compute."""
+"""Triton kernels for sampling. runner/sampling/sampler.py and runner/sampling/noise.py say what they compute."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runner.linear import Placement
+from runner.models.layers.linear import TensorPlacement
 
 _INTERPRETED_PROCESSORS = 4
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
@@ -29,7 +29,7 @@ class AttentionTiles:
     prefill: dict[str, Any]
 
 
-def choose_tiles(group: int, head_dim: int, place: Placement) -> AttentionTiles:
+def choose_tiles(group: int, head_dim: int, place: TensorPlacement) -> AttentionTiles:
     """For ``group`` query heads per key head, and products in the dtype of ``place``."""
     processors, large = _INTERPRETED_PROCESSORS, True
     if place.device.type == "cuda":

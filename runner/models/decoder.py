@@ -7,22 +7,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pdserve.model_config import ModelConfig
-from pdserve.split import NO_LATE_MLPS, LateMLPs
-from runner.attention import AttentionBackend, HeadNorms, HeadTurn
-from runner.linear import Placement
-from runner.models.ops import Ops, build_ops
-from runner.models.parallel import ColumnParallel, Parts, RowParallel, Run
-from runner.models.vocabulary import Embedding, Head
-from runner.rope import RotaryEmbedding
-from runner.weights import Part
-from runner.world import World
+from pdserve.config.model_config import ModelConfig
+from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
+from runner.attention import AttentionBackend, HeadNorms, RotaryCosSin
+from runner.distributed.parallel_state import ParallelState
+from runner.loading.weights import TensorShard
+from runner.models.layers.linear import TensorPlacement
+from runner.models.layers.parallel_linear import ColumnParallel, Parts, RowParallel, WeightRange
+from runner.models.layers.pointwise_ops import Ops, build_ops
+from runner.models.layers.rotary import RotaryEmbedding
+from runner.models.layers.vocabulary import Embedding, OutputProjection
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 class RMSNorm:
-    def __init__(self, size: int, place: Placement, ops: Ops) -> None:
+    def __init__(self, size: int, place: TensorPlacement, ops: Ops) -> None:
         self.weight = torch.empty(size, device=place.device, dtype=place.dtype)
         self._ops = ops
 
@@ -35,7 +35,7 @@ class RMSNorm:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, world: World, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, layer: int, world: ParallelState, place: TensorPlacement) -> None:
         """``layer`` counts from 0 on this rank."""
         self._layer = layer
         queries, keys = _runs_of_heads(config, world)
@@ -44,11 +44,11 @@ class Attention:
         self.out = RowParallel("o_proj", queries, config.hidden_size, config.attention_bias, world.place, place)
         self._norms = _head_norms(config, place) if config.qk_norm else None
 
-    def attend(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> Tensor:
+    def attend(self, x: Tensor, turn: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """What the heads of each token see, before ``out``: [tokens, num_heads * head_dim]. Stores keys and values."""
         return backend.run(self._layer, self.qkv(x), turn, self._norms)
 
-    def store(self, x: Tensor, turn: HeadTurn, backend: AttentionBackend) -> None:
+    def store(self, x: Tensor, turn: RotaryCosSin, backend: AttentionBackend) -> None:
         """Store keys and values alone."""
         backend.store(self._layer, self.qkv(x), turn, self._norms)
 
@@ -56,8 +56,8 @@ class Attention:
         yield from self.qkv.parts()
         yield from self.out.parts()
         if self._norms is not None:
-            yield "q_norm.weight", Part.whole(self._norms.q_weight)
-            yield "k_norm.weight", Part.whole(self._norms.k_weight)
+            yield "q_norm.weight", TensorShard.whole(self._norms.q_weight)
+            yield "k_norm.weight", TensorShard.whole(self._norms.k_weight)
 
     def seal(self) -> None:
         self.qkv.seal()
@@ -69,10 +69,10 @@ class Attention:
 class MLP:
     """down(silu(gate(x)) * up(x)) of the normed residual, gate and up in one product."""
 
-    def __init__(self, config: ModelConfig, world: World, place: Placement, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, world: ParallelState, place: TensorPlacement, ops: Ops) -> None:
         self._ops = ops
         self._norm = RMSNorm(config.hidden_size, place, ops)
-        run = Run.of_shard(config.intermediate_size, world.place)
+        run = WeightRange.of_shard(config.intermediate_size, world.place)
         self.gate_up = ColumnParallel(config.hidden_size, {"gate_proj": run, "up_proj": run}, config.mlp_bias, place)
         self.down = RowParallel("down_proj", run, config.hidden_size, config.mlp_bias, world.place, place)
 
@@ -84,7 +84,7 @@ class MLP:
         return self._product(self._norm.add(x, residual))
 
     def parts(self) -> Parts:
-        yield "post_attention_layernorm.weight", Part.whole(self._norm.weight)
+        yield "post_attention_layernorm.weight", TensorShard.whole(self._norm.weight)
         yield from _prefixed("mlp.", self.gate_up.parts())
         yield from _prefixed("mlp.", self.down.parts())
 
@@ -97,7 +97,7 @@ class MLP:
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, world: World, place: Placement, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, layer: int, world: ParallelState, place: TensorPlacement, ops: Ops) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, place, ops)
         self.attention = Attention(config, layer, world, place)
         self.mlp = MLP(config, world, place, ops)
@@ -106,7 +106,7 @@ class DecoderLayer:
         self,
         x: Tensor,
         residual: Tensor,
-        turn: HeadTurn,
+        turn: RotaryCosSin,
         backend: AttentionBackend,
         keep: Tensor | None = None,
         without_mlp: bool = False,
@@ -124,7 +124,7 @@ class DecoderLayer:
         return (x if without_mlp else self.mlp.add(x, residual)), residual
 
     def parts(self) -> Parts:
-        yield "input_layernorm.weight", Part.whole(self.attention_norm.weight)
+        yield "input_layernorm.weight", TensorShard.whole(self.attention_norm.weight)
         yield from _prefixed("self_attn.", self.attention.parts())
         yield from self.mlp.parts()
 
@@ -140,7 +140,7 @@ class Decoder:
     also have the MLP of the layer before theirs. Fill ``parts``, then ``seal``, then call.
     """
 
-    def __init__(self, config: ModelConfig, world: World, place: Placement, use_triton: bool) -> None:
+    def __init__(self, config: ModelConfig, world: ParallelState, place: TensorPlacement, use_triton: bool) -> None:
         """``config`` is that of the whole model."""
         self._config, self._world, stage = config, world, world.place
         self._first_layer = stage.layers.start
@@ -151,7 +151,7 @@ class Decoder:
         self._mlp_before = MLP(config, world, place, ops) if stage.shares_mlp_before else None
         self._next_norms = [layer.attention_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(config.hidden_size, place, ops) if stage.is_last else None
-        self._head = Head(config, world, place) if stage.is_last else None
+        self._head = OutputProjection(config, world, place) if stage.is_last else None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, place)
 
     def __call__(
@@ -171,7 +171,7 @@ class Decoder:
 
         ``lengths``: see RotaryEmbedding.turn. ``backend`` has planned the same tokens. ``keep`` [kept] names, on the
         last stage, the tokens whose hidden states are wanted, then [kept, hidden_size]: the others need no more of the
-        last layer than their keys and values. ``late``: see pdserve/split.py. Nothing waits for the device, so that on
+        last layer than their keys and values. ``late``: see parallel.py. Nothing waits for the device, so that on
         a GPU the call can be captured into a graph.
         """
         turn = self.rotary.turn(positions, lengths)
@@ -205,7 +205,7 @@ class Decoder:
         if self._mlp_before is not None:
             yield from _prefixed(f"model.layers.{self._first_layer - 1}.", self._mlp_before.parts())
         if self._norm is not None:
-            yield _NORM, Part.whole(self._norm.weight)
+            yield _NORM, TensorShard.whole(self._norm.weight)
         if self._head is not None and not self._config.tie_word_embeddings:
             yield _HEAD, self._head.part()
         elif self._head is not None and self._embedding is None:
@@ -243,15 +243,15 @@ class Decoder:
         return norm.add(embedded, residual), residual
 
 
-def _runs_of_heads(config: ModelConfig, world: World) -> tuple[Run, Run]:
+def _runs_of_heads(config: ModelConfig, world: ParallelState) -> tuple[WeightRange, WeightRange]:
     """What a shard has of the rows of queries, and of those of keys and of values."""
     split, size = world.place.split, config.head_dim
     share = split.shares(config.num_kv_heads)[world.place.rank]
-    keys = Run(share.num_heads * size, share.total_heads * size, share.first_head * size)
-    return Run.of_shard(config.num_heads * size, world.place), keys
+    keys = WeightRange(share.num_heads * size, share.total_heads * size, share.first_head * size)
+    return WeightRange.of_shard(config.num_heads * size, world.place), keys
 
 
-def _head_norms(config: ModelConfig, place: Placement) -> HeadNorms:
+def _head_norms(config: ModelConfig, place: TensorPlacement) -> HeadNorms:
     q_weight = torch.empty(config.head_dim, device=place.device, dtype=place.dtype)
     return HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
 

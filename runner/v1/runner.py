@@ -9,38 +9,38 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import LateMLPs, shard_of
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
-from pdserve.split import LateMLPs, shard_of
 from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
+from runner.distributed.parallel_state import ParallelState
+from runner.distributed.pipeline_stages import PipelineStages
+from runner.distributed.token_return import TokenReturn
 from runner.kv_cache import KVCache
-from runner.kv_room import layout_that_fits
-from runner.loading import LoadedModel
-from runner.pending import FinishedStep, step_without_samples
-from runner.prompt_logprobs import follow
-from runner.prompt_targets import PromptTargets
-from runner.returning import ReturningTokens
-from runner.sampler import Sampler, SampleRow
-from runner.stages import Stages
+from runner.loading.kv_capacity import layout_that_fits
+from runner.loading.model_loader import LoadedModel
+from runner.pending_step import FinishedStep, step_without_samples
+from runner.sampling.prompt_logprobs import follow
+from runner.sampling.prompt_targets import PromptTargets
+from runner.sampling.sampler import Sampler, SampleRow
 from runner.v1.sequences import SequenceTable
 from runner.warmup import run_largest_steps, run_small_steps
-from runner.world import World
 
 
 class RunnerV1:
     """Weights, KV cache and sequences of one rank. Sequence state is on the host and copied to the device each step."""
 
-    def __init__(self, config: NodeConfig, world: World, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, world: ParallelState, progress: Callable[[str, float], None]) -> None:
         """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
         self._world = world
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp
-        self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
-        self._returning = ReturningTokens(self._stages.tokens_in)
+        self._stages = PipelineStages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._returning = TokenReturn(self._stages.tokens_in)
         self._targets = PromptTargets()  # on the last stage, else none
         self._page_size = config.kv_layout.kernel_block_size
         layout = config.kv_layout

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pdserve.config import NodeConfig
-from pdserve.split import NO_LATE_MLPS, LateMLPs
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
 from runner.attention import AttentionBackend
-from runner.loading import LoadedModel
-from runner.stages import Stages
+from runner.distributed.pipeline_stages import PipelineStages
+from runner.loading.model_loader import LoadedModel
 from runner.v2.graphs import StepGraphs, StepShape, decode_shapes, mixed_shapes
 from runner.v2.inputs import StepInputs
 from runner.v2.slots import BatchForm, ScheduledBatch
@@ -21,7 +21,12 @@ class Forward:
     """Graphs hold the layers only: what comes from other stages and goes to them is copied from and to their memory."""
 
     def __init__(
-        self, config: NodeConfig, loaded: LoadedModel, backend: AttentionBackend, inputs: StepInputs, stages: Stages
+        self,
+        config: NodeConfig,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        inputs: StepInputs,
+        stages: PipelineStages,
     ) -> None:
         self._loaded, self._backend, self._inputs, self._stages = loaded, backend, inputs, stages
         self._place = config.place

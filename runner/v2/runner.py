@@ -10,31 +10,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import shard_of
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, ScheduledSequence, StepOutput, StepPlan
-from pdserve.split import shard_of
 from runner.attention.build import build_backend
+from runner.distributed.parallel_state import ParallelState
+from runner.distributed.pipeline_stages import PipelineStages
+from runner.distributed.token_return import TokenReturn
 from runner.kernels.step import TOKEN_CHUNK, put_tokens_kernel, take_samples_kernel
 from runner.kv_cache import KVCache
-from runner.kv_room import layout_that_fits
-from runner.loading import LoadedModel
-from runner.pending import FinishedStep, step_without_samples
-from runner.prompt_logprobs import follow
-from runner.prompt_targets import PromptTargets
-from runner.returning import ReturningTokens
-from runner.stages import Stages
+from runner.loading.kv_capacity import layout_that_fits
+from runner.loading.model_loader import LoadedModel
+from runner.pending_step import FinishedStep, step_without_samples
+from runner.sampling.prompt_logprobs import follow
+from runner.sampling.prompt_targets import PromptTargets
 from runner.v2.forward import Forward
 from runner.v2.graphs import StepShape
 from runner.v2.inputs import StepInputs
-from runner.v2.pending import ToHost
 from runner.v2.sampler import DeviceSampler, Draw, Masks, Sampled, SamplingBatch
 from runner.v2.sampler import upload as upload_arrays
 from runner.v2.slots import BatchForm, ScheduledBatch, Slots
 from runner.v2.state import DeviceState, Upload, Uploader
+from runner.v2.tokens_in_flight import ToHost
 from runner.warmup import run_largest_steps, run_small_steps
-from runner.world import World
 
 _SLOTS, _QUERY_STARTS, _DRAW_OF_ROW, _LAST_TOKENS = range(4)  # the arrays of a step's upload
 _NUM_ARRAYS = 4
@@ -43,14 +43,14 @@ _NUM_ARRAYS = 4
 class RunnerV2:
     """Weights, KV cache and sequences of one rank, whose state is on the device; see runner/v2/__init__.py."""
 
-    def __init__(self, config: NodeConfig, world: World, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, world: ParallelState, progress: Callable[[str, float], None]) -> None:
         """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
         self._world = world
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp + 1
-        self._stages = Stages(world, config, self._loaded.place.dtype, self._max_in_flight)
-        self._returning = ReturningTokens(self._stages.tokens_in)
+        self._stages = PipelineStages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._returning = TokenReturn(self._stages.tokens_in)
         self._targets = PromptTargets()  # on the last stage, else none
         layout = config.kv_layout
         if config.measure_kv_memory:

@@ -1,4 +1,4 @@
-"""Sampling on the device, without a word from the host: the same stages as runner/sampler.py, in the same order.
+"""Sampling on the device, without a word from the host: the same stages as sampler.py, in the same order.
 
 What a batch asks for is put on the device once and kept while the batch stays the same, which in decoding is nearly
 always; what changes with every token (its position, the tokens so far) is read from the state on the device.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pdserve.records import SamplingParams
 from runner.kernels.sampling import best_of_all_kernel, best_of_parts_kernel, mask_kernel, truncate_kernel
-from runner.noise import choice_keys
-from runner.sampler import MIN_TEMPERATURE
+from runner.sampling.noise import choice_keys
+from runner.sampling.sampler import MIN_TEMPERATURE
 from runner.v2.state import DeviceState
 
 _PART = 4096  # tokens of the vocabulary per program

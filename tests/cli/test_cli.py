@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import main
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:

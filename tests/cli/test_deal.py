@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config import NodeOptions
-from pdserve.deal import deal, with_split
+from pdserve.config.node_config import NodeOptions
+from pdserve.launcher.device_assignment import assign_devices, with_split
 
 ONE = NodeOptions(model="m")
 TWO = NodeOptions(model="m", tp=2)
@@ -26,21 +26,21 @@ TWO = NodeOptions(model="m", tp=2)
 def test_every_rank_gets_a_gpu_of_its_own_where_there_are_enough(
     nodes: list[NodeOptions], num_gpus: int, devices: list[str]
 ) -> None:
-    assert [node.device for node in deal(nodes, num_gpus, 8)] == devices
+    assert [node.device for node in assign_devices(nodes, num_gpus, 8)] == devices
 
 
 def test_a_named_device_is_where_the_dealing_begins() -> None:
     first = NodeOptions(model="m", tp=2, device="cuda:1")
-    assert [node.device for node in deal([first, first, first], 5, 8)] == ["cuda:1", "cuda:3", "cuda:1"]
+    assert [node.device for node in assign_devices([first, first, first], 5, 8)] == ["cuda:1", "cuda:3", "cuda:1"]
     on_cpu = NodeOptions(model="m", tp=2, device="cpu")
-    assert [node.device for node in deal([on_cpu, on_cpu], 4, 8)] == ["cpu", "cpu"]
+    assert [node.device for node in assign_devices([on_cpu, on_cpu], 4, 8)] == ["cpu", "cpu"]
 
 
 def test_threads_are_divided_by_all_ranks() -> None:
-    assert [node.threads for node in deal([ONE, TWO, ONE], 0, 8)] == [2, 4, 2]
-    assert [node.threads for node in deal([ONE, TWO], 0, 1)] == [1, 1]
+    assert [node.threads for node in assign_devices([ONE, TWO, ONE], 0, 8)] == [2, 4, 2]
+    assert [node.threads for node in assign_devices([ONE, TWO], 0, 1)] == [1, 1]
     chosen = NodeOptions(model="m", threads=3)
-    assert [node.threads for node in deal([chosen, chosen], 0, 8)] == [3, 3]
+    assert [node.threads for node in assign_devices([chosen, chosen], 0, 8)] == [3, 3]
 
 
 def test_each_kind_of_node_has_its_split() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.config import NodeOptions
-from pdserve.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
+from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
+from pdserve.config.node_config import NodeOptions
 
 
 def parse(argv: list[str]) -> NodeOptions:

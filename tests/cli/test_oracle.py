@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.backends import Platform
+from pdserve.config.attention_backends import Platform
+from pdserve.config.runner_oracle import DEFAULT_ARCHITECTURES, V1_LACKS, V2_LACKS, VARIABLE, Facts, decide
 from pdserve.errors import ConfigError
-from pdserve.oracle import DEFAULT_ARCHITECTURES, V1_LACKS, V2_LACKS, VARIABLE, Facts, decide
 
 GPU = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 GPU_INTERPRETED = msgspec.structs.replace(GPU, interpreted=True)

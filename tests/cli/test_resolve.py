@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.backends import ATTENTION_BACKENDS, find_platform
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.attention_backends import ATTENTION_BACKENDS, find_platform
+from pdserve.config.hub import resolve_model, weights_fingerprint
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.parallel import num_parameters
+from pdserve.config.resolve import resolve
+from pdserve.config.runner_oracle import VARIABLE
+from pdserve.doctor.explain import as_text, describe
 from pdserve.errors import CapacityError, CheckpointError, ConfigError
-from pdserve.explain import as_text, describe
-from pdserve.hub import resolve_model, weights_fingerprint
-from pdserve.oracle import VARIABLE
-from pdserve.resolve import resolve
-from pdserve.split import num_parameters
 
 H200 = DeviceInfo(kind="cuda", index=0, name="H200", memory=140 << 30)
 HOST = DeviceInfo(kind="cpu", index=0, name="CPU", memory=64 << 30)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.compat import differences
-from pdserve.config import NodeConfig, NodeOptions
-from pdserve.device import detect_device, node_devices
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.compatibility import differences
+from pdserve.config.device import detect_device, node_devices
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.config.runner_oracle import VARIABLE
+from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
+from pdserve.doctor.explain import as_text, describe
 from pdserve.errors import ConfigError
-from pdserve.explain import as_text, describe
-from pdserve.oracle import VARIABLE
 from pdserve.records import ScheduledSequence
-from pdserve.resolve import resolve
-from pdserve.simulation import Costs, choose_costs
 
 
 def simulated(environ: dict[str, str] | None = None, **asked: Any) -> NodeConfig:
@@ -27,7 +27,7 @@ def test_it_is_explained() -> None:
     config = simulated()
     assert describe(config)["runner"] == "simulated"
     assert "runner     simulated: --engine simulated" in as_text(config)
-    assert f"sim_costs={Costs()}" in as_text(config)
+    assert f"sim_costs={SimulatedCosts()}" in as_text(config)
 
 
 def test_it_has_the_room_of_a_large_gpu_or_what_was_asked_for() -> None:
@@ -47,13 +47,13 @@ def test_it_exchanges_kv_with_its_like_only() -> None:
 
 def test_costs_are_changed_by_name_and_divided_by_the_speed() -> None:
     costs = choose_costs(["prompt-token=0.5", "read=2"], 4.0)
-    assert costs == Costs(4.8e-3 / 4, 0.125, 20e-6 / 4, 0.5, 0.7e-6 / 4)
-    assert choose_costs([], float("inf")) == Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+    assert costs == SimulatedCosts(4.8e-3 / 4, 0.125, 20e-6 / 4, 0.5, 0.7e-6 / 4)
+    assert choose_costs([], float("inf")) == SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
     assert choose_costs(str(costs).split(","), 1.0) == costs
 
 
 def test_a_step_costs_its_tokens_of_prompts_and_its_decodes() -> None:
-    costs = Costs(1.0, 0.1, 0.01, 5.0, 0.5)
+    costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5)
     plan = [ScheduledSequence(1, 1, 1), ScheduledSequence(2, 30, 0), ScheduledSequence(3, 1, 1)]
     assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
     assert costs.of_step([]) == 0.0

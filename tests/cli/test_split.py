@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters, shard_of, vocabulary_of
 from pdserve.errors import ConfigError
-from pdserve.model_config import ModelConfig, load_model_config
-from pdserve.split import Split, choose_split, num_parameters, shard_of, vocabulary_of
 
 TINY = load_model_config(Path(__file__).parents[2] / "models" / "tiny")
 
@@ -59,7 +59,7 @@ def test_heads_that_can_neither_be_spread_nor_repeated_are_refused() -> None:
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[ModelConfig, Split]:
+def splits(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig]:
     layers, kv_heads, tp = draw(st.integers(1, 12)), 2 ** draw(st.integers(0, 3)), 2 ** draw(st.integers(0, 3))
     of = model(layers, 8, kv_heads, vocab=draw(st.integers(8, 300)))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
@@ -69,7 +69,7 @@ def splits(draw: st.DrawFn) -> tuple[ModelConfig, Split]:
 
 
 @given(splits())
-def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, Split]) -> None:
+def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, ParallelConfig]) -> None:
     of, split = chosen
     places = [split.place(rank) for rank in range(split.num_ranks)]
     assert [place.rank for place in places] == list(range(split.num_ranks))
@@ -87,7 +87,9 @@ def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, Split]) -> None:
 
 
 @given(splits())
-def test_every_head_of_every_layer_is_on_as_many_ranks_as_it_has_replicas(chosen: tuple[ModelConfig, Split]) -> None:
+def test_every_head_of_every_layer_is_on_as_many_ranks_as_it_has_replicas(
+    chosen: tuple[ModelConfig, ParallelConfig],
+) -> None:
     of, split = chosen
     held: Counter[tuple[int, int]] = Counter()
     for rank, share in enumerate(split.shares(of.num_kv_heads)):
@@ -109,7 +111,7 @@ def test_layers_are_divided_by_count_with_the_first_stages_taking_what_is_left(
 
 @given(splits(), st.integers(1, 1000))
 def test_late_mlps_are_computed_once_and_save_every_stage_as_much(
-    chosen: tuple[ModelConfig, Split], first: int
+    chosen: tuple[ModelConfig, ParallelConfig], first: int
 ) -> None:
     of, split = chosen
     split = msgspec.structs.replace(split, tp=1, shared_mlps=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.timing import PeerTiming
+from pdserve.rpc.timeouts import PeerTiming
 
 
 @pytest.mark.parametrize("timeout", [1.0, 2.5, 4.0, 30.0, 600.0])

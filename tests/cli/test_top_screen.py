@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pdserve.live import History, Link, Model, Node, Now, Quantiles, Report, Traffic
+from pdserve.live import LiveHistory, LiveLink, LiveModel, LiveNode, LiveNow, LiveReport, LiveTraffic, Quantiles
 from pdserve.top.screen import clean, fit, screen, sparkline
 
-TRAFFIC = Traffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())
-NO_HISTORY = History(*([] for _ in History.__struct_fields__))
+TRAFFIC = LiveTraffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())
+NO_HISTORY = LiveHistory(*([] for _ in LiveHistory.__struct_fields__))
 
 texts = st.text(max_size=120)
 nodes = st.builds(
-    Node,
+    LiveNode,
     name=texts,
     role=st.sampled_from(["prefill", "decode"]),
     address=texts,
@@ -27,17 +27,17 @@ nodes = st.builds(
     total_blocks=st.integers(0, 10**6),
 )
 links = st.builds(
-    Link, texts, texts, st.sampled_from(["none", "unknown", "rdma"]), st.floats(0, 1e13), st.none(), st.just(0.0)
+    LiveLink, texts, texts, st.sampled_from(["none", "unknown", "rdma"]), st.floats(0, 1e13), st.none(), st.just(0.0)
 )
 
 
 @given(st.lists(nodes, max_size=12), st.lists(links, max_size=12), st.integers(60, 200), st.integers(18, 60))
-def test_any_report_fits_the_terminal(some: list[Node], ways: list[Link], width: int, height: int) -> None:
-    models = [Model("m", 0, 0, 0, 0)]
-    now = Now("0", models, TRAFFIC, some, None, ways, len(ways), len(ways))
+def test_any_report_fits_the_terminal(some: list[LiveNode], ways: list[LiveLink], width: int, height: int) -> None:
+    models = [LiveModel("m", 0, 0, 0, 0)]
+    now = LiveNow("0", models, TRAFFIC, some, None, ways, len(ways), len(ways))
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
-        console.print(screen(Report("", now, NO_HISTORY), "http://r", width, height))
+        console.print(screen(LiveReport("", now, NO_HISTORY), "http://r", width, height))
     lines = captured.get().splitlines()
     assert len(lines) <= height
     assert not any(character in line for line in lines for character in "\x1b\x07\r\x9b")

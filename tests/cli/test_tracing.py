@@ -6,8 +6,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from pdserve.tracing.flags import collector_url, make_tracer, share
-from pdserve.tracing.spans import NO_SPAN, Kind
+from pdserve.tracing.spans import NO_SPAN, SpanKind
+from pdserve.tracing.trace_flags import collector_url, make_tracer, share
 
 CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=it"
 
@@ -42,7 +42,7 @@ def test_shares_are_between_nothing_and_all() -> None:
 
 def test_a_process_without_traces_passes_contexts_on() -> None:
     tracer = make_tracer("", "decode", "d0")
-    span = tracer.go_on("decode node", *CONTEXT).child("handoff", kind=Kind.CLIENT)
+    span = tracer.go_on("decode node", *CONTEXT).child("handoff", kind=SpanKind.CLIENT)
     assert (span.traceparent, span.tracestate) == CONTEXT
     assert tracer.go_on("decode node", "", "") is NO_SPAN
     assert tracer.begin("POST /", [(b"traceparent", CONTEXT[0].encode())]) is NO_SPAN

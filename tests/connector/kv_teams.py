@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from connector import build
 from pdserve.records import Peer, ReadResult
-from pdserve.timing import DEFAULT_TIMING, PeerTiming
+from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 
 class Team:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kv_ranks import Model, Node, node, packed
 from numpy.typing import NDArray
 
-from connector.bridge import sources
-from connector.plan import plan_read
+from connector.planning.rank_mapping import sources
+from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRead, KVRegion, Peer, RankKV

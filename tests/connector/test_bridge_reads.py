@@ -13,7 +13,7 @@ from kv_ranks import Model, Node, node, random_cells
 from kv_teams import Team
 
 from pdserve.records import DigestOrder
-from runner.kv_digest import BlockDigests
+from runner.kv_digest import KVDigester
 
 MODEL = Model(num_heads=2, block_size=64, head_dim=16, dtype="bfloat16")
 LOCAL, REMOTE = [7, 0, 1, 4], [1, 4, 5, 0]
@@ -87,7 +87,7 @@ def digests(team: Team, block_ids: list[int]) -> list[int]:
     order, parts = DigestOrder(tuple(block_ids), len(block_ids) * MODEL.block_size), {}
     for rank, layout, share in zip(team.ranks, team.node.layouts, team.node.shares, strict=True):
         memory = torch.from_numpy(rank.blocks).view(getattr(torch, layout.dtype)).view(layout.shape)
-        parts[share] = BlockDigests(memory, layout, share).compute([order])
+        parts[share] = KVDigester(memory, layout, share).compute([order])
     return list(sum(parts.values(), torch.zeros(len(block_ids), dtype=torch.int64)).tolist())
 
 

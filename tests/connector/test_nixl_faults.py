@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from kv_nodes import Reader, Source
 
-from connector import ucx
-from connector.worker import NixlConnector
+from connector.backends.nixl import ucx
+from connector.backends.nixl.nixl_connector import NixlConnector
 from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
-from pdserve.timing import PeerTiming
+from pdserve.rpc.timeouts import PeerTiming
 
 # 128 KiB a block. Over TCP, all of them take a fifth of a second.
 BIG = KVLayout(

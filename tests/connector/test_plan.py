@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.bridge import check_region
-from connector.cut import Cut, cut_blocks
-from connector.plan import plan_read
+from connector.planning.block_slicing import Cut, cut_blocks
+from connector.planning.rank_mapping import check_region
+from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRead, KVRegion

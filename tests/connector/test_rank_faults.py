@@ -14,7 +14,7 @@ from kv_ranks import Model, Node, node, random_cells
 from kv_teams import Processes, Team
 
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer, RankKV, ReadResult
-from pdserve.timing import PeerTiming
+from pdserve.rpc.timeouts import PeerTiming
 
 MODEL = Model(num_heads=4, block_size=16, head_dim=64, dtype="bfloat16")
 

@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from connector.simulated import SimulatedConnector
+from connector.backends.simulated import SimulatedConnector
+from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
-from pdserve.simulation import Costs
 
 LAYOUT = KVLayout(
     num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16"
 )
-FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @contextmanager
-def connected(costs: Costs) -> Iterator[SimulatedConnector]:
+def connected(costs: SimulatedCosts) -> Iterator[SimulatedConnector]:
     connector = SimulatedConnector("here", costs)
     rank = connector.register(KVRegion(0, LAYOUT.total_bytes, "cpu", 0), LAYOUT, lambda: None)
     try:
@@ -44,7 +44,7 @@ def news_of(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
 
 
 def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
-    with connected(Costs(read=0.02, read_token=0.001)) as connector:
+    with connected(SimulatedCosts(read=0.02, read_token=0.001)) as connector:
         start = time.monotonic()
         connector.read(KVRead(1, "epoch", (4, 5), (7, 8)))
         connector.read(KVRead(2, "epoch", (6,), (9,)))
@@ -57,7 +57,7 @@ def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
 
 
 def test_reads_of_a_peer_that_is_given_up_end_with_an_error_and_others_go_on() -> None:
-    with connected(Costs(read=0.2)) as connector:
+    with connected(SimulatedCosts(read=0.2)) as connector:
         connector.connect(Peer("elsewhere", "other", ()))
         connector.read(KVRead(1, "epoch", (4,), (7,)))
         connector.read(KVRead(2, "other", (5,), (7,)))
@@ -77,6 +77,6 @@ def test_a_read_from_a_stranger_is_refused() -> None:
 
 
 def test_it_closes_with_reads_under_way() -> None:
-    with connected(Costs(read=1000.0)) as connector:
+    with connected(SimulatedCosts(read=1000.0)) as connector:
         connector.read(KVRead(1, "epoch", (4,), (7,)))
     connector.close()

@@ -7,8 +7,8 @@ import os
 import pytest
 from kv_nodes import Reader, Source
 
-from connector.transport import kind_of
-from connector.worker import NixlConnector
+from connector.backends.nixl.nixl_connector import NixlConnector
+from connector.backends.nixl.transport import kind_of
 from pdserve.kv import KVLayout
 from pdserve.transports import KINDS, UNKNOWN, Connected, joined
 

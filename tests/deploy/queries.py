@@ -8,12 +8,12 @@ from typing import Any
 import promql_parser as promql
 from exposition import Row, documented
 
-from router.metrics import Metrics
+from router.metrics import RouterMetrics
 
 ROLES = {"router": "R", "prefill": "P", "decode": "D"}  # component → letter in the table
 SCRAPED = frozenset({"namespace", "pod", "instance", "job", "component"})  # labels that come with scraping
 ROWS = {name: row for row in documented() for name in row.series}
-_BUCKETS = set(re.findall(r'^(\w+_bucket{)(?:.*,)?(le=".*?")', Metrics().export().decode(), re.MULTILINE))
+_BUCKETS = set(re.findall(r'^(\w+_bucket{)(?:.*,)?(le=".*?")', RouterMetrics().export().decode(), re.MULTILINE))
 
 
 def check_query(query: str) -> None:

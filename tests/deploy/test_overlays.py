@@ -9,17 +9,17 @@ import kubernetes_validate
 import pytest
 from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kind, pods
 
-from decode_node.role import add_flags as add_decode_flags
-from decode_node.role import make_role as make_decode
+from decode_node.decode_role import add_flags as add_decode_flags
+from decode_node.decode_role import make_role as make_decode
 from engine.doctor import make_parser
-from engine.node import role_parser
-from engine.node_flags import front_options_from
-from engine.ranks.flags import hosted_from
+from engine.executor.host_flags import hosted_from
+from engine.frontend.frontend_flags import front_options_from
+from engine.frontend.node import role_parser
 from pdserve.cli import _parser as command_parser
-from pdserve.discovery.places import check_place
-from pdserve.flags import options_from
-from prefill_node.role import add_flags as add_prefill_flags
-from prefill_node.role import make_role as make_prefill
+from pdserve.config.flags import options_from
+from pdserve.discovery.sources import check_source
+from prefill_node.prefill_role import add_flags as add_prefill_flags
+from prefill_node.prefill_role import make_role as make_prefill
 from router.options import parse_options
 
 SCHEMAS = "1.33"  # the oldest Kubernetes that the manifests are for: preStop.sleep is on by default since 1.30
@@ -88,7 +88,7 @@ def test_decode_nodes_find_the_prefill_nodes_of_their_revision_and_no_others(ove
     prefill, decode = found["prefill"], found["decode"]
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
     (place,) = decode.flags("prefill")
-    name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_place(place)).group(1)  # type: ignore[union-attr]
+    name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_source(place)).group(1)  # type: ignore[union-attr]
     assert services[name]["clusterIP"] == "None"
     assert [pod for pod in pods(overlay) if services[name]["selector"].items() <= pod.labels.items()] == [prefill]
     assert services[name]["selector"][REVISION] == prefill.labels[REVISION] == decode.labels[REVISION]
@@ -102,7 +102,7 @@ def test_routers_find_nodes_by_services_that_are_there(overlay: str) -> None:
     for router in routers:
         for role in ("prefill", "decode"):
             (place,) = router.flags(role)
-            service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_place(place)).groups()  # type: ignore[union-attr]
+            service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_source(place)).groups()  # type: ignore[union-attr]
             assert services[service]["clusterIP"] == "None"
             nodes = [pod for pod in pods(overlay) if services[service]["selector"].items() <= pod.labels.items()]
             assert [pod.role for pod in nodes] == [role]

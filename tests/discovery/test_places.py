@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.discovery.address_file import AddressFile
 from pdserve.discovery.dns import DnsName, look_up
-from pdserve.discovery.files import AddressFile
-from pdserve.discovery.places import Directory, check_address, check_place
+from pdserve.discovery.sources import Directory, check_address, check_source
 from pdserve.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ from pdserve.errors import ConfigError
     ],
 )
 def test_places(place: str) -> None:
-    assert check_place(place) == place
+    assert check_source(place) == place
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_no_place_is_refused(place: str) -> None:
     with pytest.raises(
         ConfigError, match="write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
     ):
-        check_place(place)
+        check_source(place)
 
 
 def test_a_name_is_resolved_again_and_a_failure_changes_nothing() -> None:

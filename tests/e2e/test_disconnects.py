@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from departures import STAGES, Place, start_place
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 
 @pytest.fixture(scope="module")

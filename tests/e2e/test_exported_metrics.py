@@ -15,7 +15,7 @@ from exposition import documented, metrics_url, samples, scraped, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 
 NODE = ["--engine", "simulated", "--metrics-port", "0"]
 SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a second for each step

@@ -20,9 +20,9 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens
+from pdserve.rpc.protobuf import pack_tokens
 
 SIMULATED = ("--engine", "simulated", "--sim-speed", "100")
 

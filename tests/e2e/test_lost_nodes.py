@@ -18,7 +18,7 @@ from checkpoints import make_checkpoint
 from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
 from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
-from pdserve.oracle import VARIABLE
+from pdserve.config.runner_oracle import VARIABLE
 
 INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}  # V2 without a GPU
 SMALL = ("--max-num-seqs", "8", "--max-model-len", "256", "--kv-cache-memory", "2MiB")

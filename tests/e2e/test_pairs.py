@@ -20,8 +20,8 @@ from checkpoints import make_checkpoint
 from fleet import Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
-from pdserve.model_config import ModelConfig, load_model_config
-from pdserve.oracle import VARIABLE
+from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.records import SamplingParams
 
 BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts

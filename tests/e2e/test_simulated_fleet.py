@@ -15,10 +15,10 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from stepper import Stepper
 
 import runner
-from pdserve.config import NodeOptions
-from pdserve.device import node_devices
-from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.resolve import resolve
+from pdserve.config.device import node_devices
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.node_config import NodeOptions
+from pdserve.config.resolve import resolve
 
 SIMULATED = ["--engine", "simulated"]
 SLOW_PROMPTS = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a second for each step

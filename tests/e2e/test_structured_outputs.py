@@ -17,7 +17,7 @@ import small_tokenizers
 from checkpoints import make_checkpoint
 from fleet import MODEL_NAME, Fleet, HttpError
 
-from pdserve.oracle import VARIABLE
+from pdserve.config.runner_oracle import VARIABLE
 
 SMALL = ("--max-num-seqs", "8", "--max-batch-tokens", "64", "--max-model-len", "384", "--kv-cache-memory", "4MiB")
 INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}

@@ -15,12 +15,12 @@ import trustme
 from certificates import tls_channel, write_https, write_identity
 from fleet import Fleet, NodeProcess, start_fleet
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.tls import SERVER_NAME, PeerTls
-from router.https import Certificate
+from pdserve.rpc.tls import SERVER_NAME, PeerTls
+from router.http.certificate import Certificate
 
 
 @pytest.fixture(scope="module")

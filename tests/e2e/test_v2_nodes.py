@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
-from pdserve.oracle import VARIABLE
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.records import SamplingParams
 
 VOCABULARY = 128

@@ -12,7 +12,7 @@ from toy import ToyRunner, reference
 from toy_node import BLOCK, Node
 
 from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
-from engine.messages import (
+from engine.ipc.messages import (
     Cancel,
     Connect,
     Disconnect,

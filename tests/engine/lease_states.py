@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 
 from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
-from engine.messages import KVConfirmed, ReadEnded, StartRead
+from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from prefill_node.leases import LeaseTable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from toy import ToyRunner
 
-from connector.outbox import Outbox
+from connector.completion_queue import CompletionQueue
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
 from pdserve.transports import Connected
@@ -37,7 +37,7 @@ class SlowConnector:
         self._epoch = epoch
         self._source_of = source_of
         self._peers: set[str] = set()
-        self._outbox = Outbox()
+        self._outbox = CompletionQueue()
 
     # ------------------------------------------------------------ a KVConnector
 

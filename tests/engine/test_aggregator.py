@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ranks.aggregator import Aggregator
+from engine.executor.aggregator import Aggregator
+from pdserve.config.parallel import ParallelConfig
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,
@@ -25,14 +26,19 @@ from pdserve.records import (
     StepOutput,
     StepPlan,
 )
-from pdserve.split import Split
 from pdserve.transports import Connected
 
-SPLITS = [Split((4,)), Split((4,), 2), Split((2, 2)), Split((3, 1), 2), Split((4,), 4)]
+SPLITS = [
+    ParallelConfig((4,)),
+    ParallelConfig((4,), 2),
+    ParallelConfig((2, 2)),
+    ParallelConfig((3, 1), 2),
+    ParallelConfig((4,), 4),
+]
 NUM_KV_HEADS = 2
 
 
-def aggregator_of(split: Split) -> Aggregator:
+def aggregator_of(split: ParallelConfig) -> Aggregator:
     return Aggregator(split, split.shares(NUM_KV_HEADS))
 
 
@@ -59,7 +65,7 @@ def plan_of(step: int, *reads: int, connect: bool = False, disconnect: bool = Fa
 class Script:
     """What each rank will report, in its order; ranks are told of steps in theirs."""
 
-    split: Split
+    split: ParallelConfig
     plans: list[StepPlan]
     reports: list[list[ModelRunnerOutput]]  # by rank
     failing: set[tuple[int, int]] = field(default_factory=set)  # (read, rank)
@@ -163,7 +169,7 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
 
 @pytest.mark.parametrize("missing", range(4))
 def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing: int) -> None:
-    split = Split((2, 2), 2)
+    split = ParallelConfig((2, 2), 2)
     aggregator = aggregator_of(split)
     aggregator.expect(plan_of(5, 3))
     assert aggregator.waits_for == ""
@@ -177,7 +183,7 @@ def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing:
 
 def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
     """4 shards of 2 heads: ranks 0 and 1 hold the same, 2 and 3 too."""
-    aggregator = aggregator_of(Split((4,), 4))
+    aggregator = aggregator_of(ParallelConfig((4,), 4))
     aggregator.expect(StepPlan(1, digests=(DigestOrder((7, 8), 32), DigestOrder((9,), 16))))
     for rank, values in enumerate([(2**63 - 1, 1, 5), (111, 222, 333), (1, -4, 6), (444, 555, 666)]):
         aggregator.add(rank, ModelRunnerOutput(StepOutput(1, (), (values[:2], values[2:]))))
@@ -185,7 +191,7 @@ def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
 
 
 def test_a_connection_is_told_of_once_when_every_rank_has_it() -> None:
-    aggregator = aggregator_of(Split((4,), 2))
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
     aggregator.add(0, connected("nvlink"))
     aggregator.add(0, connected("nvlink"))
@@ -201,7 +207,7 @@ def test_a_connection_is_told_of_once_when_every_rank_has_it() -> None:
 
 
 def test_a_peer_fails_with_the_first_rank_that_fails() -> None:
-    aggregator = aggregator_of(Split((4,), 2))
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
     aggregator.add(1, lost("no way"))
     assert aggregator.take_news().failed_peers == (("e", "rank 1 (stage 0, shard 1): no way"),)
@@ -218,7 +224,7 @@ def test_a_peer_fails_with_the_first_rank_that_fails() -> None:
 
 
 def test_what_a_rank_says_of_a_peer_that_was_given_up_is_nothing() -> None:
-    aggregator = aggregator_of(Split((4,), 2))
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
     aggregator.add(0, connected("tcp"))
     aggregator.expect(plan_of(2, disconnect=True))
@@ -229,7 +235,7 @@ def test_what_a_rank_says_of_a_peer_that_was_given_up_is_nothing() -> None:
 
 @pytest.mark.parametrize("output", [EMPTY_OUTPUT, ModelRunnerOutput(StepOutput(99))])
 def test_nothing_comes_of_nothing(output: ModelRunnerOutput) -> None:
-    aggregator = aggregator_of(Split((4,), 2))
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
     for rank in (0, 1, 1):
         aggregator.add(rank, output)
     assert aggregator.waits_for == ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool, Use
-from engine.runs import FreeRuns
+from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.free_runs import FreeRuns
 from pdserve.hashing import BlockHashes, next_digest, root_digest
 
 

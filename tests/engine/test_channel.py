@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.channel import Channel, ChannelClosed
-from engine.frames import FRAME_HEADER, framed
-from engine.messages import Batch, Cancel, FromEngine, Mode, Output, Status, Submit, Totals
+from engine.ipc.channel import Channel, ChannelClosed
+from engine.ipc.frames import FRAME_HEADER, framed
+from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, Output, Status, Submit, Totals
 from pdserve.records import Sample, SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())

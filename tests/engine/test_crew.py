@@ -10,16 +10,16 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from engine.frames import Frames, framed
-from engine.ranks.crew import Crew, RankLink
-from engine.ranks.messages import Failed, FromRank, RankOutput, Step, ToRank
+from engine.executor.rank_messages import Failed, FromRank, RankOutput, Step, ToRank
+from engine.executor.rank_processes import RankChannel, RankProcesses
+from engine.ipc.frames import Frames, framed
+from pdserve.config.parallel import ParallelConfig
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
-from pdserve.split import Split
 
 # How a crew's thread ends here after a failure; of an engine, the process does.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
-SPLIT = Split((2,), 3)
+SPLIT = ParallelConfig((2,), 3)
 SECONDS = 5.0
 
 
@@ -30,9 +30,11 @@ class Ranks:
         self.outputs: queue.SimpleQueue[tuple[int, ModelRunnerOutput]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         pairs = [socket.socketpair() for _ in range(2)]
-        self._links = [RankLink(SPLIT.place(rank), ours, patience=1.0) for rank, (ours, _) in enumerate(pairs, start=1)]
+        self._links = [
+            RankChannel(SPLIT.place(rank), ours, patience=1.0) for rank, (ours, _) in enumerate(pairs, start=1)
+        ]
         self.sockets = {rank: theirs for rank, (_, theirs) in enumerate(pairs, start=1)}
-        self.crew = Crew(self._links, self._on_failure)
+        self.crew = RankProcesses(self._links, self._on_failure)
         self.crew.on_output = lambda rank, output: self.outputs.put((rank, output))
 
     def say(self, rank: int, message: FromRank) -> None:

@@ -9,7 +9,7 @@ from toy import reference
 from toy_fleet import STAGES, Fleet, Job
 from toy_node import DEPTHS, Node
 
-from engine.messages import Mode
+from engine.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)

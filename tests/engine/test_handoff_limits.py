@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode_node.handoff import Ask, Event, Extended, Handoff, Phase
-from engine.messages import ReadEnded, StartRead
+from engine.ipc.messages import ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 
 Happening = tuple[float, int, Event]  # when, and a number that orders those of the same time

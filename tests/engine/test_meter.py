@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.meter import Fit, Meter
-from pdserve.pace import Pace
+from engine.throughput_meter import LineFit, ThroughputMeter
+from pdserve.throughput import Throughput
 
 
 @given(
@@ -16,7 +16,7 @@ from pdserve.pace import Pace
     st.lists(st.integers(1, 10_000), min_size=2, max_size=40, unique=True),
 )
 def test_points_on_a_line_give_the_line(base: float, slope: float, counts: list[int]) -> None:
-    fit = Fit(0.98)
+    fit = LineFit(0.98)
     for count in [*counts, 1, 10_000]:
         fit.add(count, base + slope * count)
     assert fit.line.base == pytest.approx(base, rel=1e-3, abs=1e-6)
@@ -25,7 +25,7 @@ def test_points_on_a_line_give_the_line(base: float, slope: float, counts: list[
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 10)), max_size=60))
 def test_a_line_never_falls_nor_begins_below_zero(points: list[tuple[int, float]]) -> None:
-    fit = Fit(0.98)
+    fit = LineFit(0.98)
     for x, y in points:
         fit.add(x, y)
     assert fit.line.slope >= 0.0
@@ -33,7 +33,7 @@ def test_a_line_never_falls_nor_begins_below_zero(points: list[tuple[int, float]
 
 
 def test_what_is_alike_is_proportional() -> None:
-    fit = Fit(0.98)
+    fit = LineFit(0.98)
     for _ in range(10):
         fit.add(500, 0.1)
     assert fit.line.base == 0.0
@@ -41,7 +41,7 @@ def test_what_is_alike_is_proportional() -> None:
 
 
 def test_it_follows_a_change() -> None:
-    fit = Fit(0.98)
+    fit = LineFit(0.98)
     for seconds in (0.5, 0.1):
         for count in range(100, 700):
             fit.add(count, seconds)
@@ -49,8 +49,8 @@ def test_it_follows_a_change() -> None:
 
 
 def test_prompts_decodes_and_reads_are_told_apart() -> None:
-    meter = Meter()
-    assert meter.pace == Pace()
+    meter = ThroughputMeter()
+    assert meter.pace == Throughput()
     for count in range(1, 40):
         meter.add_step(count, 0, 0.005 + 0.001 * count)
         meter.add_read(count * 100, 0.002 + count * 1e-3)

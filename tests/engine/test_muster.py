@@ -10,14 +10,14 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from engine.frames import framed
-from engine.ranks.messages import Hello
-from engine.ranks.muster import MOST_CALLERS, Joined, Muster, dial, hello_of, join, listen
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
-from pdserve.device import detect_device
-from pdserve.embedded import EMBEDDED_MODEL
+from engine.executor.rank_messages import Hello
+from engine.executor.rendezvous import MOST_CALLERS, Joined, Rendezvous, dial, hello_of, join, listen
+from engine.ipc.frames import framed
+from pdserve.config.device import detect_device
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
-from pdserve.resolve import resolve
 
 TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), detect_device("cpu"), {}).peer_timing
 
@@ -41,7 +41,7 @@ class Gathering:
         self.listener = listen(self.address)
         self.joined: dict[int, Joined] = {}
         self.error: PdserveError | None = None
-        self._muster = Muster(self.listener, config_of(), range(1, 4))
+        self._muster = Rendezvous(self.listener, config_of(), range(1, 4))
         self._thread = threading.Thread(target=self._run, args=(seconds,))
         self._thread.start()
 
@@ -141,7 +141,7 @@ def test_a_caller_may_hang_up_at_the_moment_another_takes_its_place() -> None:
     with HangsUpAsTheNextOneCalls(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
         listener.callers = [dial(f"127.0.0.1:{listener.getsockname()[1]}")]
         with pytest.raises(NodeError, match="have not come"):
-            Muster(listener, config_of(), range(1, 4)).gather(0.2)
+            Rendezvous(listener, config_of(), range(1, 4)).gather(0.2)
         assert len(listener.callers) == MOST_CALLERS + 1
         for caller in listener.callers:
             caller.close()

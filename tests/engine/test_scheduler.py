@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toy import reference, reference_ranks
 from toy_node import BLOCK, DEPTHS, Node
 
-from engine.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
+from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, SamplingParams
 
 Make = Callable[..., Node]

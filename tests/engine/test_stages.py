@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from toy import reference
 from toy_node import Node
 
-from engine.messages import Mode
+from engine.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages

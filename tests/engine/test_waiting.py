@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Mode
-from engine.requests import Request, Sequence
-from engine.waiting import WaitingQueue
+from engine.ipc.messages import Mode
+from engine.request import Request, Sequence
+from engine.scheduler.waiting_queue import WaitingQueue
 from pdserve.hashing import BlockHashes
 from pdserve.records import SamplingParams
 

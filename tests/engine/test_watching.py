@@ -10,8 +10,8 @@ from contextlib import aclosing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Batch, Status, Totals
-from engine.watching import MOST_BLOCKS, Watching, sample_bits
+from engine.frontend.node_reports import MOST_BLOCKS, NodeReports, sample_bits
+from engine.ipc.messages import Batch, Status, Totals
 from pdserve.hashing import unpack_numbers
 from pdserve.pb import pdserve_pb2 as pb
 
@@ -34,7 +34,7 @@ def applied(known: set[int], report: pb.NodeReport) -> set[int]:
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_who_reads_when_it_can_knows_what_is_there(caches: list[set[int]], reads: list[bool]) -> None:
     async def watch() -> set[int]:
-        watching, before, known = Watching(lambda: NODE, pause=0.0), set[int](), set[int]()
+        watching, before, known = NodeReports(lambda: NODE, pause=0.0), set[int](), set[int]()
         news = True  # else the next report is a heartbeat
         async with aclosing(watching.reports()) as reports:
             for now, read in zip(caches, reads, strict=False):
@@ -53,7 +53,7 @@ def test_who_reads_when_it_can_knows_what_is_there(caches: list[set[int]], reads
 def test_reports_are_numbered_and_describe_what_has_changed() -> None:
     async def watch() -> list[pb.NodeReport]:
         states, seen = ["loading"], []
-        watching = Watching(lambda: pb.NodeDescription(node_id="n", state=states[-1]), pause=0.0)
+        watching = NodeReports(lambda: pb.NodeDescription(node_id="n", state=states[-1]), pause=0.0)
         changes: list[Callable[[], None]] = [
             lambda: watching.on_batch(batch(running=1)),
             lambda: states.append("ready"),
@@ -74,7 +74,7 @@ def test_reports_are_numbered_and_describe_what_has_changed() -> None:
 
 def test_who_asks_for_fewer_reports_gets_them_and_hears_of_the_node_all_the_same() -> None:
     async def watch(pause: float) -> float:
-        watching = Watching(lambda: NODE, pause=0.0)
+        watching = NodeReports(lambda: NODE, pause=0.0)
         async with aclosing(watching.reports(pause)) as reports:
             await anext(reports)
             watching.on_batch(batch(running=1))
@@ -93,7 +93,7 @@ def test_of_large_caches_a_sample_is_told() -> None:
 
     async def watch() -> set[int]:
         large = pb.NodeDescription(cache_sample_bits=bits)
-        watching = Watching(lambda: large)
+        watching = NodeReports(lambda: large)
         watching.on_batch(batch(tuple(range(20))))
         async with aclosing(watching.reports()) as reports:
             return applied(set(), await anext(reports))

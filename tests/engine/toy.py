@@ -16,7 +16,7 @@ import numpy as np
 
 from pdserve.kv import KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
-from runner.prompt_targets import PromptTargets, Targets
+from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
 Slot = tuple[int, int]  # block, place in it

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from toy import reference
 from toy_node import Node
 
-from engine.messages import (
+from engine.ipc.messages import (
     Cancel,
     Connect,
     FreeLease,

@@ -14,13 +14,13 @@ from types import MappingProxyType
 import msgspec
 from toy import Slot, ToyRunner
 
-from connector.local import LocalConnector
-from engine.channel import Channel
+from connector.backends.local import LocalConnector
 from engine.engine import Engine
-from engine.frames import Frames, framed
-from engine.messages import Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
-from engine.rank import Rank
-from engine.scheduler import Scheduler
+from engine.executor.rank import Rank
+from engine.ipc.channel import Channel
+from engine.ipc.frames import Frames, framed
+from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.scheduler.scheduler import Scheduler
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, RankKV, SamplingParams
 

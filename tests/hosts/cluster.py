@@ -37,7 +37,7 @@ from policies import NAMESPACE, Party, open_ports
 from running_pod import RunningPod
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.tls import PeerTls
+from pdserve.rpc.tls import PeerTls
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

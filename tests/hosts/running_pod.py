@@ -14,7 +14,7 @@ from fleet import NodeCalls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from overlays import Pod
 
-from pdserve.tls import PeerTls
+from pdserve.rpc.tls import PeerTls
 
 
 @dataclass

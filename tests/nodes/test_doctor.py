@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.embedded import EMBEDDED_MODEL
-from pdserve.findings import Finding, Level
-from pdserve.preflight import check_requirement, check_ucx_ports
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.doctor.checks import check_requirement, check_ucx_ports
+from pdserve.doctor.findings import Finding, Level
 
 Findings = dict[str, Finding]
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from node_client import Prefill, PrefillClient, PrefillFailed, RouterClient, greedy
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 SLOW_STEPS = ("--engine", "simulated", "--sim-costs", "step=0.02")
 SLOW_PROMPTS = ("--max-batch-tokens", "64", "--max-num-seqs", "64")  # a step each

@@ -18,7 +18,7 @@ from node_client import PrefillClient, RouterClient, greedy
 from stages import GIVEN_BACK, PROMPT, Pair, held_at, send_prompt, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens
+from pdserve.rpc.protobuf import pack_tokens
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1])

@@ -13,7 +13,7 @@ from node_client import PrefillClient, RouterClient, greedy
 from node_fleet import FLAGS, Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.outbox import Outbox
+from engine.frontend.stream_writer import StreamWriter
 
 
 def test_all_there_is_travels_in_one_message() -> None:
     async def run() -> None:
-        outbox: Outbox[list[int]] = Outbox(list)
+        outbox: StreamWriter[list[int]] = StreamWriter(list)
         outbox.put().append(1)
         outbox.put().append(2)
         assert not outbox.empty
@@ -23,7 +23,7 @@ def test_all_there_is_travels_in_one_message() -> None:
 
 def test_there_is_room_again_when_the_peer_has_read() -> None:
     async def run() -> None:
-        outbox: Outbox[list[int]] = Outbox(list)
+        outbox: StreamWriter[list[int]] = StreamWriter(list)
         await outbox.room()
         for number in range(1 << 16):
             outbox.put().append(number)

@@ -9,11 +9,11 @@ import pytest
 from node_client import PrefillClient, PrefillFailed, greedy
 from node_fleet import Nodes
 
-from pdserve.compat import PROTOCOL_VERSION
+from pdserve.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import SamplingParams
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 BLOCK = 8
 PROMPT = list(range(3, 43))  # 5 blocks

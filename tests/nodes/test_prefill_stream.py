@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_node.background import Background
+from decode_node.background_tasks import BackgroundTasks
 from decode_node.prefill_stream import PrefillStream
 from decode_node.remote_prefill import PrefillEvent
 from pdserve.errors import Overloaded, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc import open_channel
-from pdserve.timing import DEFAULT_TIMING
+from pdserve.rpc.channel import open_channel
+from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
@@ -45,7 +45,7 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
         async def Serve(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             await serve(request_iterator, context)
 
-    server, background = grpc.aio.server(), Background()
+    server, background = grpc.aio.server(), BackgroundTasks()
     pb_grpc.add_PrefillNodeServicer_to_server(Servicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

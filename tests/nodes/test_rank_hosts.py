@@ -18,8 +18,8 @@ from checkpoints import reference_greedy, reference_model
 from fleet import NODE_FLAGS, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
 
-from engine.node import role_parser
-from engine.ranks.flags import Hosted, hosted_from
+from engine.executor.host_flags import HostRanks, hosted_from
+from engine.frontend.node import role_parser
 from pdserve.errors import ConfigError
 
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
@@ -185,14 +185,14 @@ def test_a_rank_of_another_node_is_told_so_in_one_line(
 @pytest.mark.parametrize(
     ("flags", "hosted"),
     [
-        ([], Hosted(range(4))),
-        (["--leader", "h:1", "--rank", "0"], Hosted(range(1), "h:1")),
-        (["--leader", "h:1", "--rank", "3"], Hosted(range(3, 4), "h:1")),
-        (["--leader", "[::1]:80", "--node-rank", "1", "--local-ranks", "2"], Hosted(range(2, 4), "[::1]:80")),
-        (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], Hosted(range(4))),
+        ([], HostRanks(range(4))),
+        (["--leader", "h:1", "--rank", "0"], HostRanks(range(1), "h:1")),
+        (["--leader", "h:1", "--rank", "3"], HostRanks(range(3, 4), "h:1")),
+        (["--leader", "[::1]:80", "--node-rank", "1", "--local-ranks", "2"], HostRanks(range(2, 4), "[::1]:80")),
+        (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], HostRanks(range(4))),
     ],
 )
-def test_which_ranks_a_host_has(flags: list[str], hosted: Hosted) -> None:
+def test_which_ranks_a_host_has(flags: list[str], hosted: HostRanks) -> None:
     assert hosted_from(role_parser("x", "").parse_args(["m", *flags]), 4) == hosted
 
 

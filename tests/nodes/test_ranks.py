@@ -33,7 +33,7 @@ def processes_of(node: NodeProcess) -> list[psutil.Process]:
 
 
 def rank_of(node: NodeProcess) -> psutil.Process:
-    (rank,) = [process for process in processes_of(node) if "engine.ranks.process" in process.cmdline()]
+    (rank,) = [process for process in processes_of(node) if "engine.executor.rank_process" in process.cmdline()]
     return rank
 
 

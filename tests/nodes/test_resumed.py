@@ -11,7 +11,7 @@ from node_fleet import Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
-from pdserve.wire import pack_tokens
+from pdserve.rpc.protobuf import pack_tokens
 
 OUTPUT = 12  # tokens
 KINDS = {

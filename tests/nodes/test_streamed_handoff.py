@@ -14,7 +14,7 @@ from stages import AHEAD, BLOCK, GIVEN_BACK, LENGTH, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
-from pdserve.wire import pack_tokens, sampling_to_pb
+from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 32 * 4  # layers, heads, K and V, tokens, head size, float32
 

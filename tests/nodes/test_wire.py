@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.compat import compat_hash, differences
+from pdserve.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
-from pdserve.wire import (
+from pdserve.rpc.protobuf import (
     layout_from_pb,
     layout_to_pb,
     logprobs_from_pb,

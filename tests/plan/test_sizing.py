@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import CapacityError
 from pdserve.plan.costs import Costs, load_costs
-from pdserve.plan.nodes import Limits, Load, Slo
+from pdserve.plan.node_load import LoadLimits, NodeLoad, Slo
 from pdserve.plan.sizing import plan_for_gpus, plan_for_rate
 from pdserve.plan.workload import Workload, workload_of
 
@@ -19,7 +19,7 @@ loads = st.floats(0.5, 400.0)
 
 
 def nodes_for(rate: float, slo: Slo = Slo(), costs: Costs = COSTS, workload: Workload = CHAT) -> tuple[int, int]:  # noqa: B008
-    plan = plan_for_rate(Load(costs, workload, slo, Limits()), rate)
+    plan = plan_for_rate(NodeLoad(costs, workload, slo, LoadLimits()), rate)
     return plan.prefill.nodes, plan.decode.nodes
 
 
@@ -59,8 +59,8 @@ def test_nodes_that_are_slower_need_a_rate_that_is_lower(rate: float, times: flo
 
 def test_many_nodes_are_as_many_as_have_the_time() -> None:
     """Little's law: as many prefill nodes are busy as arrive while one prompt is computed, and likewise sequences."""
-    rate, limits = 20_000.0, Limits(headroom=0.2)
-    load = Load(COSTS, CHAT, Slo(), limits)
+    rate, limits = 20_000.0, LoadLimits(headroom=0.2)
+    load = NodeLoad(COSTS, CHAT, Slo(), limits)
     plan = plan_for_rate(load, rate)
     assert plan.prefill.nodes == pytest.approx(rate * load.prefill_mean / 0.8, rel=0.01)
     at_once = rate * CHAT.mean_decoded * load.step(round(plan.decode.mean_batch))
@@ -68,7 +68,7 @@ def test_many_nodes_are_as_many_as_have_the_time() -> None:
 
 
 def test_what_is_found_suffices_and_one_less_does_not() -> None:
-    load = Load(COSTS, CHAT, Slo({99: 0.5}, {99: 0.015}), Limits())
+    load = NodeLoad(COSTS, CHAT, Slo({99: 0.5}, {99: 0.015}), LoadLimits())
     plan = plan_for_rate(load, 150.0)
     assert (plan.prefill.lacks, plan.decode.lacks) == ("", "")
     assert load.on_prefill(150.0, plan.prefill.nodes - 1).lacks == plan.prefill_needs != ""
@@ -78,7 +78,7 @@ def test_what_is_found_suffices_and_one_less_does_not() -> None:
 
 
 def test_gpus_serve_a_rate_that_needs_no_more_of_them() -> None:
-    load = Load(COSTS, CHAT, Slo({99: 1.0}, {99: 0.02}), Limits())
+    load = NodeLoad(COSTS, CHAT, Slo({99: 1.0}, {99: 0.02}), LoadLimits())
     plan = plan_for_gpus(load, 12)
     assert plan.nodes <= 12
     assert plan_for_rate(load, 1.1 * plan.rate).nodes > 12
@@ -86,23 +86,25 @@ def test_gpus_serve_a_rate_that_needs_no_more_of_them() -> None:
 
 def test_a_tail_between_tokens_is_what_splitting_is_for() -> None:
     prompts = workload_of("8192", "200", 0.0, samples=400)
-    tight = plan_for_rate(Load(COSTS, prompts, Slo(itl={99: 0.04}), Limits()), 10.0)
+    tight = plan_for_rate(NodeLoad(COSTS, prompts, Slo(itl={99: 0.04}), LoadLimits()), 10.0)
     assert tight.aggregated is None or tight.aggregated.nodes > tight.nodes
     short = workload_of("64", "200", 0.0, samples=400)
-    either = plan_for_rate(Load(COSTS, short, Slo(itl={99: 0.04}), Limits()), 10.0)
+    either = plan_for_rate(NodeLoad(COSTS, short, Slo(itl={99: 0.04}), LoadLimits()), 10.0)
     assert either.aggregated is not None
     assert either.aggregated.nodes == 1
 
 
 def test_a_slow_network_needs_more_nodes() -> None:
-    fast, slow = (plan_for_rate(Load(COSTS, CHAT, Slo(), Limits(kv_gb_per_s=each)), 40.0) for each in (100.0, 1.25))
+    fast, slow = (
+        plan_for_rate(NodeLoad(COSTS, CHAT, Slo(), LoadLimits(kv_gb_per_s=each)), 40.0) for each in (100.0, 1.25)
+    )
     assert slow.prefill_needs == slow.decode_needs == "network"
     assert slow.nodes > fast.nodes
 
 
 def test_little_kv_memory_needs_more_decode_nodes() -> None:
     small = msgspec.structs.replace(COSTS, kv_tokens=50_000)
-    plan = plan_for_rate(Load(small, CHAT, Slo(), Limits()), 40.0)
+    plan = plan_for_rate(NodeLoad(small, CHAT, Slo(), LoadLimits()), 40.0)
     assert (plan.decode.most_by, plan.decode_needs) == ("KV memory", "KV memory")
     assert plan.decode.nodes > nodes_for(40.0)[1]
 
@@ -115,7 +117,7 @@ def test_little_kv_memory_needs_more_decode_nodes() -> None:
     ],
 )
 def test_what_no_number_of_nodes_does_is_refused(slo: Slo, message: str) -> None:
-    load = Load(COSTS, CHAT, slo, Limits())
+    load = NodeLoad(COSTS, CHAT, slo, LoadLimits())
     with pytest.raises(CapacityError, match=message):
         plan_for_rate(load, 10.0)
     with pytest.raises(CapacityError, match=message):
@@ -124,4 +126,4 @@ def test_what_no_number_of_nodes_does_is_refused(slo: Slo, message: str) -> None
 
 def test_one_gpu_cannot_be_split() -> None:
     with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node take 2 GPUs"):
-        plan_for_gpus(Load(COSTS, CHAT, Slo(), Limits()), 1)
+        plan_for_gpus(NodeLoad(COSTS, CHAT, Slo(), LoadLimits()), 1)

@@ -12,7 +12,7 @@ from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 from tokenizers import AddedToken
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from pdserve import rpc
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.wire import unpack_tokens
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.protobuf import unpack_tokens
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,8 @@ from router_process import RouterProcess
 from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
 
-from pdserve import connections
-from pdserve.connections import BoundedConnection
+from pdserve.rpc import http_connections as connections
+from pdserve.rpc.http_connections import BoundedConnection
 
 USER = {"role": "user", "content": "hi"}
 

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from router_process import router_process
 from scripted_node import ScriptedNode
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}

@@ -11,9 +11,9 @@ import small_tokenizers
 import transformers
 
 from pdserve.errors import CheckpointError, RequestError
-from router.chat.messages import check_messages
-from router.chat.template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.text.chat.messages import check_messages
+from router.text.chat.template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOKENS = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}

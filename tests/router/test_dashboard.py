@@ -13,23 +13,23 @@ from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.live import STATE_PATH, Node, Report
+from pdserve.live import STATE_PATH, LiveNode, LiveReport
 from pdserve.pb import pdserve_pb2 as pb
 
 PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
 
 
-def look(client: httpx.Client, **seen: str | int) -> Report:
+def look(client: httpx.Client, **seen: str | int) -> LiveReport:
     response = client.get(STATE_PATH, params=seen)
     assert response.status_code == 200, response.text
-    return msgspec.json.decode(response.content, type=Report)
+    return msgspec.json.decode(response.content, type=LiveReport)
 
 
 def client_of(router: RouterProcess) -> httpx.Client:
     return httpx.Client(base_url=router.url, timeout=20, trust_env=False)
 
 
-def node_at(report: Report, address: str) -> Node:
+def node_at(report: LiveReport, address: str) -> LiveNode:
     return next(node for node in report.now.nodes if node.address == address)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.metrics import Tally, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
 from router.dashboard.counters import NAMES, Answers, Exposed, handoffs_of, read_answer
-from router.dashboard.traffic import Sample, TrafficLog
+from router.dashboard.traffic_log import TrafficLog, TrafficSample
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
 
@@ -45,8 +45,8 @@ def test_what_is_exported_are_the_given_buckets() -> None:
     assert set(BOUNDS) < set(subdivided(BOUNDS, 8))
 
 
-def sample(second: float, requests: int, tokens: int, itl: tuple[int, ...] = (0, 0, 0)) -> Sample:
-    return Sample(
+def sample(second: float, requests: int, tokens: int, itl: tuple[int, ...] = (0, 0, 0)) -> TrafficSample:
+    return TrafficSample(
         at=100 + second,
         running=3,
         waiting=1,

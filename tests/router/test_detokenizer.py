@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = small_tokenizers.byte_level()
 BYTE_FALLBACK = small_tokenizers.byte_fallback()

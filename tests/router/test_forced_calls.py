@@ -12,13 +12,13 @@ import small_tokenizers
 from fleet import MODEL_NAME, Fleet
 from tokenizers import AddedToken
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, Vocabulary
-from router.chat.forced import Marker, after_reasoning, forced_calls_grammar
-from router.chat.tools import tool_use
-from router.requests import parse_chat
-from router.structured.formats import json_schema_grammar, regex_grammar
+from pdserve.grammar import Grammar, GrammarVocabulary
+from router.http.request_bodies import parse_chat
+from router.text.chat.forced_calls import Marker, after_reasoning, forced_calls_grammar
+from router.text.chat.tools import tool_use
+from router.text.structured.output_formats import json_schema_grammar, regex_grammar
 
 COLOUR = {"enum": ["red", "green"]}
 PAINT: Any = {
@@ -43,11 +43,11 @@ EOS: int = BACKEND.token_to_id("<|im_end|>") or 0
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(BACKEND.to_str(), eos_token_ids=[EOS])
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(BACKEND.to_str(), eos_token_ids=[EOS])
 
 
-def allows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+def allows(vocabulary: GrammarVocabulary, grammar: str, text: str) -> bool:
     """Whether the grammar takes all of a text, and then an end."""
     matcher = Grammar(grammar, vocabulary).matcher()
     for token_id in [*BACKEND.encode(text, add_special_tokens=False).ids, EOS]:
@@ -77,7 +77,9 @@ CALL = '{"name": "paint", "arguments": {"colour": "red", "again": true}}'
         (NAMED, True, "[]", False),
     ],
 )
-def test_what_has_to_be_called(vocabulary: Vocabulary, choice: Any, parallel: bool, text: str, allowed: bool) -> None:
+def test_what_has_to_be_called(
+    vocabulary: GrammarVocabulary, choice: Any, parallel: bool, text: str, allowed: bool
+) -> None:
     grammar = forced_calls_grammar(tool_use([PAINT, STOP], choice, parallel))
     assert allows(vocabulary, grammar, text) == allowed
 
@@ -98,7 +100,7 @@ SPELT = (Marker("(think)"), Marker("(done)"))
     ],
 )
 def test_a_grammar_begins_after_reasoning(
-    vocabulary: Vocabulary, markers: tuple[Marker, Marker], grammar: str, right: str
+    vocabulary: GrammarVocabulary, markers: tuple[Marker, Marker], grammar: str, right: str
 ) -> None:
     start, end = markers
     thought = "hm {\n\n" + end.text

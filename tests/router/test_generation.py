@@ -6,16 +6,16 @@ import gc
 import time
 import weakref
 
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
-from router.choice import Choice
-from router.formats import CompletionFormat
-from router.generation import Generation, GenerationOptions
-from router.job import Job, Prompt
-from router.metrics import Metrics
-from router.responses import ResponseOptions, StreamResponse
-from router.tokenizer import Tokenizer
+from router.generation.choice import Choice
+from router.generation.generation import GenerationOptions, RequestGeneration
+from router.generation.job import Job, Prompt
+from router.http.response_formats import CompletionFormat
+from router.http.response_writers import ResponseOptions, StreamResponse
+from router.metrics import RouterMetrics
+from router.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 
@@ -25,7 +25,7 @@ def test_a_request_that_is_over_leaves_no_work_to_the_garbage_collector() -> Non
     form = CompletionFormat(TOKENIZER, "model", "id", 0, False)
     response = StreamResponse(form, ResponseOptions(-1, False, False), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
-    generation = Generation(jobs, options, TOKENIZER, response, Metrics())
+    generation = RequestGeneration(jobs, options, TOKENIZER, response, RouterMetrics())
     response.generation = generation
     choice: Choice = generation.runs[0].choices[0]
     response.on_delta(choice, "text", pb.Output(has_token=True, token_id=5))

@@ -15,11 +15,11 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.chat.pieces import Kind, Piece
-from router.items.body import parse_items
-from router.items.input import messages_of
-from router.items.writer import ItemWriter
-from router.tokenizer import Tokenizer
+from router.responses_api.items_body import parse_items
+from router.responses_api.items_input import messages_of
+from router.responses_api.items_writer import ItemWriter
+from router.text.chat.pieces import OutputPiece, PieceKind
+from router.text.tokenizer import Tokenizer
 
 TOOLS: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
@@ -170,19 +170,22 @@ def test_nothing_is_stored(sdk: openai.OpenAI, say_text: Any) -> None:
 
 
 pieces = st.lists(
-    st.tuples(st.sampled_from([Kind.CONTENT, Kind.REASONING, Kind.CALL]), st.text(min_size=1, max_size=3)), max_size=8
+    st.tuples(
+        st.sampled_from([PieceKind.CONTENT, PieceKind.REASONING, PieceKind.CALL]), st.text(min_size=1, max_size=3)
+    ),
+    max_size=8,
 )
 
 
 @given(pieces, st.booleans())
-def test_events_tell_the_items(told: list[tuple[Kind, str]], complete: bool) -> None:
+def test_events_tell_the_items(told: list[tuple[PieceKind, str]], complete: bool) -> None:
     """Deltas joined are what the done events say, and those are the items."""
     events: list[dict[str, Any]] = []
     writer = ItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
     for kind, text in told:
-        writer.write([Piece(kind, text)])
-        if kind is Kind.CALL:
-            writer.write([Piece(Kind.ARGUMENTS, text)])
+        writer.write([OutputPiece(kind, text)])
+        if kind is PieceKind.CALL:
+            writer.write([OutputPiece(PieceKind.ARGUMENTS, text)])
     writer.end(complete)
     for index, item in enumerate(writer.items):
         mine = [event for event in events if event["output_index"] == index]

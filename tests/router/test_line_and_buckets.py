@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
-from router.gate.bucket import Bucket
-from router.gate.line import Line, Ticket
+from router.gate.admission_queue import AdmissionQueue, Ticket
+from router.gate.token_bucket import TokenBucket
 
 PATIENT = math.inf
 
@@ -22,7 +22,7 @@ PATIENT = math.inf
 def test_a_bucket_gives_what_its_rate_allows_and_says_when_there_is_more(
     per_minute: int, visits: list[tuple[float, int]]
 ) -> None:
-    bucket, now, given_out, largest = Bucket(per_minute, 0.0), 0.0, 0, 0
+    bucket, now, given_out, largest = TokenBucket(per_minute, 0.0), 0.0, 0, 0
     for pause, amount in visits:
         now += pause
         wait = bucket.wait_for(amount, now)
@@ -38,7 +38,7 @@ def test_a_bucket_gives_what_its_rate_allows_and_says_when_there_is_more(
 
 @given(before=st.integers(1, 1000), after=st.integers(1, 1000), used=st.integers(0, 1000))
 def test_another_limit_forgives_nothing(before: int, after: int, used: int) -> None:
-    bucket = Bucket(before, 0.0)
+    bucket = TokenBucket(before, 0.0)
     bucket.take(used, 0.0)
     bucket.resize(after, 0.0)
     assert bucket.level(0.0) == after - used
@@ -48,7 +48,7 @@ class Crowd:
     """Requests at a line, and what each has heard."""
 
     def __init__(self, places: int, max_waiting: int) -> None:
-        self.line = Line(places, max_waiting)
+        self.line = AdmissionQueue(places, max_waiting)
         self.places, self.max_waiting = places, max_waiting
         self.tickets: list[Ticket] = []  # inside: at a place, or waiting
         self.now = 0.0
@@ -113,7 +113,7 @@ def test_places_go_to_the_first_by_priority_and_arrival(
 
 
 def test_a_wait_longer_than_the_time_limit_is_refused_at_once() -> None:
-    line = Line(2, 10)
+    line = AdmissionQueue(2, 10)
     for _ in range(3):  # each takes its place for 6 seconds
         line.leave(line.join(0, PATIENT, 0.0, lambda error: None), 6.0)
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_a_wait_longer_than_the_time_limit_is_refused_at_once() -> None:
 
 
 def test_those_who_wait_can_be_sent_away() -> None:
-    line = Line(1, 5)
+    line = AdmissionQueue(1, 5)
     heard: list[Overloaded | None] = []
     for _ in range(3):
         line.join(0, PATIENT, 0.0, heard.append)

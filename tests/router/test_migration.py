@@ -17,8 +17,8 @@ from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, Script, ScriptedNode
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import unpack_tokens
-from router.tokenizer import Tokenizer
+from pdserve.rpc.protobuf import unpack_tokens
+from router.text.tokenizer import Tokenizer
 
 _salts = itertools.count()
 

@@ -14,10 +14,10 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.wire import pack_tokens
-from router.fleet import Fleet
-from router.metrics import Metrics
-from router.nodes import Nodes
+from pdserve.rpc.protobuf import pack_tokens
+from router.fleet.fleet import Fleet
+from router.fleet.nodes import Nodes
+from router.metrics import RouterMetrics
 
 
 class Sink:
@@ -72,7 +72,7 @@ def test_a_node_that_is_not_listed_any_more_ends_what_it_has_begun(pair: Pair) -
 
     async def run() -> None:
         nodes = Nodes({}, {MODEL})
-        fleet = Fleet(MODEL, nodes, "least-loaded", Metrics())
+        fleet = Fleet(MODEL, nodes, "least-loaded", RouterMetrics())
         nodes.listed("decode", frozenset({first.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
         old, new = Sink(), Sink()
@@ -115,7 +115,7 @@ def test_the_more_nodes_there_are_the_less_is_heard_of_each(pair: Pair, monkeypa
         return [pair.first.pauses.pop(), *pair.second.pauses]
 
     assert asyncio.run(pauses(frozenset({pair.first.address}))) == [100]
-    monkeypatch.setattr("router.nodes.REPORTS", 5.0)
+    monkeypatch.setattr("router.fleet.nodes.REPORTS", 5.0)
     assert asyncio.run(pauses(frozenset({pair.first.address, pair.second.address}))) == [400, 400]
 
 

@@ -13,7 +13,7 @@ import small_tokenizers
 from checkpoints import make_checkpoint
 from fleet import MODEL_NAME, Fleet, start_fleet
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]

@@ -9,14 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cost import Load
 from pdserve.errors import Overloaded
-from pdserve.pace import Line, Pace
-from router.policy import POLICIES, Ask, NodeView, Placement, Policy, Snapshot, least_loaded, prefix_aware, round_robin
+from pdserve.request_cost import RequestLoad
+from pdserve.throughput import CostLine, Throughput
+from router.fleet.policy import (
+    POLICIES,
+    FleetSnapshot,
+    NodeChoice,
+    NodeView,
+    Policy,
+    PolicyRequest,
+    least_loaded,
+    prefix_aware,
+    round_robin,
+)
 
-PACE = Pace(prompt=Line(5e-3, 25e-6), decode=Line(5e-3, 20e-6), read=Line(1e-3, 1e-6))
-IDLE = Load(free_blocks=1000, total_blocks=1000, block_size=16)
-ASK = Ask(4000)
+PACE = Throughput(prompt=CostLine(5e-3, 25e-6), decode=CostLine(5e-3, 20e-6), read=CostLine(1e-3, 1e-6))
+IDLE = RequestLoad(free_blocks=1000, total_blocks=1000, block_size=16)
+ASK = PolicyRequest(4000)
 
 
 def decode(name: str, peers: tuple[str, ...] = ("p0", "p1"), **fields: object) -> NodeView:
@@ -28,7 +38,7 @@ def prefill(name: str, **fields: object) -> NodeView:
 
 
 def view(name: str, role: str, **fields: object) -> NodeView:
-    load = {key: fields.pop(key) for key in Load.__struct_fields__ if key in fields}
+    load = {key: fields.pop(key) for key in RequestLoad.__struct_fields__ if key in fields}
     defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "pace": PACE}
     return NodeView(name, role, load=msgspec.structs.replace(IDLE, **load), **{**defaults, **fields})  # type: ignore[arg-type]
 
@@ -41,66 +51,68 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 def test_round_robin_goes_round() -> None:
     nodes = (decode("d0", in_flight=9), decode("d1"), prefill("p0"), prefill("p1", backlog=10_000))
-    placements = [round_robin(Snapshot("m", nodes, turn), ASK) for turn in range(3)]
-    assert placements == [Placement("d0", "p0"), Placement("d1", "p1"), Placement("d0", "p0")]
+    placements = [round_robin(FleetSnapshot("m", nodes, turn), ASK) for turn in range(3)]
+    assert placements == [NodeChoice("d0", "p0"), NodeChoice("d1", "p1"), NodeChoice("d0", "p0")]
 
 
 def test_the_least_loaded_of_each_role_whoever_loads_it() -> None:
     nodes = (decode("d0", requests=3), decode("d1", in_flight=1), prefill("p0", in_flight=2), prefill("p1", requests=1))
-    assert least_loaded(Snapshot("m", nodes), ASK) == Placement("d1", "p1")
+    assert least_loaded(FleetSnapshot("m", nodes), ASK) == NodeChoice("d1", "p1")
 
 
 def test_ties_of_the_least_loaded_go_round() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
-    assert [least_loaded(Snapshot("m", nodes, turn), ASK).decode for turn in range(4)] == ["d0", "d1", "d0", "d1"]
+    assert [least_loaded(FleetSnapshot("m", nodes, turn), ASK).decode for turn in range(4)] == ["d0", "d1", "d0", "d1"]
 
 
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1"))
     for turn in range(4):
-        assert prefix_aware(Snapshot("m", nodes, turn), Ask(4000, {"p1": 3200})) == Placement("d0", "p1")
+        assert prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, {"p1": 3200})) == NodeChoice(
+            "d0", "p1"
+        )
 
 
 def test_a_long_line_outweighs_a_cached_prefix() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1", backlog=8000))
-    assert prefix_aware(Snapshot("m", nodes), Ask(4000, {"p1": 3200})) == Placement("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"p1": 3200})) == NodeChoice("d0", "p0")
 
 
 def test_what_a_decode_node_has_it_prefills_itself() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
-    assert prefix_aware(Snapshot("m", nodes), Ask(4000, {"d1": 3984})) == Placement("d1", None)
+    assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"d1": 3984})) == NodeChoice("d1", None)
 
 
 def test_a_short_prompt_is_handed_off_where_many_decode() -> None:
     busy = (decode("d0", requests=60), prefill("p0"))
     idle = (decode("d0"), prefill("p0"))
-    assert prefix_aware(Snapshot("m", busy), Ask(100)) == Placement("d0", "p0")
-    assert prefix_aware(Snapshot("m", idle), Ask(100)) == Placement("d0", None)
+    assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == NodeChoice("d0", "p0")
+    assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == NodeChoice("d0", None)
 
 
 def test_a_decode_node_without_room_is_avoided() -> None:
     nodes = (decode("d0", free_blocks=10), decode("d1", requests=100), prefill("p0"))
-    assert prefix_aware(Snapshot("m", nodes), ASK).decode == "d1"
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK).decode == "d1"
 
 
 def test_a_slow_node_gets_less() -> None:
-    slow = Pace(prompt=Line(5e-3, 100e-6), decode=PACE.decode, read=PACE.read)
+    slow = Throughput(prompt=CostLine(5e-3, 100e-6), decode=PACE.decode, read=PACE.read)
     nodes = (decode("d0"), prefill("p0", pace=slow), prefill("p1", backlog=3000))
-    assert prefix_aware(Snapshot("m", nodes), ASK) == Placement("d0", "p1")
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "p1")
 
 
 def test_reading_that_was_slow_once_is_tried_again() -> None:
     """Else nothing would be read there, and nothing be measured, ever again."""
-    slow = Line(0.0, 2e-3)
+    slow = CostLine(0.0, 2e-3)
     for age, prefill_node in ((0.0, None), (120.0, "p0")):
         pace = msgspec.structs.replace(PACE, read=slow.aged(age))
-        assert prefix_aware(Snapshot("m", (decode("d0", pace=pace), prefill("p0"))), ASK).prefill == prefill_node
+        assert prefix_aware(FleetSnapshot("m", (decode("d0", pace=pace), prefill("p0"))), ASK).prefill == prefill_node
 
 
 def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> None:
-    slow = Pace(prompt=Line(5e-3, 1e-3), decode=PACE.decode, read=PACE.read)
-    nodes = (decode("d0", pace=Pace()), prefill("p0", pace=slow), prefill("p1", pace=Pace()))
-    assert {prefix_aware(Snapshot("m", nodes, turn), ASK).prefill for turn in range(2)} == {"p0", "p1"}
+    slow = Throughput(prompt=CostLine(5e-3, 1e-3), decode=PACE.decode, read=PACE.read)
+    nodes = (decode("d0", pace=Throughput()), prefill("p0", pace=slow), prefill("p1", pace=Throughput()))
+    assert {prefix_aware(FleetSnapshot("m", nodes, turn), ASK).prefill for turn in range(2)} == {"p0", "p1"}
 
 
 @every_policy
@@ -115,26 +127,26 @@ def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> N
     ],
 )
 def test_without_a_prefill_node_that_fits_the_decode_node_prefills(policy: Policy, unusable: NodeView) -> None:
-    assert policy(Snapshot("m", (decode("d0"), unusable)), ASK) == Placement("d0", None)
+    assert policy(FleetSnapshot("m", (decode("d0"), unusable)), ASK) == NodeChoice("d0", None)
 
 
 @every_policy
 @pytest.mark.parametrize("nodes", [(), (prefill("p0"),), (decode("d0", ready=False),)])
 def test_without_a_decode_node_there_is_no_service(policy: Policy, nodes: tuple[NodeView, ...]) -> None:
     with pytest.raises(Overloaded, match="'m'"):
-        policy(Snapshot("m", nodes), ASK)
+        policy(FleetSnapshot("m", nodes), ASK)
 
 
 def test_the_models_that_are_served_are_named() -> None:
     with pytest.raises(Overloaded, match="no decode node of model 'x' is ready; the ready ones serve 'm'"):
-        least_loaded(Snapshot("x", (decode("d0"),)), ASK)
+        least_loaded(FleetSnapshot("x", (decode("d0"),)), ASK)
 
 
 # ------------------------------------------------------------ all fleets
 
-lines = st.builds(Line, st.floats(0, 0.1), st.floats(0, 1e-3))
+lines = st.builds(CostLine, st.floats(0, 0.1), st.floats(0, 1e-3))
 loads = st.builds(
-    Load,
+    RequestLoad,
     requests=st.integers(0, 300),
     waiting=st.integers(0, 10),
     backlog=st.integers(0, 100_000),
@@ -153,10 +165,10 @@ views = st.builds(
     in_flight=st.integers(0, 3),
     connected_peers=st.frozensets(st.sampled_from("abcdefgh")),
     load=loads,
-    pace=st.builds(Pace, lines, lines, lines),
+    pace=st.builds(Throughput, lines, lines, lines),
 )
 snapshots = st.builds(
-    Snapshot,
+    FleetSnapshot,
     model=st.just("m"),
     nodes=st.lists(views, max_size=8, unique_by=lambda view: view.node_id).map(tuple),
     turn=st.integers(0, 2**32),
@@ -164,14 +176,16 @@ snapshots = st.builds(
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> PolicyRequest:
     num_tokens = draw(st.integers(1, 20_000))
-    return Ask(num_tokens, draw(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, num_tokens - 1))))
+    return PolicyRequest(num_tokens, draw(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, num_tokens - 1))))
 
 
 @every_policy
 @given(snapshot=snapshots, ask=asks())
-def test_only_ready_nodes_that_fit_each_other_are_paired(policy: Policy, snapshot: Snapshot, ask: Ask) -> None:
+def test_only_ready_nodes_that_fit_each_other_are_paired(
+    policy: Policy, snapshot: FleetSnapshot, ask: PolicyRequest
+) -> None:
     usable = snapshot.usable("decode")
     if not usable:
         return
@@ -215,7 +229,7 @@ def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, tur
     cached = {"p0": 3008, "d0": 3008, "p1": 3008 - burden.uncached, "d1": 3008 - burden.uncached}
     clearly = Burden(burden.requests + 200, burden.backlog + 2000, burden.blocks, burden.uncached)
     nodes = (burdened(decode("d1"), clearly), decode("d0"), burdened(prefill("p1"), clearly), prefill("p0"))
-    placement = prefix_aware(Snapshot("m", nodes, turn), Ask(4000, cached))
+    placement = prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, cached))
     assert placement.decode == "d0"
     assert placement.prefill in (None, "p0")
 
@@ -227,7 +241,7 @@ def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, t
     def chooses_p1(burden: Burden) -> bool:
         node = burdened(prefill("p1"), burden)
         nodes = (decode("d0", requests=90), prefill("p0", backlog=3000), node)
-        return prefix_aware(Snapshot("m", nodes, turn), Ask(4000, {"p1": cached})).prefill == "p1"
+        return prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, {"p1": cached})).prefill == "p1"
 
     both = Burden(before.requests + more.requests, before.backlog + more.backlog + 200, before.blocks, 0)
     assert chooses_p1(before) or not chooses_p1(both)

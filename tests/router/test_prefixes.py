@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.hashing import BlockHashes, prefix_numbers, unpack_numbers
-from pdserve.wire import pack_tokens
-from router.prefixes import CachedBlocks, PrefixIndex
+from pdserve.rpc.protobuf import pack_tokens
+from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 
 NUMBERS = st.integers(0, 30)
 CHANGE = st.tuples(st.integers(0, 3), st.lists(NUMBERS, max_size=8), st.lists(NUMBERS, max_size=8))

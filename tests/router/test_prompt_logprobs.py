@@ -15,7 +15,7 @@ import torch
 from checkpoints import make_checkpoint, reference_model
 from fleet import Fleet, start_fleet
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 VOCABULARY = 512
 STEP = 32  # tokens; longer prompts take several steps

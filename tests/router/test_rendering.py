@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from pdserve.errors import RequestError
-from router.chat.rendering import Order, Renderers
-from router.chat.template import ChatTemplate
+from router.text.chat.renderers import Order, Renderers
+from router.text.chat.template import ChatTemplate
 
 TEMPLATE = """
 {%- set say = messages[0]['content'] -%}
@@ -84,7 +84,7 @@ def test_a_process_that_is_killed_is_replaced() -> None:
         try:
             assert await renderers.render(order("one")) == "one"
             for process in psutil.Process().children():
-                if "router.chat.render_process" in process.cmdline():
+                if "router.text.chat.render_process" in process.cmdline():
                     process.kill()
             with pytest.raises(RequestError, match="ended its process"):
                 await renderers.render(order("two"))

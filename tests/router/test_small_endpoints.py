@@ -11,7 +11,7 @@ import pytest
 from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

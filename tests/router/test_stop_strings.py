@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopMatcher
+from router.text.stop_strings import StopMatcher
 
 letters = st.text(alphabet="ab", max_size=30)
 stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)

@@ -16,7 +16,7 @@ from router_process import router_process
 from scripted_node import Conversation, Script, ScriptedNode
 
 from pdserve.pb import pdserve_pb2 as pb
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 FAILURES = [
     (pb.Failure.INVALID, 400, "invalid_request_error"),

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
-from pdserve.grammar import MAX_BYTES, Grammar, Vocabulary, start_thread, without
-from router.structured import checker
-from router.structured.checker import GrammarChecker
-from router.structured.formats import (
+from pdserve.grammar import MAX_BYTES, Grammar, GrammarVocabulary, start_thread, without
+from router.text.structured import grammar_checker as checker
+from router.text.structured.grammar_checker import GrammarChecker
+from router.text.structured.output_formats import (
     Wanted,
     choice_grammar,
     json_schema_grammar,
@@ -30,8 +30,8 @@ END = int(TOKENIZER.token_to_id("<|im_end|>") or 0)
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(TOKENIZER.to_str(), eos_token_ids=[END])
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(TOKENIZER.to_str(), eos_token_ids=[END])
 
 
 def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> None:
@@ -47,7 +47,7 @@ def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> Non
     asyncio.run(session())
 
 
-def follows(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+def follows(vocabulary: GrammarVocabulary, grammar: str, text: str) -> bool:
     """Whether the grammar may end with this text. Where that is forced its masks may want it in other tokens."""
     matcher = Grammar(grammar, vocabulary).matcher()
     matcher.consume(TOKENIZER.encode(text).ids)
@@ -69,7 +69,7 @@ json_values = st.recursive(
 
 @settings(max_examples=30, deadline=None)
 @given(value=json_values)
-def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: Vocabulary, value: Any) -> None:
+def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: GrammarVocabulary, value: Any) -> None:
     grammar = json_schema_grammar({"const": value}, whitespace="")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     assert follows(vocabulary, grammar, text)
@@ -78,14 +78,14 @@ def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: Vocabulary
 
 @settings(max_examples=30, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
-def test_each_choice_is_allowed_and_nothing_before_its_end(vocabulary: Vocabulary, choices: list[str]) -> None:
+def test_each_choice_is_allowed_and_nothing_before_its_end(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
     grammar = choice_grammar(choices)
     for choice in choices:
         assert follows(vocabulary, grammar, choice)
         assert follows(vocabulary, grammar, choice[:-1]) == (choice[:-1] in choices)
 
 
-def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: Vocabulary) -> None:
+def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: GrammarVocabulary) -> None:
     structure = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
     grammar = structural_tag_grammar({"structures": [structure], "triggers": ["<f"], "type": "structural_tag"})
     assert follows(vocabulary, grammar, "well: <f=add>12</f> done")
@@ -109,7 +109,7 @@ def test_tokens_are_taken_out_of_a_mask_unless_none_is_left(mask: bytes, token_i
     assert tokens(without(mask, token_ids)) == (tokens(mask) - token_ids or tokens(mask))
 
 
-def test_the_deepest_grammar_fits_the_stack(vocabulary: Vocabulary) -> None:
+def test_the_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> None:
     """Rules that refer to one another as deep as the limit of bytes allows: an overflow would end the process."""
     depth = 6000
     chain = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'

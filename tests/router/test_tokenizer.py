@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from pdserve.errors import CheckpointError
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",

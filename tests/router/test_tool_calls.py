@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.chat.dialect import TOOL_FORMATS
-from router.chat.pieces import Message, OutputParser, message_of
-from router.chat.reasoning import PlainText, ReasoningReader
-from router.chat.tool_calls import ListReader, NamedReader
+from router.text.chat.dialect import TOOL_FORMATS
+from router.text.chat.pieces import Message, OutputParser, message_of
+from router.text.chat.reasoning import PlainText, ReasoningReader
+from router.text.chat.tool_calls import ListReader, NamedReader
 
 NAMES = ("f", "get_weather")
 HERMES, LLAMA, MISTRAL = (TOOL_FORMATS[name].reader for name in ("hermes", "llama3_json", "mistral"))

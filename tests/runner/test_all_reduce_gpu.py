@@ -30,8 +30,8 @@ def _parts(rank: int, rows: int, size: int, turn: int) -> torch.Tensor:
 def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[int, str]]) -> None:
     import torch.distributed as dist
 
-    from runner.norm import rms_norm
-    from runner.peer_memory import map_memory
+    from runner.distributed.peer_memory import map_memory
+    from runner.models.layers.norm import rms_norm
 
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")

@@ -12,8 +12,8 @@ from checkpoints import make_checkpoint, node_config
 from safetensors.torch import load_file, save_file
 
 import runner
+from pdserve.config.hub import resolve_model, weights_fingerprint
 from pdserve.errors import CheckpointError
-from pdserve.hub import resolve_model, weights_fingerprint
 
 Tensors = dict[str, torch.Tensor]
 

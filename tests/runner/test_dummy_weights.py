@@ -11,11 +11,11 @@ from torch import Tensor
 
 import runner
 from pdserve.errors import CheckpointError
-from runner.weights import Part, fill_random
+from runner.loading.weights import TensorShard, fill_random
 
 
 def fill(tensors: dict[str, Tensor], seed: int) -> None:
-    fill_random({name: Part.whole(tensor) for name, tensor in tensors.items()}, seed)
+    fill_random({name: TensorShard.whole(tensor) for name, tensor in tensors.items()}, seed)
 
 
 def tensors(dtype: torch.dtype) -> dict[str, Tensor]:

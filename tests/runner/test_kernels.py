@@ -7,9 +7,10 @@ import torch
 from attention_steps import Shape, make_inputs
 from torch import Tensor
 
-from pdserve.config import DeviceInfo
-from pdserve.split import Split
-from runner.attention import HeadNorms, HeadTurn
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.parallel import ParallelConfig
+from runner.attention import HeadNorms, RotaryCosSin
+from runner.distributed.parallel_state import ParallelState
 from runner.kernels.embedding import embed
 from runner.kernels.gather import TILE, GatheredKeys
 from runner.kernels.gemv import gemv
@@ -17,14 +18,13 @@ from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
 from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.linear import Placement
-from runner.models.ops import TorchOps
-from runner.norm import rms_norm
-from runner.rope import apply_rotary, widen
-from runner.world import World
+from runner.models.layers.linear import TensorPlacement
+from runner.models.layers.norm import rms_norm
+from runner.models.layers.pointwise_ops import TorchOps
+from runner.models.layers.rotary import apply_rotary, widen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ALONE = World(Split(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
+ALONE = ParallelState(ParallelConfig(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
 EPS = 1e-5
 # Kernels round once, torch after every operation.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -42,7 +42,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def reference_ops(dtype: torch.dtype) -> TorchOps:
-    return TorchOps(EPS, ALONE, Placement(DEVICE, dtype, dtype, use_triton=False))
+    return TorchOps(EPS, ALONE, TensorPlacement(DEVICE, dtype, dtype, use_triton=False))
 
 
 @dtypes
@@ -100,7 +100,7 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, page: int, has_nor
     slots = torch.tensor([3 * page, -1, 5 * page - 1, 1, -1], device=DEVICE)
     qkv = random(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # as in a table: a row holds cos, then sin
-    turn = HeadTurn(*angles.chunk(2, dim=1))
+    turn = RotaryCosSin(*angles.chunk(2, dim=1))
     weights = random(2, head_dim, dtype=dtype, seed=2)
     norms = HeadNorms(weights[0], weights[1], EPS) if has_norms else None
     pages = random(6, kv_heads, 3, 2, page, head_dim, dtype=dtype, seed=3)  # of three layers

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import DigestOrder
-from runner.kv_digest import BlockDigests
+from runner.kv_digest import KVDigester
 
 LAYERS, HEADS, BLOCK = 4, 4, 8
 WRAP = 1 << 64
@@ -47,7 +47,7 @@ def digests(kv: Meant, layout: KVLayout, share: KVShare | None = None, num_token
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
     order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
-    return [digest % WRAP for digest in BlockDigests(cache, layout, share).compute([order]).tolist()]
+    return [digest % WRAP for digest in KVDigester(cache, layout, share).compute([order]).tolist()]
 
 
 @given(dtype=st.sampled_from(["float32", "float16"]), head_dim=st.sampled_from([1, 2, 6]), data=st.data())
@@ -105,7 +105,7 @@ def test_ranks_add_up_to_the_whole(stages: tuple[int, ...], shards: int, page: i
 def test_orders_are_answered_one_after_the_other_and_chunks_do_not_show() -> None:
     layout = KVLayout(64, 64, 64, 8, 8, 64, "bfloat16")  # larger than a chunk
     memory = torch.randn(layout.shape).to(torch.bfloat16)
-    each = BlockDigests(memory, layout, KVShare.whole(layout))
+    each = KVDigester(memory, layout, KVShare.whole(layout))
     orders = [DigestOrder((5, 3, 60, 61), 4 * 64), DigestOrder((7,), 1), DigestOrder((0, 7), 128)]
     alone = [each.compute([DigestOrder((block,), 64)]).item() for block in (5, 3, 60, 61, 0, 7)]
     found = each.compute(orders).tolist()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES, make_checkpoint
 
+from pdserve.config.model_config import ModelConfig, RopeConfig, load_model_config
 from pdserve.errors import CheckpointError
-from pdserve.model_config import ModelConfig, RopeConfig, load_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -11,9 +11,9 @@ import pytest
 from checkpoints import make_checkpoint, node_config
 from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 
-from pdserve.config import NodeConfig
+from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams
-from runner.stages import fewest_late_tokens
+from runner.distributed.pipeline_stages import fewest_late_tokens
 from runner.v2.graphs import decode_shapes, mixed_shapes
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

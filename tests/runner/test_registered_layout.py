@@ -14,13 +14,13 @@ from stepper import GREEDY
 from torch import Tensor
 
 import runner
-from pdserve.backends import Platform
-from pdserve.config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.attention_backends import Platform
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
-from pdserve.oracle import VARIABLE
 from pdserve.records import DigestOrder, KVRegion, NewSequence, ScheduledSequence, StepPlan
-from pdserve.resolve import resolve
-from runner.kv_digest import BlockDigests
+from runner.kv_digest import KVDigester
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
 
@@ -142,7 +142,7 @@ def test_digests_are_of_what_a_peer_would_read(checkpoint: Path, version: str, b
         later = model_runner.launch(StepPlan(1, digests=(order, DigestOrder((3,), 16)))).result()
         layout, region = model_runner.kv_layout, model_runner.kv_region
         read = torch.cat([read_block(region, layout, block) for block in range(layout.num_blocks)])
-    expected = BlockDigests(read, layout, KVShare.whole(layout)).compute([order]).tolist()
+    expected = KVDigester(read, layout, KVShare.whole(layout)).compute([order]).tolist()
     assert first.digests == (tuple(expected),)
     assert later.digests == (tuple(expected), (expected[0],))
     assert expected[0] != expected[1]

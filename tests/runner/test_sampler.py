@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.records import SamplingParams
-from runner.noise import gumbel_noise, row_keys
-from runner.sampler import Sampler, SampleRow
+from runner.sampling.noise import gumbel_noise, row_keys
+from runner.sampling.sampler import Sampler, SampleRow
 
 VOCAB = 40
 EOS = (2, 5)

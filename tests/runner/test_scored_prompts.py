@@ -17,7 +17,7 @@ from test_simulated_runner import build as build_simulated
 
 import runner
 from pdserve.records import NewSequence, PromptLogprobs, SamplingParams, ScheduledSequence
-from runner.prompt_targets import PromptTargets
+from runner.sampling.prompt_targets import PromptTargets
 
 VOCAB = 128
 BLOCK = 16

@@ -13,33 +13,33 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdserve.config.model_config import load_model_config
+from pdserve.config.parallel import RankPosition, choose_split, num_parameters
 from pdserve.errors import CheckpointError
-from pdserve.model_config import load_model_config
-from pdserve.split import Place, choose_split, num_parameters
-from runner.linear import Placement
+from runner.loading.weights import TensorShard, fill_random, load_weights
 from runner.models.decoder import Decoder
-from runner.weights import Part, fill_random, load_weights
+from runner.models.layers.linear import TensorPlacement
 
-CPU = Placement(torch.device("cpu"), torch.float32, torch.float32)
+CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
 
 
-def place_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = False) -> Place:
+def place_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = False) -> RankPosition:
     return choose_split(load_model_config(directory), pp, tp, None, shared_mlps).place(rank)
 
 
-def decoder_at(directory: Path, place: Place) -> Decoder:
+def decoder_at(directory: Path, place: RankPosition) -> Decoder:
     world: Any = SimpleNamespace(place=place)  # until it is called, a decoder needs nobody else
     return Decoder(load_model_config(directory), world, CPU, use_triton=False)
 
 
-def loaded_parts(directory: Path, place: Place) -> dict[str, Part]:
+def loaded_parts(directory: Path, place: RankPosition) -> dict[str, TensorShard]:
     decoder = decoder_at(directory, place)
     parts = dict(decoder.parts())
     load_weights(directory, parts, decoder.elsewhere(), lambda fraction: None)
     return parts
 
 
-def random_parts(directory: Path, place: Place) -> dict[str, Part]:
+def random_parts(directory: Path, place: RankPosition) -> dict[str, TensorShard]:
     parts = dict(decoder_at(directory, place).parts())
     fill_random(parts, seed=4)
     return parts

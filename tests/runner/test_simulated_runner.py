@@ -10,12 +10,12 @@ import pytest
 from stepper import Stepper
 
 import runner
-from pdserve.config import NodeOptions
-from pdserve.device import node_devices
-from pdserve.embedded import EMBEDDED_MODEL
+from pdserve.config.device import node_devices
+from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.node_config import NodeOptions
+from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
-from pdserve.resolve import resolve
 
 EOS = {0, 2}  # of the embedded model
 

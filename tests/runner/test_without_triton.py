@@ -12,9 +12,9 @@ SCRIPT = """
 import sys
 
 sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fails
-from pdserve.config import NodeOptions
-from pdserve.resolve import resolve
-from pdserve.device import detect_device
+from pdserve.config.node_config import NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.config.device import detect_device
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 import runner
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import DeviceInfo
-from pdserve.split import Split
-from runner.world import World
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.parallel import ParallelConfig
+from runner.distributed.parallel_state import ParallelState
 
 SCRIPT = """
 import json
 import socket
 import sys
 import torch
-from pdserve.config import DeviceInfo
-from pdserve.split import Split
-from runner.world import World
+from pdserve.config.node_config import DeviceInfo
+from pdserve.config.parallel import Split
+from runner.distributed.parallel_state import World
 
 rank = int(sys.argv[1])
 meeting = sys.argv[2] if rank else socket.socket(fileno=int(sys.argv[2]))
@@ -64,6 +64,6 @@ def test_sums_and_logits_stay_in_a_stage_and_the_least_is_that_of_all() -> None:
 
 
 def test_one_rank_meets_nobody() -> None:
-    world = World(Split((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
+    world = ParallelState(ParallelConfig((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
     assert world.smallest(3) == 3
     world.close()

@@ -1,0 +1,1 @@
+"""Connector back ends: NIXL, in-process, simulated and none."""

@@ -1,0 +1,1 @@
+"""The NIXL back end of the connector, over UCX."""

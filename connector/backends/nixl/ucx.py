@@ -1,0 +1,157 @@
+"""UCX, the library under NIXL: its settings, its log, and the sockets it opened."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from connector.backends.nixl.socket_drain import SocketDrain
+from pdserve.rpc.timeouts import PeerTiming
+
+logger = logging.getLogger(__name__)
+
+DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # UCX takes SIGHUP otherwise
+
+_LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
+_LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
+_LEVELS = {"FATAL": logging.CRITICAL, "ERROR": logging.WARNING, "WARN": logging.WARNING}  # errors are translated above
+
+
+class UcxLog:
+    """What UCX writes to its log, passed on to ``logging``; from it we learn the lanes of connections.
+
+    UCX opens its log once per process. An anonymous file in memory leaves nothing behind, whatever ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, str] = {}  # of the newest kind of connection, by worker
+        self._file = os.memfd_create("ucx-log", os.MFD_CLOEXEC)
+        self._read = 0  # bytes passed on already
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self._file}"
+
+    def take_lanes(self, worker: str) -> str:
+        """Those of the connection that the worker whose name begins so made last, "" if unknown. Then forgets them.
+
+        A worker names the lanes of a connection only where it has none with the same lanes yet.
+        """
+        self.pass_on()
+        with self._lock:
+            names = [name for name in self._lanes if name.startswith(worker)]
+            return [self._lanes.pop(name) for name in names][-1] if names else ""
+
+    def pass_on(self) -> None:
+        """Log what UCX has written since the last call."""
+        with self._lock:
+            ctypes.CDLL(None).fflush(None)  # UCX writes through a buffered stream
+            data = os.pread(self._file, os.fstat(self._file).st_size - self._read, self._read)
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read += len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        match = _LOG_LINE.match(line)
+        if match is None:
+            logger.debug("%s", line)
+            return
+        logger.log(_LEVELS.get(match["level"], logging.DEBUG), "%s", match["text"])
+        found = _LANES.match(match["text"])
+        if found:
+            self._lanes[found["worker"]] = " ".join(found["lanes"].split())
+
+
+_log: UcxLog | None = None
+_log_lock = threading.Lock()
+
+
+def log() -> UcxLog:
+    """The log of this process."""
+    global _log
+    with _log_lock:
+        if _log is None:
+            _log = UcxLog()
+        return _log
+
+
+@contextmanager
+def settings(timing: PeerTiming) -> Iterator[None]:
+    """Sets what UCX reads from the environment while it starts, except where the user has set it.
+
+    The environment is restored afterwards, so that processes started later do not take our settings for the user's.
+    """
+    defaults = timing.ucx | DEBUG_SIGNAL_OFF
+    if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
+        defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
+    added = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: defaults[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+_drain = SocketDrain()
+_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, an uint64 (linux/tcp.h)
+
+
+def shut_sockets(metadata: bytes) -> int:
+    """Shut down the TCP connections of this process to the peer with this NIXL metadata; returns how many.
+
+    The one way to end a transfer with a peer that hangs: UCX then sees the end of the stream, declares the endpoint
+    dead and fails what is under way, and no byte can arrive any more. Removing the agent or releasing the handle does
+    not do that: the bytes still land once the peer wakes up. Other transports do not need it, their reads do not
+    involve the peer's CPU. Towards the peer the connection stays open for a while (socket_drain.py).
+
+    UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
+    """
+    return sum(_drain.take(connection) for connection in _connections_to(metadata))
+
+
+def received_bytes(metadata: bytes) -> int:
+    """What has come so far over this process's TCP connections to the peer with this NIXL metadata; 0 if none is."""
+    total = 0
+    for connection in _connections_to(metadata):
+        with connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+            total += int.from_bytes(info[_BYTES_RECEIVED:], sys.byteorder)
+    return total
+
+
+def _connections_to(metadata: bytes) -> Iterator[socket.socket]:
+    """Duplicates of those sockets: UCX may close its own. The caller closes them."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(int(entry)))
+        except OSError:  # closed meanwhile
+            continue
+        if _leads_to(connection, metadata):
+            yield connection
+        else:
+            connection.close()
+
+
+def _leads_to(connection: socket.socket, metadata: bytes) -> bool:
+    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    try:
+        host, port = connection.getpeername()[:2]
+    except OSError:  # listening, or gone already
+        return False
+    address = socket.inet_pton(connection.family, host.partition("%")[0])
+    is_known = address in metadata or host in ("127.0.0.1", "::1")
+    return is_known and port.to_bytes(2, "big") in metadata

@@ -1,0 +1,38 @@
+"""The connector of a node that exchanges KV with nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from connector.completion_queue import CompletionQueue
+from connector.planning.rank_mapping import ONLY_RANK, OwnRanks
+from pdserve.kv import KVLayout
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
+
+
+class NullConnector:
+    """Connecting fails, reading is an error; everything else does nothing."""
+
+    def __init__(self, agent: str = "", own: OwnRanks = ONLY_RANK) -> None:
+        self._agent = agent
+        self._own = own
+        self._outbox = CompletionQueue()
+
+    def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
+        self._outbox.on_progress = on_progress
+        return RankKV(self._agent, b"", region, layout, self._own.share)
+
+    def connect(self, peer: Peer) -> None:
+        self._outbox.failed(peer.epoch, "this node was started without a KV connector")
+
+    def disconnect(self, epoch: str) -> None:
+        pass
+
+    def read(self, read: KVRead) -> None:
+        self._outbox.refused(read, "this node was started without a KV connector")
+
+    def poll(self) -> KVConnectorOutput:
+        return self._outbox.drain()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Pure transfer planning: which bytes of which remote rank go where."""

@@ -1,0 +1,107 @@
+"""What makes a node a decode node: peers to read from, handoffs, and the DecodeNode service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.metrics_core import Metric
+
+from decode_node.decode_metrics import DecodeMetrics
+from decode_node.decode_service import DecodeService
+from decode_node.handoff_driver import HandoffDriver
+from decode_node.prefill_peers import PrefillPeers
+from decode_node.settings import DecodeSettings, FailurePolicy
+from engine.frontend.drain import Drained
+from engine.frontend.node import Node
+from pdserve.discovery.sources import check_source
+from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.transports import REQUIRABLE
+
+
+class DecodeRole:
+    name = "decode"
+    services: tuple[str, ...] = ("pdserve.v1.DecodeNode",)
+
+    def __init__(self, settings: DecodeSettings) -> None:
+        if settings.handoff_min_tokens < 0 or not 0 <= settings.peer_wait < float("inf"):
+            raise ConfigError(
+                f"--handoff-min-tokens {settings.handoff_min_tokens} and --peer-wait {settings.peer_wait} must be at "
+                "least 0"
+            )
+        for place in settings.prefill:
+            check_source(place)
+        self.uses_connector = bool(settings.prefill)
+        self._settings = settings
+        self._metrics = DecodeMetrics()
+        self._peers: PrefillPeers | None = None
+
+    def attach(self, node: Node) -> Drained:
+        self._peers = PrefillPeers(self._settings, node, self._metrics)
+        handoffs = HandoffDriver(node.link, self._peers, self._settings, node.config.model, self._metrics)
+        service = DecodeService(node, handoffs)
+        pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
+        return service
+
+    async def connect(self) -> None:
+        if self._peers is not None:
+            await self._peers.start(self._settings.peer_wait)
+
+    def connected_peers(self) -> Sequence[str]:
+        return self._peers.connected_ids() if self._peers is not None else ()
+
+    def metrics(self) -> Iterable[Metric]:
+        return self._metrics.collect()
+
+    async def close(self) -> None:
+        if self._peers is not None:
+            await self._peers.close()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("handoff")
+    group.add_argument(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="prefill nodes: host:port, dns://name:port, k8s://namespace/service:port or file:///path; repeatable",
+    )
+    group.add_argument(
+        "--kv-failure-policy",
+        choices=[policy.value for policy in FailurePolicy],
+        default=FailurePolicy.RECOMPUTE.value,
+        help="when a handoff fails: prefill here, or fail the request (default %(default)s)",
+    )
+    group.add_argument(
+        "--handoff-min-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prefill here what lacks fewer tokens of KV; 0 hands everything off (default %(default)s)",
+    )
+    group.add_argument(
+        "--require-transport",
+        choices=REQUIRABLE,
+        default="",
+        metavar="KIND",
+        help="refuse connections to prefill nodes that are slower than KIND: shm (memory that both processes of a host "
+        "see: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards that read by themselves: "
+        "rc, dc, ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts those named after it; plain "
+        "TCP satisfies none. Judged by the lanes UCX chose, not by their speed. (default: any, with a warning for TCP)",
+    )
+    group.add_argument(
+        "--peer-wait",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long to wait for a first prefill node before being ready without (default %(default)s)",
+    )
+
+
+def make_role(args: argparse.Namespace) -> DecodeRole:
+    policy = FailurePolicy(args.kv_failure_policy)
+    return DecodeRole(
+        DecodeSettings(tuple(args.prefill), policy, args.handoff_min_tokens, args.peer_wait, args.require_transport)
+    )

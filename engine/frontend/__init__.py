@@ -1,0 +1,1 @@
+"""The frontend process of a node: gRPC, health, drain and metrics."""

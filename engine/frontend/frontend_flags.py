@@ -1,0 +1,76 @@
+"""The flags of a node's front, on top of those of the node itself (pdserve/config/flags.py)."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+import msgspec
+
+from pdserve.config.flags import DRAIN_SECONDS, add_drain_flag
+from pdserve.errors import ConfigError
+from pdserve.logs import add_log_flag
+from pdserve.rpc.address import join_address
+from pdserve.tracing.trace_flags import add_trace_flag
+
+_WILDCARDS = ("0.0.0.0", "::", "[::]", "")
+
+
+class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node listens, what it is called, what it tells, and who started it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    node_id: str | None = None  # None: the address it is reached at
+    advertise: str | None = None  # host or host:port that others dial
+    metrics_port: int | None = None  # 0: any free one; None: no metrics over HTTP
+    drain_timeout: float = DRAIN_SECONDS
+    status_fd: int | None = None
+    lifeline_fd: int | None = None
+    log_format: str = "text"
+    log_requests: bool = False
+    traces: str = ""  # URL of a collector; "": no traces
+
+    def address(self, port: int) -> str:
+        """``host:port`` as others dial it, ``port`` being the one that was bound."""
+        if self.advertise is None:
+            return join_address(socket.gethostname() if self.host in _WILDCARDS else self.host, port)
+        host, colon, explicit = self.advertise.rpartition(":")
+        if not colon or self.advertise.endswith("]"):
+            return join_address(self.advertise, port)
+        if not explicit.isdecimal():
+            raise ConfigError(f"--advertise {self.advertise!r} is neither a host nor host:port")
+        return join_address(host, int(explicit))
+
+
+def add_front_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag that ``front_options_from`` reads."""
+    group = parser.add_argument_group("network")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    group.add_argument("--port", type=_port, default=0, help="port to listen on; 0 takes a free one (default)")
+    group.add_argument("--node-id", metavar="NAME", help="unique name of this node (default: its address)")
+    group.add_argument("--advertise", metavar="HOST[:PORT]", help="address that others dial (default: the one bound)")
+    group.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="serve /metrics for Prometheus there, over HTTP; 0 takes a free port (default: no)",
+    )
+    add_drain_flag(group, "it is handed over to other nodes")
+    told = parser.add_argument_group("what it tells")
+    add_log_flag(told)
+    told.add_argument("--log-requests", action="store_true", help="a line in the log for each request")
+    add_trace_flag(told)
+    internal = parser.add_argument_group("for whoever starts this process")
+    internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
+    internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")
+
+
+def front_options_from(args: argparse.Namespace) -> FrontOptions:
+    return FrontOptions(**{name: getattr(args, name) for name in FrontOptions.__struct_fields__})
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
+    return int(text)

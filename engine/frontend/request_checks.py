@@ -1,0 +1,84 @@
+"""What a node refuses before its engine hears of it. Errors say value and limit; the router's are the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from pdserve.config.node_config import NodeConfig
+from pdserve.errors import RequestError, RequestTooLong
+from pdserve.grammar import check_size
+from pdserve.records import MAX_PROMPT_LOGPROBS, SamplingParams
+
+
+def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: NodeConfig) -> None:
+    """Raise RequestError for a request that this node can never serve."""
+    if not token_ids:
+        raise RequestError("the prompt has 0 tokens; it needs at least 1", "prompt")
+    vocab_size = config.model.vocab_size
+    _check_ids("prompt", "token id", (max(token_ids),), vocab_size)
+    _check_sampling(sampling, config)
+    total = len(token_ids) + sampling.max_tokens
+    if total > config.max_model_len:
+        raise RequestTooLong(
+            f"the prompt's {len(token_ids)} tokens and max_tokens {sampling.max_tokens} make {total}, more than the "
+            f"{config.max_model_len} tokens this model is served with; shorten the prompt or lower max_tokens",
+            "max_tokens" if len(token_ids) < config.max_model_len else "prompt",
+            "context_length_exceeded",
+        )
+
+
+def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, config: NodeConfig) -> None:
+    """Raise RequestError unless each choice is one of the request's, has output, and may have more."""
+    for choice, output in resume.items():
+        _check_range("resume: choice", choice, 0, sampling.n - 1)
+        _check_range("resume: number of output tokens", len(output), 1, sampling.max_tokens - 1)
+        _check_ids("resume", "token id", (max(output),), config.model.vocab_size)
+
+
+def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
+    """Raise RequestError unless ``skip_tokens`` is whole blocks and leaves at least one token of the prompt."""
+    if skip_tokens % block_size or skip_tokens >= num_tokens:
+        raise RequestError(
+            f"skip_tokens {skip_tokens} must be a multiple of block_size {block_size} below the prompt's {num_tokens} "
+            "tokens",
+            "skip_tokens",
+        )
+
+
+def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
+    vocab_size, max_n = config.model.vocab_size, config.max_num_seqs
+    _check_range("max_tokens", sampling.max_tokens, 1, math.inf)
+    _check_range("n", sampling.n, 1, max_n)
+    _check_range("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+    _check_range("temperature", sampling.temperature, 0, math.inf)
+    _check_range("top_p", sampling.top_p, 0, 1, above=True)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, math.inf, above=True)
+    _check_range("presence_penalty", sampling.presence_penalty, -math.inf, math.inf)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf)
+    _check_range("logprobs", sampling.logprobs, -1, vocab_size)
+    _check_range("prompt_logprobs", sampling.prompt_logprobs, -1, MAX_PROMPT_LOGPROBS)
+    _check_ids("logit_bias", "token id", sampling.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", "token id", sampling.stop_token_ids, vocab_size)
+    check_size(sampling.grammar)
+    for bias in sampling.logit_bias.values():
+        _check_range("logit_bias", bias, -math.inf, math.inf)
+
+
+def _check_range(name: str, value: float, low: float, high: float, above: bool = False) -> None:
+    """``value`` must be finite and within low … high; ``above`` leaves out ``low`` itself."""
+    if math.isfinite(value) and low <= value <= high and not (above and value == low):
+        return
+    lower = "" if low == -math.inf else f" above {low}" if above else f" at least {low}"
+    upper = "" if high == math.inf else f" at most {high}"
+    bounds = " and".join(part for part in (lower, upper) if part) or " finite"
+    raise RequestError(f"{name} {value} must be{bounds}", name)
+
+
+def _check_ids(name: str, what: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{name}: {what} {token_id} is outside the vocabulary; the largest is {vocab_size - 1}", name
+            )

@@ -1,0 +1,1 @@
+"""Messages between the frontend process and the engine process of a node."""

@@ -1,0 +1,1 @@
+"""The KV cache of a node in blocks: allocation, prefix cache, leases and reads."""

@@ -1,0 +1,180 @@
+"""Who uses which KV block, and which blocks still hold a prefix worth keeping.
+
+    free ──take──► held ──move──► leased        P: a peer may read it          ──drop──► free
+                     │
+                     └────move──► quarantined   D: a transfer may write to it  ──drop──► free
+
+A block may have several users (a prefix shared by requests, held by one and leased for another). It counts once, as the
+strongest of its uses: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always.
+A free block may still be cached: its content is found by hash until the block is needed for something else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from engine.kv_cache.free_runs import FreeRuns
+
+
+class Use(IntEnum):
+    """What keeps a block from being handed out; a larger value is the stronger claim."""
+
+    FREE = 0
+    HELD = 1
+    LEASED = 2
+    QUARANTINED = 3
+
+
+_WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → other claims that a block may keep, strongest first
+
+
+class KVEvents:
+    """Which digests have come and gone since the last ``take``; what has done both is not told."""
+
+    def __init__(self) -> None:
+        self._added: dict[bytes, None] = {}  # oldest first
+        self._removed: dict[bytes, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._added or self._removed)
+
+    def add(self, digest: bytes) -> None:
+        _move(digest, self._removed, self._added)
+
+    def remove(self, digest: bytes) -> None:
+        _move(digest, self._added, self._removed)
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Those that are there now, and those that are not any more."""
+        changes = list(self._added), list(self._removed)
+        self._added.clear()
+        self._removed.clear()
+        return changes
+
+
+def _move(digest: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
+    """Undo an opposite change that nobody has been told of, or make one."""
+    if digest in source:
+        del source[digest]
+    else:
+        target[digest] = None
+
+
+class BlockPool:
+    """The blocks of one node, with the prefix cache over them. Single-threaded."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._users: list[list[int]] = [[0] * num_blocks for _ in Use]  # [use][block] → number of users
+        self._use: list[Use] = [Use.FREE] * num_blocks
+        self._counts = [num_blocks, 0, 0, 0]
+        self._free = FreeRuns(num_blocks)  # free and not cached
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # free and cached, least recently used first
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self.changes = KVEvents()
+
+    @property
+    def total(self) -> int:
+        return len(self._use)
+
+    def count(self, use: Use) -> int:
+        return self._counts[use]
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Blocks that are free, held, leased, quarantined."""
+        free, held, leased, quarantined = self._counts
+        return free, held, leased, quarantined
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody uses at present."""
+        return sum(self._use[block] is Use.FREE for block in blocks)
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """``count`` blocks, now held, in few runs (beginning after block ``after`` if possible); None if too few."""
+        if count > self._counts[Use.FREE]:
+            return None
+        while len(self._free) < count:
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+            self._free.add(block)
+        blocks = self._free.take(count, after)
+        users = self._users[Use.HELD]
+        for block in blocks:
+            users[block] = 1  # a free block has none
+            self._use[block] = Use.HELD
+        self._counts[Use.FREE] -= count
+        self._counts[Use.HELD] += count
+        return blocks
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for blocks that were found by ``match``."""
+        for block in blocks:
+            if self._use[block] is Use.FREE:
+                del self._evictable[block]
+            self._add_user(block, Use.HELD)
+
+    def lease(self, blocks: Iterable[int]) -> None:
+        """One more use of held blocks: a peer reads them, while and after their holders do."""
+        for block in blocks:
+            assert self._use[block] is not Use.FREE
+            self._add_user(block, Use.LEASED)
+
+    def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
+        """Turn one use of each block into another."""
+        for block in blocks:
+            self._add_user(block, target)
+            self._end_use(block, source)
+
+    def drop(self, blocks: Sequence[int], use: Use) -> None:
+        """End one use of each block. The last block is given up first, so that prefixes are evicted from their ends."""
+        for block in reversed(blocks):
+            if self._end_use(block, use) is Use.FREE:
+                if block in self._hash_of:
+                    self._evictable[block] = None
+                else:
+                    self._free.add(block)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a hash chain. They are not held yet."""
+        blocks = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def remember(self, digest: bytes, block: int) -> None:
+        """``block``, in use, now holds the tokens that ``digest`` stands for. The first block to say so is kept."""
+        assert self._use[block] is not Use.FREE
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+            self.changes.add(digest)
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        self.changes.remove(digest)
+
+    def _add_user(self, block: int, use: Use) -> None:
+        self._users[use][block] += 1
+        if use > self._use[block]:
+            self._set_use(block, use)
+
+    def _end_use(self, block: int, use: Use) -> Use:
+        """One user less. Returns what keeps the block now."""
+        users = self._users[use]
+        users[block] -= 1
+        assert users[block] >= 0, f"block {block} was given back more often than taken as {use.name}"
+        if not users[block] and self._use[block] is use:
+            self._set_use(block, next((weaker for weaker in _WEAKER[use] if self._users[weaker][block]), Use.FREE))
+        return self._use[block]
+
+    def _set_use(self, block: int, use: Use) -> None:
+        self._counts[self._use[block]] -= 1
+        self._counts[use] += 1
+        self._use[block] = use

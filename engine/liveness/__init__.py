@@ -1,0 +1,1 @@
+"""Heartbeats: detect an engine or rank that hangs."""

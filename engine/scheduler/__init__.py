@@ -1,0 +1,1 @@
+"""The scheduler: decides which sequences compute how many tokens in each step."""

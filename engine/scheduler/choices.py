@@ -1,0 +1,144 @@
+"""The n choices of a request: one sequence computes the prompt, the others branch off it.
+
+    prompt ──samples──► choice 0 goes on as the same sequence
+                  ├───► choice 1 ─┐ sequences of their own: they share the prompt's full blocks through the
+                  └───► choice 2 ─┘ prefix cache, and compute the rest of its last block again
+
+Where P has sampled the first tokens, choices may have ended before their KV is here: the first that has not goes on.
+A single choice may go ahead on P, token by token; D goes on behind what it was told of, and computes the KV of that.
+A request that goes on here, since the node that had it is gone, begins with the output of each of its choices: the
+first one computes the prompt and its own output, and the others branch off it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from engine.ipc.event_batch import EventBatch
+from engine.ipc.messages import Output, Outputs
+from engine.request import Request, Sequence
+from engine.scheduler.grammar_constraints import GrammarConstraints
+from pdserve.hashing import BlockHashes
+from pdserve.records import FinishReason, Sample
+from pdserve.stopping import finish_reason
+
+
+class ChoiceManager:
+    """Makes sequences of requests, and outputs of samples."""
+
+    def __init__(
+        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, report: EventBatch
+    ) -> None:
+        self._block_size = block_size
+        self._constraints = constraints
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._report = report
+        self._next_seq = 1
+
+    def lead(self, request: Request) -> Sequence:
+        """The sequence that computes the prompt. ``request.branches`` has the choices of a request that is resumed."""
+        sampling = request.sampling
+        request.stop_ids = frozenset(sampling.stop_token_ids)
+        if sampling.grammar or not sampling.ignore_eos:
+            request.stop_ids |= self._eos_token_ids
+        choice = min(request.branches, default=0)
+        return self._sequence(request, choice, [*request.prompt, *request.branches.pop(choice, ())])
+
+    def take(self, sequence: Sequence, sample: Sample) -> bool:
+        """Report the next token of a sequence that has some already. Returns whether the sequence goes on."""
+        request, token_ids = sequence.request, sequence.token_ids
+        token_ids.append(sample.token_id)
+        reason = None
+        if sample.token_id in request.stop_ids or len(token_ids) == sequence.max_length:
+            reason = self._reason(request, sample.token_id, sequence.num_outputs)
+            if sequence.for_peer and len(token_ids) == sequence.max_length:
+                reason = FinishReason.LENGTH
+        self._report.outputs.append(Output(request.rid, sequence.choice, sample, reason))
+        if reason is not None:
+            return False
+        self._constraints.drawn(sequence)
+        return True
+
+    def take_first(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Report the first tokens of all choices. Returns whether the sequence, which is choice 0, goes on.
+
+        Other choices that do are left in ``request.branches``.
+        """
+        request = sequence.request
+        for choice, sample in enumerate(samples):
+            reason = self._reason(request, sample.token_id, 1)
+            self._report_first(request, choice, sample, reason)
+            if reason is None:
+                request.branches[choice] = [sample.token_id]
+        sequence.token_ids.append(samples[0].token_id)
+        if request.branches.pop(sequence.choice, None) is None:
+            return False
+        self._constraints.drawn(sequence)
+        return True
+
+    def take_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Report the first tokens of all choices on P. Returns whether the only one may go ahead of the peer."""
+        request, token = sequence.request, samples[0].token_id
+        sequence.token_ids.append(token)
+        ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
+        for choice, sample in enumerate(samples):
+            self._report_first(request, choice, sample, FinishReason.LENGTH if ends else None)
+        if ends:
+            return False
+        self._constraints.drawn(sequence)
+        return True
+
+    def stop_ahead(self, sequence: Sequence) -> None:
+        """Report that it does not go further ahead of its peer."""
+        self._report.outputs.append(Output(sequence.request.rid, sequence.choice, None, FinishReason.LENGTH))
+
+    def take_from_peer(self, sequence: Sequence, outputs: Outputs) -> bool:
+        """Take over what P has sampled and D's front has passed on. Returns whether any choice goes on.
+
+        The first one that does is the sequence from now on; the others are left in ``request.branches``.
+        """
+        request = sequence.request
+        live = {
+            choice: list(tokens)
+            for choice, tokens in enumerate(outputs)
+            if self._reason(request, tokens[-1], len(tokens)) is None
+        }
+        if not live:
+            return False
+        del request.sequences[sequence.choice]
+        sequence.choice = min(live)
+        request.sequences[sequence.choice] = sequence
+        tokens = live.pop(sequence.choice)
+        sequence.token_ids += tokens
+        sequence.length += len(tokens)
+        self._constraints.drawn(sequence, len(tokens))
+        request.branches = live
+        return True
+
+    def branch(self, sequence: Sequence) -> list[Sequence]:
+        """The choices that wait for the prompt's KV, now that ``sequence`` has it, as sequences to be admitted."""
+        request = sequence.request
+        digests = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
+        branches = [
+            self._sequence(request, choice, [*request.prompt, *output], digests)
+            for choice, output in request.branches.items()
+        ]
+        request.branches = {}
+        return branches
+
+    def _sequence(
+        self, request: Request, choice: int, token_ids: list[int], digests: Collection[bytes] = ()
+    ) -> Sequence:
+        hashes = BlockHashes(self._block_size, request.cache_salt, tuple(digests))
+        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, len(request.prompt), request.max_length)
+        self._next_seq += 1
+        self._constraints.begin(sequence)
+        request.sequences[choice] = sequence
+        return sequence
+
+    def _report_first(self, request: Request, choice: int, sample: Sample, reason: FinishReason | None) -> None:
+        output = Output(request.rid, choice, sample, reason, request.cached_tokens or 0, request.queued)
+        self._report.outputs.append(output)
+
+    def _reason(self, request: Request, token_id: int, num_outputs: int) -> FinishReason | None:
+        return finish_reason(token_id, num_outputs, request.sampling, self._eos_token_ids)

@@ -1,0 +1,70 @@
+"""Measures what steps and reads take: lines fitted to those of late. Pure; the clock is read elsewhere."""
+
+from __future__ import annotations
+
+from pdserve.throughput import CostLine, Throughput
+
+_KEEP, _KEEP_DECODES = 0.98, 0.998  # of the weight of earlier ones, with every new one: some 50 count, or some 500
+_ALIKE = 0.05  # points whose x differ by less than this share of their mean do not say how y depends on it
+
+
+class LineFit:
+    """y = base + slope · x through weighted points, by least squares; neither is ever negative.
+
+    While all x are alike, y is taken to be proportional to it.
+    """
+
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._weight = self._x = self._y = 0.0  # sum of weights; means
+        self._xx = self._xy = 0.0  # weighted sums of squares and products about the means
+
+    def add(self, x: float, y: float) -> None:
+        """A new point; earlier ones lose weight. The update is Welford's, weighted."""
+        old = self._keep * self._weight
+        self._weight = old + 1.0
+        dx, dy = x - self._x, y - self._y
+        self._x += dx / self._weight
+        self._y += dy / self._weight
+        self._xx = self._keep * self._xx + dx * dx * old / self._weight
+        self._xy = self._keep * self._xy + dx * dy * old / self._weight
+
+    @property
+    def line(self) -> CostLine:
+        """Of zeros while there are no points."""
+        if self._x <= 0.0:
+            return CostLine()
+        steepest = self._y / self._x
+        if self._xx <= self._weight * (_ALIKE * self._x) ** 2:
+            return CostLine(0.0, steepest)
+        slope = min(max(self._xy / self._xx, 0.0), steepest)
+        return CostLine(self._y - slope * self._x, slope)
+
+
+class ThroughputMeter:
+    """The pace of a node. What sequences that decode add to a step with prompts is not counted as theirs."""
+
+    def __init__(self) -> None:
+        self._prompts = LineFit(_KEEP)
+        self._decodes = LineFit(_KEEP_DECODES)
+        self._reads = LineFit(_KEEP)
+        self._pace: Throughput | None = None
+
+    def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+        """A step has ended that computed so many tokens of prompts, and went on with so many sequences."""
+        self._pace = None
+        if prompt_tokens:
+            self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
+        else:
+            self._decodes.add(decodes, seconds)
+
+    def add_read(self, num_tokens: int, seconds: float) -> None:
+        """KV of so many tokens has been read."""
+        self._pace = None
+        self._reads.add(num_tokens, seconds)
+
+    @property
+    def pace(self) -> Throughput:
+        if self._pace is None:
+            self._pace = Throughput(self._prompts.line, self._decodes.line, self._reads.line)
+        return self._pace

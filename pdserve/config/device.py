@@ -1,0 +1,69 @@
+"""Which device to run on, found without importing torch: the CUDA driver is asked directly."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.errors import CapacityError, ConfigError
+
+_SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
+
+
+def detect_device(spec: str = "auto") -> DeviceInfo:
+    """Resolve "auto", "cpu", "cuda" or "cuda:N". Auto takes the first GPU, else the CPU.
+
+    Raises ConfigError for another word and CapacityError for a GPU that is not there.
+    """
+    return detect_devices(spec, 1)[0]
+
+
+def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
+    """As ``detect_device``, for as many ranks on this host: GPUs from the named one on, or ``count`` times the CPU.
+
+    Auto takes GPUs where there is one, then all must be there.
+    """
+    kind, _, index_text = spec.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index_text and (kind != "cuda" or not index_text.isdecimal())):
+        raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")
+    if kind == "cpu":
+        return (_cpu(),) * count
+    gpus = find_gpus()
+    first = int(index_text or 0)
+    if first + count <= len(gpus):
+        return tuple(gpus[first : first + count])
+    if kind == "auto" and not gpus:
+        return (_cpu(),) * count
+    wanted = f"{count} ranks, each with a GPU of its own, from cuda:{first} on: " if count > 1 else ""
+    raise CapacityError(f"device {spec}: {wanted}{len(gpus)} CUDA devices found; use --device cpu or check the driver")
+
+
+def node_devices(options: NodeOptions, count: int) -> tuple[DeviceInfo, ...]:
+    """Of as many ranks on this host, as ``options`` ask for them."""
+    return (_SIMULATED,) * count if options.simulated else detect_devices(options.device, count)
+
+
+def _cpu() -> DeviceInfo:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceInfo(kind="cpu", index=0, name="CPU", memory=memory)
+
+
+def find_gpus() -> list[DeviceInfo]:
+    """All GPUs of the CUDA driver API; none where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    devices = []
+    for index in range(count.value):
+        handle, memory, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(128)
+        if driver.cuDeviceGet(ctypes.byref(handle), index):
+            continue
+        driver.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
+        driver.cuDeviceGetName(name, len(name), handle)
+        devices.append(DeviceInfo(kind="cuda", index=index, name=name.value.decode(), memory=memory.value))
+    return devices

@@ -1,0 +1,169 @@
+"""How a node splits a model over its ranks: pipeline stages by layers, and each stage into tensor shards.
+
+                        tensor shards, --tp 2
+                        shard 0   shard 1
+    stage 0, layers 0…  rank 0    rank 1        rank = stage * tp + shard
+    stage 1, layers …n  rank 2    rank 3        rank 0 leads: it runs in the engine process
+
+A rank holds a model of its own, smaller one (``shard_of``): fewer layers, fewer heads, a narrower MLP. The first stage
+has the embedding, the last one the norm and the output projection; each shard of these has a run of the vocabulary.
+
+The tokens of a prompt, but for those that are sampled from, need no MLP in the last layer: the last stage has less to
+do, and waits for the others. Where ``shared_mlps``, both stages at a boundary hold the MLP between them. In some steps
+it is late: computed behind the boundary. If that of boundary b is late in b of pp steps, all stages save as much:
+
+    MLPs of a step, of n layers each        stage 0        stage 1             stage 2
+    without                                 n              n                   n - 1
+    late at 1 in 1 of 3, at 2 in 2 of 3     n - 1/3        n + 1/3 - 2/3       n - 1 + 2/3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdserve.config.model_config import ModelConfig
+from pdserve.errors import ConfigError
+from pdserve.kv import KVShare
+
+
+class LateMLPs(NamedTuple):
+    """What a stage computes in a step, where MLPs are shared."""
+
+    here: bool  # it begins with the MLP of the layer before its own
+    behind: bool  # it leaves the MLP of its last layer to the next stage
+
+
+NO_LATE_MLPS = LateMLPs(here=False, behind=False)
+
+
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """``stage_layers[s]`` is the number of layers of pipeline stage s; each stage has ``tp`` tensor shards."""
+
+    stage_layers: tuple[int, ...]
+    tp: int = 1
+    shared_mlps: bool = False
+
+    @property
+    def pp(self) -> int:
+        return len(self.stage_layers)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp
+
+    def place(self, rank: int) -> RankPosition:
+        assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
+        return RankPosition(self, *divmod(rank, self.tp))
+
+    def late_at(self, boundary: int, step: int) -> bool:
+        """Whether in a step of prompts the MLP before a boundary is late; boundary b is between stages b - 1 and b."""
+        return step * boundary // self.pp > (step - 1) * boundary // self.pp
+
+    def shares(self, num_kv_heads: int) -> tuple[KVShare, ...]:
+        """What each rank holds of the KV of a model with ``num_kv_heads`` heads, by rank."""
+        places = (self.place(rank) for rank in range(self.num_ranks))
+        return tuple(
+            KVShare.of_rank(place.stage, self.stage_layers, place.shard, self.tp, num_kv_heads) for place in places
+        )
+
+
+class RankPosition(msgspec.Struct, frozen=True):
+    """Where one rank stands."""
+
+    split: ParallelConfig
+    stage: int
+    shard: int
+
+    def __str__(self) -> str:
+        """For people: "rank 3 (stage 1, shard 1)"."""
+        return f"rank {self.rank} (stage {self.stage}, shard {self.shard})"
+
+    @property
+    def rank(self) -> int:
+        return self.stage * self.split.tp + self.shard
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage begins with token ids."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage ends with logits, and samples."""
+        return self.stage == self.split.pp - 1
+
+    @property
+    def layers(self) -> range:
+        """Of the model, those that are here."""
+        first = sum(self.split.stage_layers[: self.stage])
+        return range(first, first + self.split.stage_layers[self.stage])
+
+    @property
+    def shares_mlp_before(self) -> bool:
+        """Whether the MLP of the layer before these is here as well."""
+        return self.split.shared_mlps and not self.is_first
+
+    def late_mlps(self, step: int) -> LateMLPs:
+        """In a step of prompts."""
+        if not self.split.shared_mlps:
+            return NO_LATE_MLPS
+        return LateMLPs(
+            here=not self.is_first and self.split.late_at(self.stage, step),
+            behind=not self.is_last and self.split.late_at(self.stage + 1, step),
+        )
+
+
+def choose_split(
+    model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None, shared_mlps: bool = False
+) -> ParallelConfig:
+    """``stage_layers`` overrides a division by count, in which earlier stages get what is left over.
+
+    The last stage computes the logits as well. Raises ConfigError, naming value, limit and remedy.
+    """
+    if stage_layers is None:
+        if not 1 <= pp <= model.num_layers:
+            raise ConfigError(f"pp {pp} is not within 1 … {model.num_layers}, the layers of the model")
+        each, over = divmod(model.num_layers, pp)
+        stage_layers = [each + (stage < over) for stage in range(pp)]
+    if len(stage_layers) != pp or min(stage_layers) < 1 or sum(stage_layers) != model.num_layers:
+        raise ConfigError(
+            f"stage layers {','.join(map(str, stage_layers))} add up to {sum(stage_layers)}; give {pp} numbers of at "
+            f"least 1, one for each of pp stages, that add up to the {model.num_layers} layers of the model"
+        )
+    for what, count in (("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
+        if tp < 1 or count % tp:
+            raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
+    KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
+    return ParallelConfig(tuple(stage_layers), tp, shared_mlps and pp > 1)
+
+
+def shard_of(model: ModelConfig, place: RankPosition) -> ModelConfig:
+    """What a rank holds, as a model: its layers, its heads, its part of the MLP. The vocabulary stays whole."""
+    tp, layers = place.split.tp, place.layers
+    return msgspec.structs.replace(
+        model,
+        num_layers=len(layers),
+        num_heads=model.num_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        intermediate_size=model.intermediate_size // tp,
+        sliding_windows=model.sliding_windows[layers.start : layers.stop],
+    )
+
+
+def vocabulary_of(model: ModelConfig, place: RankPosition) -> range:
+    """The token ids whose rows of embedding and output projection a shard holds; the last shard may hold fewer."""
+    each = -(-model.vocab_size // place.split.tp)
+    return range(place.shard * each, min((place.shard + 1) * each, model.vocab_size))
+
+
+def num_parameters(model: ModelConfig, place: RankPosition) -> int:
+    """Parameters that a rank holds: of tied models too, the output projection counts beside the embedding."""
+    mine = shard_of(model, place)
+    attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
+    mlp = 3 * mine.hidden_size * mine.intermediate_size
+    tables = place.is_first + place.is_last
+    mlps = mine.num_layers + place.shares_mlp_before
+    return mine.num_layers * attention + mlps * mlp + tables * len(vocabulary_of(model, place)) * mine.hidden_size

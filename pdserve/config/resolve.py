@@ -1,0 +1,260 @@
+"""From flags to a frozen configuration: ``resolve(options, device)`` fills every "auto" once and says why."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from pdserve.config.attention_backends import (
+    COMMON_PAGES,
+    NO_BACKEND,
+    Platform,
+    check_backend,
+    choose_backend,
+    choose_page_size,
+    find_platform,
+)
+from pdserve.config.hub import resolve_model, weights_fingerprint
+from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
+from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters, shard_of
+from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, can_capture, decide, decide_simulated
+from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
+from pdserve.errors import CapacityError, ConfigError
+from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.rpc.timeouts import PeerTiming
+
+_CPU_KV_MEMORY = 1 << 30
+_CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
+# A larger step fills a GPU better, a smaller one holds others up less.
+_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}
+_STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothing to do before the first step's end
+
+
+def resolve(
+    options: NodeOptions,
+    device: DeviceInfo,
+    environ: Mapping[str, str] = os.environ,
+    platform: Platform | None = None,
+) -> NodeConfig:
+    """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
+
+    ``platform`` is found where none is given. Raises ConfigError or CapacityError, naming value, limit and remedy.
+    """
+    check_options(options)
+    model_dir = resolve_model(options.model, weights=options.reads_weights)
+    model = load_model_config(model_dir)
+    platform = platform or find_platform(device.kind, environ)
+    choices: list[str] = []
+    dtype = _choose_dtype(options.dtype, model, choices)
+    backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
+    decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
+    split = choose_split(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
+    layout = _choose_layout(options, device, model, split, dtype, backend, choices)
+    return NodeConfig(
+        model_dir=str(model_dir),
+        model=model,
+        served_model_name=options.served_model_name or model_name(options.model),
+        device=device,
+        dtype=dtype,
+        load_format=options.load_format,
+        max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
+        split=split,
+        kv_layout=layout,
+        kv_checksum=options.kv_checksum,
+        measure_kv_memory=_measures(options, device),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        attention_backend=backend,
+        decision=decision,
+        cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
+        max_num_seqs=options.max_num_seqs,
+        max_batch_tokens=_choose_batch_tokens(options, device, split, choices),
+        max_waiting=options.max_waiting,
+        threads=options.threads or len(os.sched_getaffinity(0)),
+        peer_timing=PeerTiming(options.peer_timeout),
+        costs=_choose_costs(options, choices),
+        compat_fields=_compat_fields(model, model_dir, options, layout),
+        choices=tuple(choices),
+    )
+
+
+def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str:
+    if requested == "auto":
+        choices.append(f"dtype={model.dtype}: the checkpoint's")
+        return model.dtype
+    if requested not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {requested!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+    return requested
+
+
+def _choose_backend(
+    options: NodeOptions, platform: Platform, dtype: str, model: ModelConfig, v1_forced: bool, choices: list[str]
+) -> str:
+    if options.simulated:
+        return NO_BACKEND
+    if options.attention_backend != "auto":
+        check_backend(options.attention_backend, platform, dtype, model.head_dim)
+        return options.attention_backend
+    backend, reason = choose_backend(platform, dtype, model.head_dim, v1_forced)
+    choices.append(f"attention_backend={backend}: {reason}")
+    return backend
+
+
+def _choose_runner(
+    options: NodeOptions, platform: Platform, model: ModelConfig, backend: str, variable: str | None
+) -> Decision:
+    if options.simulated:
+        return decide_simulated(variable)
+    return decide(_facts(options, platform, model, backend), variable)
+
+
+def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | None:
+    if not options.simulated:
+        return None
+    costs = choose_costs(options.sim_costs, options.sim_speed)
+    choices.append(f"sim_costs={costs}: seconds, at sim_speed {options.sim_speed:g}")
+    return costs
+
+
+def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend: str) -> Facts:
+    return Facts(
+        architecture=model.architecture,
+        platform=platform,
+        attention_backend=backend,
+        head_dim=model.head_dim,
+        rope_type=model.rope.rope_type,
+        cuda_graphs=options.cuda_graphs,
+    )
+
+
+def _choose_layout(
+    options: NodeOptions,
+    device: DeviceInfo,
+    model: ModelConfig,
+    split: ParallelConfig,
+    dtype: str,
+    backend: str,
+    choices: list[str],
+) -> KVLayout:
+    """That of rank 0. All ranks have as many blocks, so the rank with the largest ones decides how many."""
+    page = choose_page_size(options.block_size, options.kernel_block_size, backend)
+    if options.kernel_block_size is None:
+        able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
+        choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
+    one_block = KVLayout(
+        num_blocks=1,
+        block_size=options.block_size,
+        kernel_block_size=page,
+        num_layers=split.stage_layers[0],
+        num_kv_heads=shard_of(model, split.place(0)).num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    if options.simulated and options.kv_cache_memory is None:
+        choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
+        return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
+    largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
+    parameters = max(num_parameters(model, split.place(rank)) for rank in range(split.num_ranks))
+    memory = _choose_kv_memory(options, device, parameters * DTYPE_BYTES[dtype], choices)
+    return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
+
+
+def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
+    return device.kind == "cuda" and options.kv_cache_memory is None
+
+
+def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, choices: list[str]) -> int:
+    """Bytes for the KV cache beside ``weights`` bytes of weights."""
+    if options.kv_cache_memory is not None:
+        return options.kv_cache_memory
+    if device.kind == "cpu":
+        memory = min(_CPU_KV_MEMORY, device.memory // 8)
+        choices.append(f"kv_cache_memory={memory}: 1 GiB on a CPU, at most an eighth of the memory")
+        return memory
+    memory = int(device.memory * options.gpu_memory_utilization) - weights - _CUDA_RESERVE
+    if memory <= 0:
+        raise CapacityError(
+            f"{device.name}: {options.gpu_memory_utilization:.0%} of {device.memory} bytes does not hold weights of "
+            f"{weights} bytes plus {_CUDA_RESERVE} for a step; use a larger GPU or a smaller model"
+        )
+    choices.append(
+        f"kv_cache_memory={memory}: an estimate, {options.gpu_memory_utilization:.0%} of the GPU less weights and "
+        "steps; at start the runner measures both and takes what is left"
+    )
+    return memory
+
+
+def _choose_max_model_len(
+    options: NodeOptions, model: ModelConfig, layout: KVLayout, estimated: bool, choices: list[str]
+) -> int:
+    """Tokens. What follows from an ``estimated`` cache stays a tenth below it: the measured one must hold it."""
+    room = layout.num_blocks * layout.block_size
+    limit = model.max_position_embeddings
+    wanted = options.max_model_len or limit
+    if wanted > limit:
+        raise ConfigError(f"max_model_len {wanted} exceeds the model's {limit} positions")
+    sure = room * 9 // 10 if estimated else room
+    if options.max_model_len is None and sure < limit:
+        wanted = sure
+        choices.append(f"max_model_len={sure}: what the KV cache surely holds; the model could do {limit}")
+    elif options.max_model_len is None:
+        choices.append(f"max_model_len={limit}: the model's")
+    if room < max(wanted, 2):
+        needed = -(-max(wanted, 2) // layout.block_size) * layout.block_bytes
+        raise CapacityError(
+            f"a KV cache of {layout.total_bytes} bytes ({layout.num_blocks} blocks, {room} tokens) has no room for one "
+            f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} or lower --max-model-len"
+        )
+    return wanted
+
+
+def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Decision, choices: list[str]) -> bool:
+    """``decide`` has refused "on" where there are none."""
+    if options.cuda_graphs != "auto":
+        return options.cuda_graphs == "on"
+    possible = decision.runner == "V2" and can_capture(platform)
+    reason = "V2 on a GPU" if possible else "only V2 on a GPU captures them"
+    choices.append(f"cuda_graphs={'on' if possible else 'off'}: {reason}")
+    return possible
+
+
+def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, split: ParallelConfig, choices: list[str]) -> int:
+    if options.max_batch_tokens is not None:
+        return options.max_batch_tokens
+    usual = (_BATCH_TOKENS if split.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
+    tokens = max(usual, options.max_num_seqs)
+    where = "on a simulated device" if options.simulated else f"on a {device.kind.upper()} device"
+    if split.pp > 1:
+        where += ", so that pipeline stages compute parts of one prompt at the same time"
+    choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
+    return tokens
+
+
+def model_name(model: str) -> str:
+    """What a model is called when nobody gave it a name: the directory's name, or the hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
+def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
+    """What must be equal on both sides of a handoff, by name, so that a refusal can say what differs."""
+    return {
+        "architecture": model.architecture,
+        "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
+        "weights": weights_fingerprint(model_dir) if options.reads_weights else _absent_weights(options),
+        "kv_dtype": layout.dtype,
+        "num_layers": str(model.num_layers),
+        "num_kv_heads": str(model.num_kv_heads),
+        "head_dim": str(layout.head_dim),
+        "block_size": str(layout.block_size),
+        "kv_checksum": "on" if options.kv_checksum else "off",
+    }
+
+
+def _absent_weights(options: NodeOptions) -> str:
+    """A simulated node is never paired with a real one: it has no KV to read, and reads none."""
+    return "simulated" if options.simulated else "dummy"

@@ -1,0 +1,1 @@
+"""Diagnosis commands: ``pdserve doctor``, ``explain`` and ``probe``."""

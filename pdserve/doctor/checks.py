@@ -1,0 +1,187 @@
+"""What can be told of a machine without NIXL or a device: checks of ``pdserve doctor``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+import socket
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pdserve.config.device import detect_devices
+from pdserve.config.hub import resolve_model, weight_files
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.doctor.findings import Finding, fail, ok, warn
+from pdserve.rpc.channel import probe_port
+from pdserve.rpc.tls import PeerTls
+from pdserve.transports import Connected
+
+_MIB = 1 << 20
+_SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that NCCL and UCX do well with; tests of ranks need far less
+_FEW_PORTS = 16  # UCX takes one per rank, network address and peer that is tried out
+_UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
+_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # before pdserve was: a clock that says so was never set
+
+
+def check_device(options: NodeOptions, ranks: int) -> Finding:
+    """Raises CapacityError where a device is missing."""
+    if options.simulated:
+        return ok("device", "none is needed: the node is simulated")
+    devices = detect_devices(options.device, ranks)
+    if devices[0].kind == "cuda":
+        return ok("device", f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
+    if options.device == "auto":
+        return warn("device", "no GPU: the CPU is used", "check the driver (nvidia-smi), or say --device cpu")
+    return ok("device", "the CPU, as asked for")
+
+
+def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding:
+    """``config`` is what the flags resolve to. Raises CheckpointError or OSError."""
+    if config is None:
+        return warn(
+            "checkpoint",
+            f"{options.model} is none here",
+            "it will be downloaded at the start; nothing of it was checked",
+        )
+    if not options.reads_weights:
+        return ok("checkpoint", f"{config.model.architecture}; its weights are not read")
+    files = weight_files(resolve_model(options.model))
+    for file in files:
+        with file.open("rb") as opened:
+            opened.read(1)
+    size = sum(file.stat().st_size for file in files)
+    return ok("checkpoint", f"{config.model.architecture}, {size / 2**30:.2f} GiB in {len(files)} files")
+
+
+def is_local(options: NodeOptions) -> bool:
+    """Whether the checkpoint can be looked at without downloading anything."""
+    return Path(options.model).expanduser().exists() or options.model.startswith((".", "/", "~"))
+
+
+def check_port(host: str, port: int) -> Finding:
+    """Raises OSError."""
+    if port == 0:
+        return ok("port", "any free one")
+    try:
+        probe_port(host, port)
+    except OSError as exc:
+        return fail("port", f"{host}:{port}: {(exc.strerror or str(exc)).lower()}", "choose another --port or --host")
+    return ok("port", f"{host}:{port} is free")
+
+
+def check_ucx_ports(ranks: int) -> Finding:
+    """Those that a firewall is told of."""
+    text = os.environ.get("UCX_TCP_PORT_RANGE", "")
+    if text in ("", "0"):
+        return warn(
+            "ucx ports",
+            "UCX listens at any port, and whoever reaches it can read and write this node's memory",
+            "set UCX_TCP_PORT_RANGE=20000-20255 and have a firewall open it to peers alone",
+        )
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2]) <= 65535:
+        return fail("ucx ports", f"UCX_TCP_PORT_RANGE={text} is no range", "write 20000-20255")
+    ports = range(int(match[1]), int(match[2]) + 1)
+    needed = ranks * _FEW_PORTS
+    free = sum(map(_is_free, ports))
+    if free < needed:
+        return fail(
+            "ucx ports", f"{free} of {text} are free; {ranks} ranks may take {needed}", "widen UCX_TCP_PORT_RANGE"
+        )
+    return ok("ucx ports", f"{free} of {text} are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("", port))
+        return True
+    return False
+
+
+def check_clock() -> Finding:
+    """Nodes never compare clocks, but certificates and logs go by them."""
+    now = datetime.now(UTC)
+    if now < _EARLIEST:
+        return fail("clock", f"it is {now:%Y-%m-%d} here", "set the clock: certificates will not be valid")
+    wall, steady = time.time(), time.monotonic()
+    time.sleep(0.05)
+    if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
+        return warn("clock", "it is being set while this runs", "look at chronyd or ntpd")
+    if _clock_status() & _UNSYNCHRONISED:
+        return warn("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
+    return ok("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
+
+
+def _clock_status() -> int:
+    """``status`` of struct timex, of which only the part up to it is named here; 0 where it cannot be read."""
+
+    class Timex(ctypes.Structure):
+        _fields_ = [
+            ("modes", ctypes.c_uint),
+            ("offset", ctypes.c_long),
+            ("freq", ctypes.c_long),
+            ("maxerror", ctypes.c_long),
+            ("esterror", ctypes.c_long),
+            ("status", ctypes.c_int),
+            ("rest", ctypes.c_byte * 256),
+        ]
+
+    timex = Timex()  # modes 0: read only
+    return int(timex.status) if ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) >= 0 else 0
+
+
+def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
+    """Raises OSError where there is none."""
+    found = os.statvfs("/dev/shm")
+    size, wanted = found.f_frsize * found.f_blocks, _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
+    text = f"/dev/shm has {size / 2**30:.2f} GiB"
+    if size < wanted:
+        return warn(
+            "shm",
+            f"{text}, {wanted / 2**30:.2f} are better",
+            "mount a larger one: an emptyDir with medium: Memory, or --shm-size",
+        )
+    return ok("shm", text)
+
+
+def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Finding:
+    """Network cards read memory that is locked."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return ok("memlock", "unlimited")
+    text = f"at most {limit / 2**20:.0f} MiB may be locked"
+    remedy = "raise the limit (ulimit -l, LimitMEMLOCK of the container runtime) to unlimited"
+    if required == "rdma" and limit < (options.kv_cache_memory or 1 << 30) and not on_gpu:
+        return fail("memlock", text, remedy)
+    if on_gpu or required == "rdma":
+        return warn("memlock", text, remedy)
+    return ok("memlock", f"{text}; only RDMA needs more")
+
+
+def check_tls(directory: str | None) -> Finding:
+    """Raises ConfigError."""
+    if directory is None:
+        return warn(
+            "tls",
+            "gRPC is neither encrypted nor authenticated",
+            "give --grpc-tls DIR, or keep it on a network of the nodes",
+        )
+    PeerTls(directory)
+    return ok("tls", f"ca.pem, cert.pem and key.pem in {directory} fit each other")
+
+
+def check_requirement(required: str, kind: str, lanes: str) -> Finding:
+    """``kind`` is the way that UCX takes on this machine when it is left none but TCP and what is required."""
+    if not lanes:
+        return warn("transport", "UCX does not tell its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
+    text = f"{kind} ({lanes})"
+    if required and not Connected("", kind).meets(required):
+        remedy = "look at UCX_TLS and UCX_NET_DEVICES, and whether this container has the device"
+        return fail("transport", f"{required} is required, UCX falls back to {text}", remedy)
+    if kind == "tcp":
+        return warn("transport", text, "say --require-transport rdma or nvlink where there is such a way")
+    return ok("transport", text)

@@ -1,0 +1,109 @@
+"""``pdserve explain``: what a node would run with these flags, found without loading weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pdserve.config.device import node_devices
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.parallel import num_parameters
+from pdserve.config.resolve import resolve
+
+
+def explain(options: NodeOptions, as_json: bool) -> None:
+    """Print it. Raises ConfigError or CapacityError where a node would refuse to start."""
+    config = resolve(options, node_devices(options, options.num_ranks)[0])
+    print(json.dumps(describe(config), indent=2) if as_json else as_text(config))
+
+
+def describe(config: NodeConfig) -> dict[str, Any]:
+    """The explanation as plain values. Sizes are in tokens, elements or bytes as the names say.
+
+    The KV layout, and what follows from it, is that of rank 0; ``ranks`` has those of all.
+    """
+    layout = config.kv_layout
+    return {
+        "model": config.served_model_name,
+        "architecture": config.model.architecture,
+        "runner": config.decision.runner,
+        "reasons": list(config.decision.reasons),
+        "device": {"kind": config.device.kind, "index": config.device.index, "name": config.device.name},
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "attention_backend": config.attention_backend,
+        "cuda_graphs": config.cuda_graphs,
+        "max_model_len": config.max_model_len,
+        "max_batch_tokens": config.max_batch_tokens,
+        "kv_layout": {
+            "shape": list(layout.shape),
+            "strides": list(layout.strides),
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "kernel_block_size": layout.kernel_block_size,
+        },
+        "ranks": [_describe_rank(rank) for rank in _ranks(config)],
+        "bytes_per_token": layout.bytes_per_token,
+        "num_blocks": layout.num_blocks,
+        "measure_kv_memory": config.measure_kv_memory,
+        "choices": list(config.choices),
+    }
+
+
+def as_text(config: NodeConfig) -> str:
+    """The explanation for people."""
+    layout = config.kv_layout
+    tokens = layout.num_blocks * layout.block_size
+    estimated = ", estimated" if config.measure_kv_memory else ""
+    rows = [
+        ("model", f"{config.served_model_name} ({config.model.architecture})"),
+        ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
+        ("device", config.device.name),
+        ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
+        ("attention", config.attention_backend),
+        ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
+        ("longest", f"{config.max_model_len} tokens of prompt and output"),
+        ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens{estimated}"),
+        ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
+        ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
+        ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
+        *(_rows_of_ranks(config) if config.split.num_ranks > 1 else ()),
+    ]
+    lines = [f"{name:<10} {text}" for name, text in rows]
+    return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])
+
+
+def _ranks(config: NodeConfig) -> list[NodeConfig]:
+    """The node as seen by each rank; all on the device that was found for rank 0."""
+    return [config.for_rank(rank, config.device) for rank in range(config.split.num_ranks)]
+
+
+def _describe_rank(config: NodeConfig) -> dict[str, Any]:
+    share = config.share
+    return {
+        "rank": config.rank,
+        "stage": config.place.stage,
+        "shard": config.place.shard,
+        "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
+        "shares_mlp_before": config.place.shares_mlp_before,
+        "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
+        "parameters": num_parameters(config.model, config.place),
+        "kv_shape": list(config.kv_layout.shape),
+    }
+
+
+def _rows_of_ranks(config: NodeConfig) -> list[tuple[str, str]]:
+    """The KV cache above is rank 0's."""
+    split = config.split
+    rows = [("ranks", f"{split.num_ranks}: {split.pp} pipeline stages × {split.tp} tensor shards; above is rank 0")]
+    for rank in map(_describe_rank, _ranks(config)):
+        (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
+        shared = f" and the MLP of {layer - 1}" if rank["shares_mlp_before"] else ""
+        rows.append(
+            (
+                f"rank {rank['rank']}",
+                f"layers {layer} … {last_layer}{shared}, KV heads {head} … {last_head}, "
+                f"{rank['parameters'] / 1e6:.1f} M parameters, KV {rank['kv_shape']}",
+            )
+        )
+    return rows

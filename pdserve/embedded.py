@@ -1,7 +1,0 @@
-"""Where the checkpoint is that comes with the repository (made by ``scripts/make-embedded-model``)."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny"

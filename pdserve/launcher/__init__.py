@@ -1,0 +1,1 @@
+"""``pdserve up``: start, watch and stop the processes of one machine."""

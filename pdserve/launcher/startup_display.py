@@ -1,0 +1,138 @@
+"""What ``pdserve up`` shows while its children start: a live row each on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from pdserve.launcher.supervisor import Child
+from pdserve.logs import chosen_format, json_line, passed_on
+from pdserve.process import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+#: What pdserve/logs.py writes for the record; the table says as much.
+_ROUTINE = re.compile(r"\b(INFO|DEBUG) ")
+
+
+class StartupDisplay(Protocol):
+    """Shows children. ``changed`` is called often, ``close`` once they are ready or have failed."""
+
+    def changed(self, child: Child) -> None: ...
+
+    def printed(self, child: Child, text: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display(children: Sequence[Child]) -> StartupDisplay:
+    """The board for where stderr goes, and for the log's format. ``children`` may grow."""
+    if chosen_format() == "json":
+        return JsonDisplay()
+    return LiveDisplay(children) if sys.stderr.isatty() else PlainDisplay()
+
+
+def quiet_display() -> StartupDisplay:
+    """For when all are ready: nothing is drawn over."""
+    return JsonDisplay() if chosen_format() == "json" else PlainDisplay()
+
+
+class PlainDisplay:
+    """One line on stderr per change that matters."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, str] = {}
+
+    def changed(self, child: Child) -> None:
+        text = child.stage if child.state == "loading" else child.state
+        if child.state == "ready":
+            text = f"ready after {time.monotonic() - child.started:.1f} s on {child.address}"
+        if child.state in ("loading", "ready") and self._shown.get(child.name) != text:
+            self._shown[child.name] = text
+            print(f"{child.name}: {text}", file=sys.stderr, flush=True)
+
+    def printed(self, child: Child, text: str) -> None:
+        print(f"{child.name}: {text}", file=sys.stderr, flush=True)
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class JsonDisplay:
+    """Passes on what children log, as lines of one log."""
+
+    def changed(self, child: Child) -> None:
+        if child.state == "ready":
+            self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name}))
+
+    def printed(self, child: Child, text: str) -> None:
+        self._print(passed_on(text, {"child": child.name}))
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class LiveDisplay:
+    """A table that is drawn over itself; warnings and errors of children scroll above it."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._children = children
+        self._console = Console(stderr=True, highlight=False)
+        self._live = Live(self._table(), console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._live.start()
+
+    def changed(self, child: Child) -> None:
+        self._live.update(self._table(), refresh=True)
+
+    def printed(self, child: Child, text: str) -> None:
+        if not _ROUTINE.search(text):
+            self._console.print(f"{child.name}: {text}", markup=False)
+
+    def tick(self) -> None:
+        self._live.update(self._table(), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last table on the screen, and below it what a child that broke had said."""
+        self._live.update(self._table(), refresh=True)
+        self._live.stop()
+        for child in self._children:
+            if child.process.poll() not in (None, 0, EXIT_REFUSED):  # a refusal is one line, and up repeats it
+                for line in child.last_lines:
+                    self._console.print(f"{child.name}: {line}", markup=False)
+
+    def _table(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2))
+        for width in (10, 8, 16):
+            table.add_column(min_width=width)
+        for child in self._children:
+            bar = ProgressBar(total=1.0, completed=child.fraction, width=24) if child.fraction >= 0 else ""
+            style = {"ready": "green", "failed": "red", "ended": "red"}.get(child.state, "yellow")
+            text = f"[{style}]{child.state}[/]"
+            table.add_row(child.name, text, child.address, child.stage, bar, _seconds(child))
+        return table
+
+
+def _seconds(child: Child) -> str:
+    return "" if child.state == "ready" else f"{time.monotonic() - child.started:.0f} s"

@@ -1,0 +1,253 @@
+"""``pdserve up``: prefill nodes, decode nodes and a router on one machine, as child processes."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import msgspec
+
+from pdserve.config.device import find_gpus, node_devices
+from pdserve.config.flags import node_flags_of, options_from
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+from pdserve.exits import EXIT_INTERRUPTED, say
+from pdserve.launcher.device_assignment import assign_devices, with_split
+from pdserve.launcher.startup_display import StartupDisplay, make_display, quiet_display
+from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
+from pdserve.logs import choose_format, identify
+from pdserve.process import EXIT_REFUSED
+
+POLL_SECONDS = 0.1  # how late a signal may be noticed
+ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # that are passed on to the router
+COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # … and these to nodes, too
+DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout: for leases, and for processes to end
+LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
+
+
+def up(args: argparse.Namespace) -> int:
+    """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
+    choose_format(args.log_format)
+    identify(role="up")
+    check_port(args.host, args.port)
+    plan = FleetPlan.of(args)
+    with StopSignals() as stop, Supervisor() as children:
+        fleet = LocalFleet(children, plan, args)
+        board = make_display(children.children)
+        try:
+            watch(children, board, until=lambda: stop.received or fleet.advance())
+        finally:
+            board.close()
+        if stop.received:
+            return EXIT_INTERRUPTED
+        print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
+        watch(children, quiet_display(), until=lambda: stop.received)
+        if not stop.hurried:
+            say("draining; another signal stops at once", level="INFO")
+            limit = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
+            children.drain(lambda: stop.hurried or time.monotonic() > limit)
+        say("stopping", level="INFO")
+    return 0
+
+
+class FleetPlan(NamedTuple):
+    """All nodes that are to be started, and the configuration of a decode node, checked for all."""
+
+    prefill: list[NodeOptions]
+    decode: list[NodeOptions]
+    config: NodeConfig
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> FleetPlan:
+        """Raises ConfigError or CapacityError, before anything starts, for what some node could not run with."""
+        options = options_from(args)
+        prefill = with_split(options, args.prefill_pp, args.prefill_tp)
+        decode = with_split(options, args.decode_pp, args.decode_tp)
+        for each in (prefill, decode):
+            config = resolve(each, node_devices(each, each.num_ranks)[0])
+        named = {"model": config.model_dir, "served_model_name": config.served_model_name}
+        nodes = [msgspec.structs.replace(each, **named) for each in [prefill] * args.prefill + [decode] * args.decode]
+        dealt = assign_devices(nodes, len(find_gpus()), config.threads)
+        return cls(dealt[: args.prefill], dealt[args.prefill :], config)
+
+
+class LocalFleet:
+    """Starts each process as soon as the addresses it needs are known."""
+
+    def __init__(self, children: Supervisor, plan: FleetPlan, args: argparse.Namespace) -> None:
+        self._children = children
+        self._plan = plan
+        self._args = args
+        self._prefill = self._spawn_nodes("prefill", plan.prefill, [])
+        self._decode: list[Child] = []
+        self._router: Child | None = None
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the router. It must be ready."""
+        assert self._router is not None
+        host, _, port = self._router.address.rpartition(":")
+        scheme = "http" if self._args.tls_cert is None else "https"
+        return f"{scheme}://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
+
+    def advance(self) -> bool:
+        """Start what can start now; True once everything is ready."""
+        if not self._decode and _listening(self._prefill):
+            peers = _flags("--prefill", self._prefill)
+            self._decode = self._spawn_nodes("decode", self._plan.decode, peers)
+        if self._router is None and _listening(self._decode):
+            self._router = self._spawn_router()
+        return self._router is not None and all(child.state == "ready" for child in self._children.children)
+
+    def _spawn_nodes(self, role: str, nodes: list[NodeOptions], flags: list[str]) -> list[Child]:
+        flags = ["--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
+        names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
+        return [
+            self._children.spawn(name, f"{role}_node", [*node_flags_of(options), *flags])
+            for name, options in zip(names, nodes, strict=True)
+        ]
+
+    def _spawn_router(self) -> Child:
+        peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
+        model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
+        where = ["--host", self._args.host, "--port", str(self._args.port)]
+        chosen = self._given((*ROUTER_FLAGS, *COMMON_FLAGS))
+        return self._children.spawn("router", "router", [*model, *where, *chosen, *peers])
+
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Flags that are passed on, as far as they were given."""
+        words: list[str] = []
+        for name in names:
+            value = getattr(self._args, name)
+            if value is True:
+                words.append(_flag(name))
+            elif value is not None and value is not False:
+                words += [_flag(name), str(value)]
+        return words
+
+
+def _listening(children: list[Child]) -> bool:
+    return bool(children) and all(child.address for child in children)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _flags(flag: str, children: list[Child]) -> list[str]:
+    return [word for child in children for word in (flag, child.address)]
+
+
+def watch(children: Supervisor, board: StartupDisplay, until: Callable[[], bool]) -> None:
+    """Show what children say until ``until()``. Raises when one of them dies."""
+    while not until():
+        for event in children.wait(POLL_SECONDS):
+            match event:
+                case Printed(child, text):
+                    board.printed(child, text)
+                case Changed(child):
+                    board.changed(child)
+                    if child.state == "failed":
+                        raise death_of(child)
+                case Died(child):
+                    raise death_of(child)
+        board.tick()
+
+
+def death_of(child: Child) -> PdserveError:
+    """The error that says how a child ended, in its own last words, and what to try."""
+    try:
+        status = child.process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        status = 1  # it has failed and hangs in ending
+    if status == EXIT_REFUSED:
+        return ConfigError(f"{child.name}: {child.last_error}")
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return NodeError(f"{child.name} {how}: {child.last_error}. Hint: {_hint(child, status)}")
+
+
+def _hint(child: Child, status: int) -> str:
+    if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # it, its engine or a rank
+        return "if nobody killed it, the system ran out of memory: give a smaller --kv-cache-memory"
+    if child.state != "ended" or status == 0:
+        return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"
+    return "its last lines are above; PDSERVE_TRACEBACK=1 shows where it failed"
+
+
+class StopSignals:
+    """Remembers that the process was asked to stop, so that it stops between two steps and not within one.
+
+    It is in a hurry unless SIGTERM was all that came.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.received = False
+        self.hurried = False
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.hurried = self.received or number != signal.SIGTERM
+        self.received = True
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise CapacityError unless ``host:port`` can be listened on: better now than after loading a model."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as exc:
+        raise ConfigError(
+            f"host {host!r} is unknown here ({exc.strerror}); give --host an address of this machine"
+        ) from exc
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise CapacityError(
+                f"port {port} on {host} is in use; stop what listens there or choose another --port"
+            ) from exc
+        raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
+
+
+def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
+    """The URL and a request to copy."""
+    body: dict[str, object] = {"model": config.served_model_name}
+    if has_chat_template(Path(config.model_dir)):
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
+    else:
+        path, body["prompt"] = "completions", "Hello"
+    body |= {"max_tokens": 32, "stream": True}
+    text = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    return (
+        f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it). Try:\n\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
+    )
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    """Whether a checkpoint says how a conversation becomes a prompt."""
+    if (model_dir / "chat_template.jinja").is_file():
+        return True
+    config = model_dir / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_bytes())

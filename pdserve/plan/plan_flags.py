@@ -1,0 +1,60 @@
+"""The flags of ``pdserve plan``. Apart from what it does, which ``pdserve --help`` does not wait for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pdserve.config.flags import positive_int
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint directory or hub id; or give --costs")
+    nodes = parser.add_argument_group("nodes")
+    nodes.add_argument("--gpu", default="h200", metavar="KIND", help="default %(default)s")
+    nodes.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages of a node (default 1)")
+    nodes.add_argument("--tp", type=positive_int, default=1, metavar="N", help="tensor shards of a stage (default 1)")
+    nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or one that comes with pdserve")
+    nodes.add_argument("--max-num-seqs", type=positive_int, default=256, metavar="N", help="of a node (default 256)")
+    nodes.add_argument(
+        "--network",
+        type=_positive,
+        metavar="GB/S",
+        help="10^9 bytes/s into or out of a node (default: as measured)",
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument("--rate", type=_positive, metavar="R", help="requests per second: how many nodes are needed?")
+    load.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs that there are: what can they serve?")
+    load.add_argument(
+        "--prompt-tokens",
+        default="2048",
+        metavar="LENGTH",
+        help="2048, 256-1024 (uniform), p50=900,p99=8000 or mean=1500,p99=8000 (log-normal); default %(default)s",
+    )
+    load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="likewise (default %(default)s)")
+    load.add_argument(
+        "--cached", type=float, default=0.0, metavar="F", help="share of prompts in prefix caches (default 0)"
+    )
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="instead: requests, and their rate, in Mooncake's format"
+    )
+    parser.add_argument(
+        "--slo",
+        default="",
+        metavar="SLO",
+        help="for example ttft:p99=1s,itl:p99=30ms; percentiles of time to first token, and between tokens",
+    )
+    parser.add_argument(
+        "--headroom", type=float, default=0.2, metavar="F", help="share of each node to be kept free (default 0.2)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value

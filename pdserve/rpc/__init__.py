@@ -1,0 +1,1 @@
+"""Links between processes: gRPC channels, protobuf conversion, TLS, addresses and timeouts."""

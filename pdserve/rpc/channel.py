@@ -1,0 +1,158 @@
+"""gRPC settings and error translation, the same for every process.
+
+A peer that is dead or hung is noticed within the time of pdserve/rpc/timeouts.py, with or without calls in flight: the
+connection is then closed and its calls fail with UNAVAILABLE.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, NoReturn
+
+import grpc
+
+from pdserve.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    NodeError,
+    Overloaded,
+    PdserveError,
+    PeerError,
+    RequestError,
+)
+from pdserve.rpc.address import join_address
+from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
+from pdserve.rpc.tls import SERVER_NAME, PeerTls
+
+MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 16 M tokens
+
+Options = tuple[tuple[str, int | str], ...]
+
+_COMMON: Options = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+_CHANNEL: Options = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # an idle channel stays connected: its end means that the peer ended
+    ("grpc.enable_http_proxy", 0),  # a cluster's own traffic never goes through $http_proxy
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share connections, nor their back-off
+)
+_SERVER: Options = (
+    ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a coin toss per connection
+    ("grpc.http2.min_ping_interval_without_data_ms", 200),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),  # 0: never close a connection for its keepalive pings
+)
+
+
+def channel_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
+    return (*_COMMON, *_keepalive(timing), *_CHANNEL)
+
+
+def server_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
+    return (*_COMMON, *_keepalive(timing), *_SERVER)
+
+
+def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> grpc.aio.Channel:
+    """A channel to ``host:port``. It connects, and reconnects, when it is used."""
+    options = channel_options(timing)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = (*options, ("grpc.ssl_target_name_override", SERVER_NAME))
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=named)
+
+
+class Dialer:
+    """A channel to one address for good. It shows the certificate that it was made with: ``renew`` it between calls."""
+
+    def __init__(self, address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> None:
+        self._address = address
+        self._timing = timing
+        self._tls = tls
+        self._version = None if tls is None else tls.version
+        self.channel = open_channel(address, timing, tls)
+
+    async def renew(self) -> grpc.aio.Channel:
+        """The channel, made anew if there is another certificate to show since; calls on the old one are ended."""
+        if self._tls is not None and self._tls.version != self._version:
+            self._version = self._tls.version
+            old, self.channel = self.channel, open_channel(self._address, self._timing, self._tls)
+            await old.close(None)
+        return self.channel
+
+    async def close(self) -> None:
+        await self.channel.close(None)
+
+
+def _keepalive(timing: PeerTiming) -> Options:
+    timeout = int(timing.answer_within * 1000)
+    return (
+        ("grpc.keepalive_time_ms", int(timing.ask_after * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        ("grpc.http2.ping_timeout_ms", timeout),  # what really ends it; its default is 60 s
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = None) -> int:
+    """Bind a server's port (0: any free one) and return it. Raises CapacityError when it is taken."""
+    address = join_address(host, port)
+    try:
+        probe_port(host, port)  # gRPC would log a line of its own on stderr, and not say why
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, tls.server_credentials()))
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+    except RuntimeError:
+        reason = "address already in use"
+    raise CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")
+
+
+def probe_port(host: str, port: int) -> None:
+    """Raise OSError unless this machine can listen there."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1)
+
+
+def status_code(error: PdserveError) -> grpc.StatusCode:
+    """The gRPC status that stands for one of our errors."""
+    if isinstance(error, RequestError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, Overloaded | CapacityError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    if isinstance(error, DeadlineExceeded):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    if isinstance(error, PeerError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    if isinstance(error, NodeError):
+        return grpc.StatusCode.UNAVAILABLE
+    return grpc.StatusCode.INTERNAL
+
+
+def error_from_rpc(exc: grpc.aio.AioRpcError, peer: str) -> PdserveError:
+    """What a failed call to ``peer`` means to us; raise it ``from exc``."""
+    details = f"{peer}: {exc.details() or exc.code().name}"
+    if exc.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return RequestError(details)
+    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(details)
+    if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(details)
+    return PeerError(details)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+    """End a call with the status that stands for ``error``."""
+    await context.abort(status_code(error), " ".join(str(error).split()))
+    raise AssertionError("abort always raises")

@@ -1,0 +1,183 @@
+"""Between the records of pdserve/records.py and the messages of proto/pdserve.proto. Translation only, no policy."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    Draining,
+    Overloaded,
+    PdserveError,
+    PeerError,
+    RequestError,
+)
+from pdserve.kv import KVLayout, KVShare
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
+from pdserve.throughput import CostLine, Throughput
+
+TOKEN_BYTES = 4
+_SWAP = sys.byteorder == "big"
+
+_SCALARS = (
+    "max_tokens",
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "logprobs",
+    "grammar",
+    "prompt_logprobs",
+)
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    tokens = array("I", token_ids)
+    if _SWAP:
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack_tokens(data: bytes) -> array[int]:
+    """The token ids of ``pack_tokens``. Raises RequestError when the bytes are no whole number of ids."""
+    if len(data) % TOKEN_BYTES:
+        raise RequestError(f"token_ids has {len(data)} bytes, which is not a multiple of {TOKEN_BYTES}", "token_ids")
+    tokens = array("I")
+    tokens.frombytes(data)
+    if _SWAP:
+        tokens.byteswap()
+    return tokens
+
+
+def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
+    message = pb.SamplingParams(stop_token_ids=sampling.stop_token_ids, logit_bias=sampling.logit_bias)
+    for name in _SCALARS:
+        setattr(message, name, getattr(sampling, name))
+    return message
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Every field as it stands: what a sender left out is zero, not a default (the router resolves defaults)."""
+    return SamplingParams(
+        **{name: getattr(message, name) for name in _SCALARS},
+        logit_bias=dict(message.logit_bias),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def logprobs_to_pb(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top_ids=logprobs.top_ids, top_logprobs=logprobs.top_logprobs)
+
+
+def prompt_logprobs_to_pb(found: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(first=found.first, num_top=found.num_top, table=found.table)
+
+
+def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
+    return PromptLogprobs(message.first, message.num_top, message.table)
+
+
+def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
+    return pb.KVLayout(**{name: getattr(layout, name) for name in KVLayout.__struct_fields__})
+
+
+def layout_from_pb(message: pb.KVLayout) -> KVLayout:
+    """Raises ConfigError when the geometry is impossible."""
+    return KVLayout(**{name: getattr(message, name) for name in KVLayout.__struct_fields__})
+
+
+def share_to_pb(share: KVShare) -> pb.KVShare:
+    return pb.KVShare(**{name: getattr(share, name) for name in KVShare.__struct_fields__})
+
+
+def share_from_pb(message: pb.KVShare) -> KVShare:
+    """Raises ConfigError when it is no part of the model."""
+    return KVShare(**{name: getattr(message, name) for name in KVShare.__struct_fields__})
+
+
+def pace_to_pb(pace: Throughput) -> pb.Pace:
+    return pb.Pace(prompt=_line_to_pb(pace.prompt), decode=_line_to_pb(pace.decode), read=_line_to_pb(pace.read))
+
+
+def pace_from_pb(message: pb.Pace) -> Throughput:
+    return Throughput(_line_from_pb(message.prompt), _line_from_pb(message.decode), _line_from_pb(message.read))
+
+
+def _line_to_pb(line: CostLine) -> pb.Line:
+    return pb.Line(base=line.base, slope=line.slope)
+
+
+def _line_from_pb(message: pb.Line) -> CostLine:
+    return CostLine(message.base, message.slope)
+
+
+def rank_to_pb(rank: RankKV) -> pb.RankKV:
+    return pb.RankKV(
+        agent=rank.agent,
+        metadata=rank.metadata,
+        address=rank.region.address,
+        num_bytes=rank.region.num_bytes,
+        device=rank.region.device,
+        device_id=rank.region.device_id,
+        layout=layout_to_pb(rank.layout),
+        share=None if rank.share is None else share_to_pb(rank.share),
+    )
+
+
+def rank_from_pb(message: pb.RankKV) -> RankKV:
+    return RankKV(
+        agent=message.agent,
+        metadata=message.metadata,
+        region=KVRegion(message.address, message.num_bytes, message.device, message.device_id),
+        layout=layout_from_pb(message.layout),
+        share=share_from_pb(message.share) if message.HasField("share") else None,
+    )
+
+
+def failure_to_pb(error: PdserveError) -> pb.Failure:
+    """An error as the other end of a stream is told of it."""
+    codes = pb.Failure
+    match error:
+        case RequestError():
+            code = codes.INVALID
+        case Draining():
+            code = codes.DRAINING
+        case Overloaded():
+            code = codes.OVERLOADED
+        case DeadlineExceeded():
+            code = codes.DEADLINE
+        case _:
+            code = codes.NODE_FAILED
+    retry = int(error.retry_after * 1000) if isinstance(error, Overloaded) else 0
+    return pb.Failure(code=code, message=str(error), retry_after_ms=retry)
+
+
+def failure_from_pb(failure: pb.Failure, peer: str) -> PdserveError:
+    """What a failure means to a node that was told of it by ``peer``."""
+    message = f"{peer}: {failure.message or 'it gave no reason'}"
+    match failure.code:
+        case pb.Failure.INVALID:
+            return RequestError(message)
+        case pb.Failure.OVERLOADED:
+            return Overloaded(message, max(failure.retry_after_ms / 1000, 1.0))
+        case pb.Failure.DEADLINE:
+            return DeadlineExceeded(message)
+        case pb.Failure.DRAINING:
+            return Draining(message)
+        case _:
+            return PeerError(message)

@@ -1,0 +1,87 @@
+"""What makes a node a prefill node: leases, and the PrefillNode service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from engine.frontend.drain import Drained
+from engine.frontend.node import Node
+from pdserve.errors import ConfigError
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from prefill_node.leases import LeaseTable
+from prefill_node.pending_prefills import Leases
+from prefill_node.prefill_service import PrefillService
+
+
+class PrefillRole:
+    name = "prefill"
+    services: tuple[str, ...] = ("pdserve.v1.PrefillNode",)
+    uses_connector = True
+
+    def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
+        if not 0 < lease_seconds < float("inf") or not 0 <= lease_guard < float("inf"):
+            raise ConfigError(
+                f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
+            )
+        if decode_ahead < 0:
+            raise ConfigError(f"--decode-ahead {decode_ahead} must be at least 0, which is none")
+        self._decode_ahead = decode_ahead
+        self._lease_seconds = lease_seconds
+        self._lease_guard = lease_guard
+        self._leases: Leases | None = None
+
+    def attach(self, node: Node) -> Drained:
+        self._leases = Leases(node.link, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
+        service = PrefillService(node, self._leases, self._decode_ahead)
+        pb_grpc.add_PrefillNodeServicer_to_server(service, node.server)
+        return service
+
+    async def connect(self) -> None:
+        """Decode nodes come to us."""
+
+    def connected_peers(self) -> Sequence[str]:
+        return ()
+
+    def metrics(self) -> Iterable[Metric]:
+        counts = {} if self._leases is None else self._leases.table.counts
+        for state, count in counts.items():
+            yield CounterMetricFamily(f"pdserve_leases_{state}", f"Leases {state}.", count)
+
+    async def close(self) -> None:
+        if self._leases is not None:
+            self._leases.close()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("handoffs")
+    group.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="how long blocks are kept for a decode node after its last sign of life; it extends leases that it still "
+        "reads (default %(default)s)",
+    )
+    group.add_argument(
+        "--lease-guard",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="how much longer blocks are kept, for clocks that do not run alike (default %(default)s)",
+    )
+    group.add_argument(
+        "--decode-ahead",
+        type=int,
+        default=3,
+        metavar="N",
+        help="after a prompt's first token, sample so many more, at most, until the decode node has read the KV; only "
+        "while no other prompt is there to compute (default %(default)s)",
+    )
+
+
+def make_role(args: argparse.Namespace) -> PrefillRole:
+    return PrefillRole(args.lease_seconds, args.lease_guard, args.decode_ahead)

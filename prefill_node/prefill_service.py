@@ -1,0 +1,82 @@
+"""The PrefillNode service: handshakes, and one stream per decode node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterable
+
+from engine.frontend.drain import Streams
+from engine.frontend.node import Node
+from engine.frontend.stream_writer import Context, serve
+from pdserve.compatibility import PROTOCOL_VERSION, differences
+from pdserve.errors import Draining, PdserveError, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.channel import abort
+from pdserve.rpc.protobuf import rank_to_pb
+from prefill_node.decode_stream import DecodeStream
+from prefill_node.pending_prefills import Leases
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillService(pb_grpc.PrefillNodeServicer):
+    def __init__(self, node: Node, leases: Leases, ahead: int) -> None:
+        """Prompts go ahead of their decode nodes by ``ahead`` tokens at most."""
+        self._node = node
+        self._leases = leases
+        self._ahead = ahead
+        self._streams: Streams[DecodeStream] = Streams()
+        self.farewell = leases.table.seconds + leases.table.guard
+        leases.on_end = self._streams.changed
+
+    async def finish(self) -> None:
+        """Tell decode nodes that no prompt is taken in any more; returns when none is computed and nothing leased."""
+        self._streams.drain()
+        await self._streams.until(lambda: self._leases.idle and not any(stream.prefills for stream in self._streams))
+
+    def hand_over(self, why: Draining) -> None:
+        """Leave prompts that are not computed yet to decode nodes; what they were told of stays leased."""
+        self._streams.drain()
+        for stream in self._streams:
+            stream.fail(why)
+
+    async def part(self) -> None:
+        await self._streams.until(lambda: self._leases.idle)
+        await self._streams.ended()
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
+        try:
+            self._node.check_ready()
+            self._check_compatible(request)
+        except PdserveError as exc:
+            await abort(context, exc)
+        _log.info("handshake with decode node %s (epoch %s)", request.node_id, request.epoch)
+        return pb.HandshakeReply(
+            node_id=self._node.node_id,
+            epoch=self._node.epoch,
+            ranks=[rank_to_pb(rank) for rank in self._node.link.ranks],
+        )
+
+    async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
+        self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
+    ) -> None:
+        stream = DecodeStream(self._node, self._leases, self._ahead, self._streams.changed)
+        with self._streams.opened(stream):
+            try:
+                await serve(context, stream.outbox, stream.read(request_iterator), lambda: stream.outbox.empty)
+            finally:
+                stream.hang_up()
+
+    def _check_compatible(self, request: pb.HandshakeRequest) -> None:
+        if request.protocol != PROTOCOL_VERSION:
+            raise PeerError(
+                f"protocol {request.protocol} of {request.node_id} is not {PROTOCOL_VERSION}; "
+                "run the same version of pdserve on both"
+            )
+        if request.compat_hash != self._node.compat_hash:
+            found = differences(self._node.config.compat_fields, dict(request.compat_fields))
+            raise PeerError(
+                f"{request.node_id} cannot read KV of {self._node.node_id}: {found or 'compatibility hashes differ'}; "
+                "serve the same checkpoint with the same flags on both"
+            )

@@ -1,0 +1,1 @@
+"""The nodes behind a router: discovery, state, policy and prefix index."""

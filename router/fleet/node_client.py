@@ -1,0 +1,257 @@
+"""One node as the router knows it: what it says of itself, and for a decode node the stream to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import msgspec
+
+from pdserve.hashing import unpack_numbers
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb.pdserve_pb2_grpc import NodeStub
+from pdserve.request_cost import RequestLoad
+from pdserve.rpc.channel import Dialer
+from pdserve.rpc.protobuf import pace_from_pb
+from pdserve.rpc.tls import PeerTls
+from router.fleet.policy import NodeView
+from router.fleet.prefix_index import CachedBlocks, PrefixIndex
+from router.fleet.serve_stream import ServeStream
+
+if TYPE_CHECKING:  # exists in the stubs' types only
+    from pdserve.pb.pdserve_pb2_grpc import NodeAsyncStub
+
+logger = logging.getLogger(__name__)
+
+RETRY = 0.1  # seconds until a node that is lost is asked again
+SILENCE = 4.0  # seconds without a report, of which there is one each second, until a node counts as hung
+REPORTED = 0.05  # seconds, and the pause between reports, after which these include a request that was sent
+PAUSE = 0.1  # seconds between two reports of a node at least, as nodes have it themselves
+
+
+class NodeClient:
+    """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open.
+
+    The end of a process ends its connection at once, and keepalive (channel.py) notices a host that is gone.
+    Reports, which come every second at least, tell the rest: restarts, changed peers, and by their absence a process
+    that does nothing though its connection stands.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        prefixes: PrefixIndex,
+        on_change: Callable[[], None],
+        on_idle: Callable[[NodeClient], None],
+        pause: Callable[[], float],
+        tls: PeerTls | None = None,
+    ) -> None:
+        self.address = address
+        self.role = role
+        self.description: pb.NodeDescription | None = None
+        self.stream: ServeStream | None = None
+        self.cached: CachedBlocks | None = None  # while there is a description
+        self._prefixes = prefixes
+        self._load = pb.NodeLoad()
+        self._read_at = 0.0  # when its pace of reads last changed
+        self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
+        self.in_flight = 0  # requests of this router; on P, those that have no token yet
+        self.leaving = False  # it is not listed any more: nothing more is sent there
+        self._view: NodeView | None = None  # as of the latest change
+        self._on_change = on_change
+        self._on_idle = on_idle
+        self._find_pause = pause
+        self._pause = PAUSE  # of the present stream of reports
+        self._peers: frozenset[str] = frozenset()  # ids that it is connected to; made anew where they change only
+        self._tls = tls
+        self._dialer: Dialer | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heard_at = 0.0
+
+    def start(self) -> None:
+        self._dialer = Dialer(self.address, tls=self._tls)
+        self._task = asyncio.create_task(self._watch(self._dialer), name=f"watch {self.address}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self.stream is not None:
+            self.stream.close("the router is shutting down")
+        self._forget()
+        if self._dialer is not None:
+            await self._dialer.close()
+
+    @property
+    def ready(self) -> bool:
+        return self._usable and (self.role == "prefill" or (self.stream is not None and self.stream.open))
+
+    @property
+    def _usable(self) -> bool:
+        node = self.description
+        return node is not None and node.state == "ready" and node.role == self.role
+
+    def view(self) -> NodeView | None:
+        """None while the node has not said what it is."""
+        if self._view is None and self.description is not None:
+            self._view = self._look(self.description)
+        return self._view
+
+    async def status(self, timeout: float) -> pb.NodeStatus:
+        """What the node holds and has counted. Raises AioRpcError, also when that takes ``timeout`` seconds."""
+        assert self._dialer is not None, "it has been started"
+        stub: NodeAsyncStub = NodeStub(self._dialer.channel)
+        return await stub.Status(pb.StatusRequest(), timeout=timeout)
+
+    def sent(self, uncached_tokens: int, num_tokens: int) -> None:
+        """A request goes there: so many prompt tokens to be computed, and so many to have room for."""
+        self.in_flight += 1
+        self._sent.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
+        self._view = None
+
+    def done(self) -> None:
+        """It needs the node no more."""
+        self.in_flight -= 1
+        self._view = None
+        if not self.in_flight:
+            self._on_idle(self)
+
+    def _look(self, node: pb.NodeDescription) -> NodeView:
+        pace = pace_from_pb(self._load.pace)
+        unread = asyncio.get_running_loop().time() - self._read_at
+        return NodeView(
+            node_id=node.node_id,
+            role=self.role,
+            model=node.model,
+            ready=self.ready,
+            compat_hash=node.compat_hash,
+            version=node.version,
+            connected_peers=self._peers,
+            in_flight=self.in_flight,
+            load=self._whole_load(node.kv_layout.block_size),
+            pace=msgspec.structs.replace(pace, read=pace.read.aged(unread)),
+        )
+
+    def _whole_load(self, block_size: int) -> RequestLoad:
+        """What the node told, and what it was sent since."""
+        load = self._load
+        blocks = sum(-(-tokens // block_size) for _, _, tokens in self._sent) if block_size else 0
+        return RequestLoad(
+            requests=load.waiting + load.running + len(self._sent),
+            waiting=load.waiting,
+            backlog=load.backlog + sum(uncached for _, uncached, _ in self._sent),
+            free_blocks=max(0, load.free_blocks - blocks),
+            total_blocks=load.total_blocks,
+            block_size=max(1, block_size),
+        )
+
+    # ------------------------------------------------------------ reports
+
+    async def _watch(self, dialer: Dialer) -> None:
+        while True:
+            reason = "it ends"
+            stub: NodeAsyncStub = NodeStub(await dialer.renew())
+            self._pause = max(PAUSE, self._find_pause())
+            call = stub.Watch(pb.WatchRequest(pause_ms=int(1000 * self._pause)), wait_for_ready=True)
+            watchdog = asyncio.create_task(self._expect_reports(call))
+            try:
+                await self._follow(call)
+            except grpc.aio.AioRpcError as exc:
+                reason = exc.details() or exc.code().name
+            except ValueError as exc:
+                reason = str(exc)
+            except asyncio.CancelledError:
+                if not watchdog.done():  # we are being closed
+                    raise
+                reason = f"it has said nothing for {SILENCE:g} s"
+            finally:
+                watchdog.cancel()
+                call.cancel()
+            self._lose(reason)
+            await asyncio.sleep(RETRY)
+
+    async def _follow(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """Take in reports until the node ends them. Raises ValueError when one cannot be meant so."""
+        sequence = 0
+        async for report in call:
+            sequence += 1
+            if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
+                raise ValueError(f"report {report.sequence} came in place of {sequence}")
+            self._heard_at = asyncio.get_running_loop().time()
+            self._on_report(report)
+
+    async def _expect_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """End the call when nothing comes. Time in which this process itself stood still is no silence of the node."""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        while (quiet := loop.time() - self._heard_at) < SILENCE:
+            before = loop.time()
+            await asyncio.sleep(min(SILENCE / 4, SILENCE - quiet))
+            self._heard_at += max(0.0, loop.time() - before - SILENCE / 2)
+        call.cancel()
+
+    def _on_report(self, report: pb.NodeReport) -> None:
+        changed = report.HasField("description")
+        if changed:
+            self._on_described(report.description)
+        if report.load.pace.read != self._load.pace.read:
+            self._read_at = self._heard_at
+        self._load = report.load
+        assert self.cached is not None, "the first report has a description"
+        self.cached.change(unpack_numbers(report.cache.added), unpack_numbers(report.cache.removed))
+        if self._usable and self.role == "decode" and self.stream is None:
+            self._open_stream()
+            changed = True
+        if self.stream is not None and self.description is not None and self.description.state == "draining":
+            self.stream.drain()
+        latest = self._heard_at - REPORTED - self._pause
+        while self._sent and self._sent[0][0] < latest:
+            self._sent.popleft()
+        self._view = None
+        if changed:
+            self._on_change()
+
+    def _on_described(self, described: pb.NodeDescription) -> None:
+        before = self.description
+        if described.role != self.role and before is None:
+            logger.error("%s is a %s node, not a %s node; it is not used", self.address, described.role, self.role)
+        if self.cached is None:
+            self.cached = self._prefixes.open(described.cache_sample_bits)
+        self.description = described
+        self._peers = frozenset(described.connected_peers)
+        if self._usable and (before is None or before.state != "ready"):
+            logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
+
+    def _open_stream(self) -> None:
+        assert self._dialer is not None
+        assert self.description is not None
+        self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
+
+    def _lose(self, reason: str) -> None:
+        stops = self.description is not None and self.description.state == "draining"
+        if self.description is not None and not stops:
+            logger.warning("node at %s is lost: %s", self.address, reason)
+        self._forget()
+        if not stops:  # else it ends the stream when it is done with the requests there, or out of time
+            self._end_stream("the node does not answer")
+        self._on_change()
+
+    def _forget(self) -> None:
+        self.description = self._view = None
+        if self.cached is not None:
+            self._prefixes.close(self.cached)
+            self.cached = None
+
+    def _end_stream(self, reason: str) -> None:
+        if self.stream is not None:
+            self.stream.close(reason)
+
+    def _on_stream_change(self, stream: ServeStream) -> None:
+        if stream.ended and self.stream is stream:
+            self.stream = None
+        self._view = None
+        self._on_change()

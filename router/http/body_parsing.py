@@ -1,0 +1,111 @@
+"""From the bytes of a body to a struct: JSON, then known fields, then their types; what does not fit is named.
+
+Unknown fields are refused, but for those of OpenAI that change nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.errors import RequestError
+from router.http.body_limits import check_lengths, check_shape
+
+# OpenAI's own fields that change nothing here.
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "moderation",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+# Fields of OpenAI and of vLLM that would change the answer, each with the values at which they do not.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": ({},),
+    "bad_words": ([],),
+    "chat_template": ("",),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "modalities": (["text"], []),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+_REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise RequestError(f"the body is not valid JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def other_fields() -> dict[str, dict[str, Any]]:
+    """JSON schemas of the fields that are accepted though they do nothing, by name."""
+    unsupported = {name: {"enum": [*values, None]} for name, values in _UNSUPPORTED.items()}
+    return {**{name: {} for name in _IGNORED}, **unsupported}
+
+
+def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """A typed body. Null is the same as absent. Raises RequestError that names the field."""
+    known = kind.__struct_fields__
+    fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
+    check_shape(fields)
+    check_lengths(fields)
+    for name, value in fields.items():
+        if name in known:
+            continue
+        if any(_same(value, harmless) for harmless in _UNSUPPORTED.get(name, ())):
+            continue
+        if name in _UNSUPPORTED:
+            raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
+        if name in _REPLACED:
+            raise RequestError(f"{name} is not supported; use {_REPLACED[name]} instead", name, "unsupported_parameter")
+        nearest = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
+        raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
+    try:
+        return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
+    except msgspec.ValidationError as exc:
+        raise _validation_error(str(exc)) from exc
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality as JSON has it: false is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.(?P<field>[^`.\[]+)(?P<rest>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+
+
+def _validation_error(message: str) -> RequestError:
+    """msgspec's message, with the field in front and as ``param``."""
+    missing = _MISSING.match(message)
+    if missing:
+        field = missing["field"]
+        return RequestError(f"{field} is missing", field, "missing_required_parameter")
+    match = _AT_FIELD.match(message)
+    if match is None or match["field"] is None:
+        return RequestError(message)
+    what = match["what"].replace("`", "")
+    return RequestError(f"{match['field']}{match['rest'] or ''}: {what[:1].lower()}{what[1:]}", match["field"])

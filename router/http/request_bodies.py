@@ -1,0 +1,243 @@
+"""What clients may send to the two generating endpoints, and the checks that need nothing but the body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.records import MAX_PROMPT_LOGPROBS
+from router.http.body_parsing import convert, parse_json
+from router.text.chat.tools import ToolUse, tool_use
+from router.text.structured.output_formats import StructuredOutputs, Wanted, wanted_of
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = MAX_PROMPT_LOGPROBS
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # accepted, never done
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
+    """Fields that completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+    priority: int = 0  # lower is earlier
+    response_format: dict[str, Any] = {}
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None  # only the last so many are used; -1: as many as the model has room for
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def structure(self) -> Wanted:
+        """What the output has to follow. Raises RequestError."""
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        given = {name: value for name, value in guided.items() if value is not None}
+        return wanted_of(self.response_format, self.structured_outputs, given)
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most output tokens, where the client said."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives per token; -1 for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def most_prompt_logprobs(self) -> int:
+        """Alternatives per token of the prompt, as many as any part of the answer needs; -1 where none does."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the output goes on with the prompt's text, rather than being a text of its own."""
+        return True
+
+
+class CompletionBody(GenerateBody, kw_only=True, frozen=True):
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def most_prompt_logprobs(self) -> int:
+        return max(super().most_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one; a list of ids is one prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt is empty; give at least one token", "prompt")
+        if all(isinstance(item, int) for item in self.prompt):
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        prompts = [item for item in self.prompt if isinstance(item, str | list)]
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) != 1 or len(prompts) != len(self.prompt):
+            raise RequestError("prompt must be a string, token ids, or a list of only one of these kinds", "prompt")
+        return prompts
+
+
+class ChatBody(GenerateBody, kw_only=True, frozen=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
+    documents: list[dict[str, Any]] = []
+    add_generation_prompt: bool | None = None  # default: true, unless the last message is to be continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def continues_prompt(self) -> bool:
+        return self.continue_final_message
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def opens_message(self) -> bool:
+        """Whether the prompt ends in the header of the answer."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template sees beside messages, tools and documents."""
+        effort = self.reasoning_effort
+        variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":  # the names of Qwen3 and DeepSeek
+            variables |= {"enable_thinking": False, "thinking": False}
+        return variables | self.chat_template_kwargs
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+def parse_completion(data: bytes) -> CompletionBody:
+    body = convert(parse_json(data), CompletionBody)
+    check_ranges(body)
+    if body.logprobs is not None:
+        _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+    if body.best_of is not None and body.best_of != body.n:
+        raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
+    num_choices = len(body.prompts) * body.n
+    if num_choices > 8 * MAX_CHOICES:
+        raise RequestError(f"{len(body.prompts)} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
+    return body
+
+
+def parse_chat(data: bytes) -> ChatBody:
+    body = convert(parse_json(data), ChatBody)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatBody) -> None:
+    """Everything that does not depend on the model or the prompt."""
+    check_ranges(body)
+    if body.top_logprobs is not None:
+        _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+        if not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.tool_use.forced and body.structure.grammar:
+        field = body.structure.field
+        raise RequestError(f"{field} and a tool_choice that demands calls exclude each other; leave one out", field)
+    if body.continue_final_message and body.opens_message:
+        remedy = "set add_generation_prompt to false"
+        raise RequestError(f"continue_final_message continues the last message; {remedy}", "continue_final_message")
+
+
+def check_ranges(body: GenerateBody) -> None:
+    """Everything about one field that does not depend on the model or the prompt."""
+    if body.prompt_logprobs is not None:
+        _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+        if body.stream:
+            raise RequestError("prompt_logprobs are not sent in streams; leave out one of both", "prompt_logprobs")
+    if body.output_limit is not None:  # nothing but the prompt is of use where its log-probabilities are asked for
+        _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
+    _within("min_tokens", body.min_tokens, 0, math.inf)
+    _within("temperature", body.temperature, 0.0, 2.0)
+    _within("top_p", body.top_p, 0.0, 1.0, above=True)
+    _within("top_k", body.top_k, -1, 2**31 - 1)
+    _within("min_p", body.min_p, 0.0, 1.0)
+    _within("seed", body.seed or 0, -(2**63), 2**64 - 1)
+    _within("repetition_penalty", body.repetition_penalty, 0.0, 100.0, above=True)
+    _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
+    _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
+    if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:
+        _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
+    _within("priority", body.priority, -(2**31), 2**31 - 1)
+    _within("n", body.n, 1, MAX_CHOICES)
+    for bias in body.logit_bias.values():
+        _within("logit_bias", bias, -100.0, 100.0)
+    _within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
+    if "" in body.stops:
+        raise RequestError("a stop string is empty; leave it out", "stop")
+
+
+def _within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
+    if (low < value if above else low <= value) and value <= high:
+        return
+    floor = f"above {low:g}" if above else f"at least {low:g}"
+    ceiling = "" if high == math.inf else f" and at most {high:g}"
+    raise RequestError(f"{name} is {value:g}; it must be {floor}{ceiling}", param or name)
+
+
+Parser = Callable[[bytes], GenerateBody]

@@ -1,0 +1,77 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from pdserve.errors import RequestError
+from router.http.body_parsing import convert, parse_json
+from router.http.generate_endpoint import read_body
+from router.http.request_bodies import ChatBody
+from router.service import Service
+from router.text.prompt_encoder import PromptEncoder
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+def add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
+        model = service.find(body.model)
+        token_ids = await _tokenize(model.encoder, body)
+        strings = [model.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        limit = model.fleet.limits().max_model_len
+        return json_response(
+            {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
+        )
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
+        model = service.find(body.model)
+        size = model.fleet.limits().vocab_size
+        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
+        return json_response({"prompt": model.tokenizer.decode(body.tokens)})
+
+
+async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        prompt = await encoder.encode_text(body.prompt, body.add_special_tokens is not False)
+    else:
+        chat = ChatBody(
+            messages=body.messages or [],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            add_special_tokens=body.add_special_tokens is True,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        prompt = await encoder.encode_chat(chat)
+    return list(prompt.token_ids)
+
+
+def json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

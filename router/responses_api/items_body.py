@@ -1,0 +1,137 @@
+"""What clients may send to /v1/responses, and the chat that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from pdserve.errors import RequestError
+from router.http.body_parsing import convert, parse_json
+from router.http.request_bodies import ChatBody, check_chat
+from router.responses_api.items_input import messages_of
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is in the open here
+_NOT_STORED = "responses are not stored; send the whole conversation as input"
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None  # accepted; reasoning is sent as it is
+    generate_summary: str | None = None
+
+
+class Text(msgspec.Struct, frozen=True):
+    format: dict[str, Any] = {}
+    verbosity: str | None = None
+
+
+class ItemsRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields that are particular to this endpoint. Others are those of a chat."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int = 0
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    reasoning: Reasoning = Reasoning()
+    text: Text = Text()
+    include: list[str] = []
+    metadata: dict[str, Any] = {}
+    store: bool = False  # accepted, never done
+    background: bool = False
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    max_tool_calls: int | None = None  # of tools that run on the server; there are none
+
+
+# Fields of a chat that have another form here.
+CHAT_ONLY = frozenset(
+    {
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "logprobs",
+        "response_format",
+        "reasoning_effort",
+        "n",
+        "prompt_logprobs",
+    }
+    | {"return_token_ids", "include_reasoning", "continue_final_message", "add_generation_prompt"}
+)
+
+
+class ItemsBody(ChatBody, kw_only=True, frozen=True):
+    """A chat, and the request that it was made of."""
+
+    request: ItemsRequest
+
+
+def parse_items(data: bytes) -> ItemsBody:
+    """Raises RequestError for what is wrong, and for what needs stored responses."""
+    fields = parse_json(data)
+    wrong = next((name for name in fields if name in CHAT_ONLY), None)
+    if wrong is not None:
+        raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; leave it out", wrong, "unknown_parameter")
+    own = {name: value for name, value in fields.items() if name in ItemsRequest.__struct_fields__}
+    request = convert(own, ItemsRequest)
+    _check(request)
+    rest = {name: value for name, value in fields.items() if name not in own}
+    chat = convert({**rest, **_as_chat(request)}, ChatBody)
+    body = ItemsBody(request=request, **{name: getattr(chat, name) for name in ChatBody.__struct_fields__})
+    check_chat(body)
+    return body
+
+
+def _check(request: ItemsRequest) -> None:
+    for name in ("previous_response_id", "conversation"):
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name} cannot be used: {_NOT_STORED}", name, "unsupported_parameter")
+    if request.background:
+        raise RequestError(f"background is not supported: {_NOT_STORED}", "background", "unsupported_parameter")
+    if request.prompt is not None:
+        raise RequestError("prompt is not supported; send input and instructions", "prompt", "unsupported_parameter")
+    if request.truncation == "auto":
+        raise RequestError(
+            "truncation 'auto' is not supported; shorten the input", "truncation", "unsupported_parameter"
+        )
+    unknown = next((name for name in request.include if name not in _INCLUDES), None)
+    if unknown is not None:
+        raise RequestError(f"include {unknown!r} is not supported; use {LOGPROBS!r}", "include")
+
+
+def _as_chat(request: ItemsRequest) -> dict[str, Any]:
+    return {
+        "messages": messages_of(request.input, request.instructions),
+        "max_completion_tokens": request.max_output_tokens,
+        "logprobs": LOGPROBS in request.include or request.top_logprobs > 0,
+        "top_logprobs": request.top_logprobs or None,
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
+        "tool_choice": _tool_choice(request.tool_choice),
+        "reasoning_effort": request.reasoning.effort,
+        "response_format": _response_format(request.text.format),
+    }
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function as chats have it: what describes it is an object of its own."""
+    if tool.get("type") != "function":
+        raise RequestError(f"{where} has type {tool.get('type')!r}; only 'function' is supported", where)
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}

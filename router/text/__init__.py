@@ -1,0 +1,1 @@
+"""Text: tokenizer, detokenizer, chat templates and structured outputs."""

@@ -1,0 +1,41 @@
+"""Prompts as they are echoed: their text, and where each of their tokens begins in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from router.generation.job import Prompt
+from router.http.request_bodies import CompletionBody, GenerateBody
+from router.text.tokenizer import Tokenizer
+
+_INLINE_TOKENS = 1024  # of all prompts: a millisecond
+
+
+async def with_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts with what ``echo`` needs of them, where the body asks for it."""
+    if not (isinstance(body, CompletionBody) and body.echo):
+        return prompts
+    scored, special = body.num_logprobs >= 0, body.add_special_tokens
+    if sum(len(prompt.token_ids) for prompt in prompts) <= _INLINE_TOKENS:
+        return [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts]
+    return await asyncio.to_thread(lambda: [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts])
+
+
+def _with_echo(prompt: Prompt, scored: bool, special: bool, tokenizer: Tokenizer) -> Prompt:
+    if prompt.text is not None:
+        offsets = tokenizer.offsets(prompt.text, special) if scored else ()
+        return msgspec.structs.replace(prompt, offsets=offsets)
+    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=True)
+    return Prompt(prompt.token_ids, text, _offsets(prompt.token_ids, tokenizer) if scored else ())
+
+
+def _offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """Where tokens begin in the text that they are decoded to."""
+    decoder, offsets, length = tokenizer.detokenizer(), [], 0
+    for token_id in token_ids:
+        offsets.append(length)
+        length += len(decoder.push(token_id))
+    return offsets

@@ -1,0 +1,87 @@
+"""From a body to token ids. Long texts are tokenized on a thread, so that they do not hold up other streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pdserve.errors import RequestError, RequestTooLong
+from router.generation.job import Prompt
+from router.http.request_bodies import ChatBody, CompletionBody, GenerateBody
+from router.text.chat.messages import check_messages
+from router.text.chat.renderers import Order, Renderers
+from router.text.chat.template import RESERVED
+from router.text.tokenizer import Tokenizer
+
+_INLINE_CHARS = 4096  # about a millisecond of tokenizing
+_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class PromptEncoder:
+    """Applies the chat template and the tokenizer. ``max_tokens`` says what the model takes at present."""
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int]) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._renderers = None if tokenizer.chat_template is None else Renderers(tokenizer.chat_template)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+
+    async def close(self) -> None:
+        if self._renderers is not None:
+            await self._renderers.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, body: GenerateBody) -> list[Prompt]:
+        """The prompts of a body. Raises RequestError for messages that cannot become one."""
+        if isinstance(body, ChatBody):
+            return [await self.encode_chat(body)]
+        assert isinstance(body, CompletionBody)
+        prompts, special = body.prompts, body.add_special_tokens
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self._check_length(text, "prompt")
+        num_chars = sum(map(len, texts))
+        return await self._run(num_chars, lambda: [self._encode_one(prompt, special) for prompt in prompts])
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """Whatever the model could take."""
+        return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Raises RequestTooLong for what cannot fit, however well it is tokenized: tokenizing it takes long, too."""
+        limit = self._max_tokens() * self._tokenizer.longest_token
+        if len(text) > limit:
+            what = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
+            raise RequestTooLong(f"{what} {limit}; shorten it", field, "context_length_exceeded")
+
+    def _encode_one(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self._tokenizer.encode(prompt, add_special_tokens), prompt)
+        return Prompt(prompt)
+
+    async def encode_chat(self, body: ChatBody) -> Prompt:
+        if self._renderers is None:
+            raise RequestError("the model has no chat template; use /v1/completions", "messages")
+        reserved = RESERVED.intersection(body.chat_template_kwargs)
+        if reserved:
+            raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
+        order = Order(
+            check_messages(body.messages),
+            body.opens_message,
+            body.template_variables,
+            body.tool_use.tools,
+            body.documents,
+            body.continue_final_message,
+        )
+        text = await self._renderers.render(order)
+        self._check_length(text, "messages")
+        return await self._run(len(text), lambda: Prompt(self._tokenizer.encode(text, body.add_special_tokens), text))
+
+    async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        if num_chars <= _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

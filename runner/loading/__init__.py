@@ -1,0 +1,1 @@
+"""Load a checkpoint: weights, memory checks and KV cache size."""

@@ -1,0 +1,127 @@
+"""Rotary position embeddings: default, linear, dynamic NTK, YaRN and Llama 3, as transformers defines them.
+
+The reference for every formula is ``transformers/modeling_rope_utils.py``; YaRN: arXiv 2309.00071.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pdserve.config.model_config import RopeConfig
+from runner.attention import RotaryCosSin
+from runner.models.layers.linear import TensorPlacement
+
+
+class RotaryEmbedding:
+    """Angles for a batch of positions, in float32, shared by all layers of a step."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, place: TensorPlacement) -> None:
+        self._rope = rope
+        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=place.device) / head_dim
+        inv_freq, self._attention_factor = inverse_frequencies(rope, head_dim)
+        self.depends_on_length = rope.rope_type == "dynamic"
+        positions = torch.arange(0 if self.depends_on_length else max_positions, device=place.device)
+        # [max_positions, head_dim]: cos, then sin
+        self._table = torch.cat(self._cos_sin(positions, inv_freq.to(place.device)), dim=1)
+
+    def turn(self, positions: Tensor, lengths: Tensor | None) -> RotaryCosSin:
+        """cos and sin of positions [tokens] int64 or int32.
+
+        ``lengths`` [tokens] int64 is used by dynamic NTK alone: the length of the sequence when the token is first
+        computed, that is the prompt's length within a prompt and position + 1 after it. transformers does the same for
+        one sequence: it never turns cached keys again.
+        """
+        if self.depends_on_length:
+            assert lengths is not None, "dynamic rope needs lengths"
+            return RotaryCosSin(*self._cos_sin(positions, self._dynamic(lengths)))
+        cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
+        return RotaryCosSin(cos, sin)
+
+    def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        """Each [tokens, head_dim / 2], from inverse frequencies that broadcast against it."""
+        angles = positions[:, None].float() * inv_freq
+        return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """Inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
+        trained = self._rope.params["original_max_position_embeddings"]
+        factor = self._rope.params["factor"]
+        dim = 2 * self._exponents.shape[0]
+        stretch = factor * lengths.clamp(min=trained).float() / trained - (factor - 1)
+        theta = self._rope.theta * stretch ** (dim / (dim - 2))
+        inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
+        return inv_freq
+
+
+def widen(turn: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for ``apply_rotary``, each [tokens, 1, head_dim] in ``dtype``."""
+    cos = torch.cat((turn.cos, turn.cos), -1)[:, None]
+    sin = torch.cat((-turn.sin, turn.sin), -1)[:, None]
+    return cos.to(dtype), sin.to(dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn heads x [tokens, heads, head_dim], whose first half pairs with its second; cos, sin of ``widen``."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] float32 and the factor that cos and sin are multiplied with."""
+    frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    inv_freq = 1.0 / frequencies
+    if rope.rope_type == "linear":
+        return inv_freq / rope.params["factor"], 1.0
+    if rope.rope_type == "yarn":
+        return _yarn(rope.theta, frequencies, rope.params), _yarn_attention_factor(rope.params)
+    if rope.rope_type == "llama3":
+        return _llama3(inv_freq, rope.params), 1.0
+    assert rope.rope_type in ("default", "dynamic"), rope.rope_type
+    return inv_freq, 1.0
+
+
+def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Tensor:
+    """Low frequencies are interpolated by ``factor``, high ones kept, with a linear ramp between (eq. 23 ff.)."""
+    dim = 2 * frequencies.shape[0]
+    trained = params["original_max_position_embeddings"]
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so many times within the trained length."""
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_of(params.get("beta_fast") or 32)
+    high = dimension_of(params.get("beta_slow") or 1)
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (params["factor"] * frequencies)) * (1 - keep) + (1.0 / frequencies) * keep
+
+
+def _yarn_attention_factor(params: Mapping[str, float]) -> float:
+    if "attention_factor" in params:
+        return params["attention_factor"]
+
+    def scale(mscale: float) -> float:
+        return 1.0 if params["factor"] <= 1 else 0.1 * mscale * math.log(params["factor"]) + 1.0
+
+    if params.get("mscale") and params.get("mscale_all_dim"):
+        return scale(params["mscale"]) / scale(params["mscale_all_dim"])
+    return scale(1.0)
+
+
+def _llama3(inv_freq: Tensor, params: Mapping[str, float]) -> Tensor:
+    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
+    factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    trained = params["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / inv_freq
+    blend = (trained / wavelengths - low) / (high - low)
+    blended = (1 - blend) * inv_freq / factor + blend * inv_freq
+    stretched = torch.where(wavelengths > trained / low, inv_freq / factor, blended)
+    return torch.where(wavelengths < trained / high, inv_freq, stretched)

@@ -1,0 +1,179 @@
+"""From logits to tokens: adjustments, truncation, and a draw that depends on nothing but the request itself.
+
+Order: logit bias · min_tokens · repetition, presence and frequency penalties · what a grammar allows · temperature ·
+top-k · top-p · min-p · Gumbel noise (noise.py) · argmax. Greedy rows stop before temperature. Log-probabilities
+are of the raw logits. A grammar's mask takes account of min_tokens already. Each stage touches only the rows that ask
+for it, so plain greedy decoding costs one argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.records import Sample, SamplingParams, TokenLogprobs
+from runner.sampling.noise import gumbel_noise, row_keys
+
+MIN_TEMPERATURE = 1e-5  # below it float32 logits overflow; at it the best token wins anyway
+_CANDIDATES = 1024  # how many of the best tokens are sorted before sorting all of them is tried
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One token to draw: the one after ``tokens``, of which the first ``prompt_len`` are the prompt."""
+
+    logits_row: int
+    params: SamplingParams
+    choice: int
+    tokens: NDArray[np.int32]
+    prompt_len: int
+    mask: bytes | None = None  # of the tokens allowed, as TokenMask has it; None: all
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._eos = eos_token_ids
+        self._device = device
+        self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+        """Draw one token per row from logits [logits_rows, vocab_size]."""
+        if [row.logits_row for row in rows] != list(range(logits.shape[0])):
+            logits = logits[self._index([row.logits_row for row in rows])]
+        raw = logits.float()
+        adjusted = self._adjust(raw, rows)
+        tokens = adjusted.argmax(-1)
+        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if drawn:
+            index = self._index(drawn)
+            tokens[index] = self._draw(adjusted[index], [rows[i] for i in drawn])
+        logprobs = self._logprobs(raw, tokens, rows)
+        return [Sample(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
+
+    # ------------------------------------------------------------ adjustments, in place on a copy
+
+    def _adjust(self, raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Logits with bias, min_tokens and penalties applied; the raw ones themselves when nobody asked for any."""
+        biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
+        forced = [
+            i
+            for i, row in enumerate(rows)
+            if row.mask is None and len(row.tokens) - row.prompt_len < row.params.min_tokens
+        ]
+        penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
+        masked = [i for i, row in enumerate(rows) if row.mask is not None]
+        if not (biased or forced or penalized or masked):
+            return raw
+        logits = raw.clone()
+        if biased:
+            pairs = [(i, token, bias) for i in biased for token, bias in rows[i].params.logit_bias.items()]
+            where = (self._index([i for i, _, _ in pairs]), self._index([token for _, token, _ in pairs]))
+            logits[where] += self._floats([bias for _, _, bias in pairs])
+        if forced:
+            ends = [(i, token) for i in forced for token in {*self._eos, *rows[i].params.stop_token_ids}]
+            logits[self._index([i for i, _ in ends]), self._index([token for _, token in ends])] = -torch.inf
+        if penalized:
+            index = self._index(penalized)
+            logits[index] = self._penalize(logits[index], [rows[i] for i in penalized])
+        if masked:
+            index = self._index(masked)
+            allowed = self._allowed([rows[i].mask or b"" for i in masked])
+            logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+        return logits
+
+    def _allowed(self, masks: Sequence[bytes]) -> Tensor:
+        """Masks as [masks, vocab_size] bool."""
+        words = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+        bits = torch.from_numpy(np.unpackbits(words, axis=1, bitorder="little")[:, : len(self._token_ids)])
+        return bits.to(self._device).bool()
+
+    def _penalize(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Repetition (arXiv 1909.05858, over prompt and output), then presence and frequency (over the output)."""
+        seen = self._counts(logits, [row.tokens for row in rows]) > 0
+        repetition = self._column(rows, lambda p: p.repetition_penalty)
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, scaled, logits)
+        counts = self._counts(logits, [row.tokens[row.prompt_len :] for row in rows])
+        presence = self._column(rows, lambda p: p.presence_penalty)
+        frequency = self._column(rows, lambda p: p.frequency_penalty)
+        return logits - frequency * counts - presence * (counts > 0)
+
+    def _counts(self, like: Tensor, tokens: Sequence[NDArray[np.int32]]) -> Tensor:
+        """How often each token occurs, [rows, vocab_size] float32."""
+        counts = torch.zeros_like(like)
+        rows = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])
+        where = (self._index(rows), self._index(np.concatenate(tokens)))
+        return counts.index_put_(where, torch.ones(len(rows), device=self._device), accumulate=True)
+
+    # ------------------------------------------------------------ drawing
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        logits = logits / self._column(rows, lambda p: max(p.temperature, MIN_TEMPERATURE))
+        truncated = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
+        if truncated:
+            index = self._index(truncated)
+            logits[index] = self._top_k_top_p(logits[index], [rows[i] for i in truncated])
+        if any(row.params.min_p > 0.0 for row in rows):
+            # p >= min_p * p_max, as logits; the log of 0 is -inf, which lets everything through
+            floor = logits.amax(-1, keepdim=True) + self._column(rows, lambda p: p.min_p).log()
+            logits.masked_fill_(logits < floor, -torch.inf)
+        keys = row_keys(
+            [row.params.seed for row in rows], [row.choice for row in rows], [len(row.tokens) for row in rows]
+        )
+        return (logits + gumbel_noise(keys, self._token_ids)).argmax(-1)
+
+    def _top_k_top_p(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Keep the k best tokens, and of those the fewest whose probability reaches p; the others become -inf."""
+        vocab = logits.shape[1]
+        top_k = torch.tensor([row.params.top_k or vocab for row in rows], device=self._device)[:, None]
+        top_p = self._column(rows, lambda p: p.top_p)
+        size = min(_CANDIDATES, vocab)
+        while True:
+            best, tokens = logits.topk(size, dim=-1)  # sorted, best first
+            kept = torch.arange(size, device=self._device) < top_k
+            limited = best.masked_fill(~kept, -torch.inf)
+            # Where k exceeds the candidates, every token counts towards the total, the unsorted ones too.
+            total = torch.where(top_k > size, logits.logsumexp(-1, keepdim=True), limited.logsumexp(-1, keepdim=True))
+            probabilities = (limited - total).exp()
+            before = probabilities.cumsum(-1) - probabilities
+            kept &= (before < top_p) | (top_p >= 1.0)
+            kept[:, 0] = True
+            if size == vocab or bool((~kept[:, -1] | (top_k[:, 0] <= size)).all()):
+                break
+            size = vocab
+        result = torch.full_like(logits, -torch.inf)
+        return result.scatter_(1, tokens, best.masked_fill(~kept, -torch.inf))
+
+    # ------------------------------------------------------------ log-probabilities
+
+    def _logprobs(self, raw: Tensor, tokens: Tensor, rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
+        if not wanted:
+            return {}
+        index = self._index(wanted)
+        logprobs = raw[index].log_softmax(-1)
+        chosen = logprobs.gather(1, tokens[index][:, None])[:, 0].tolist()
+        most = min(max(rows[i].params.logprobs for i in wanted), raw.shape[1])
+        top = logprobs.topk(most, dim=-1)
+        values, ids = top.values.tolist(), top.indices.tolist()
+        result = {}
+        for n, i in enumerate(wanted):
+            k = rows[i].params.logprobs
+            result[i] = TokenLogprobs(chosen[n], tuple(ids[n][:k]), tuple(values[n][:k]))
+        return result
+
+    # ------------------------------------------------------------ host to device
+
+    def _column(self, rows: Sequence[SampleRow], value: Callable[[SamplingParams], float]) -> Tensor:
+        return self._floats([value(row.params) for row in rows])[:, None]
+
+    def _floats(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def _index(self, values: Sequence[int] | NDArray[np.integer]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
