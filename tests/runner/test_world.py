@@ -22,12 +22,12 @@ import socket
 import sys
 import torch
 from pdserve.config.node_config import DeviceInfo
-from pdserve.config.parallel import Split
-from runner.distributed.parallel_state import World
+from pdserve.config.parallel import ParallelConfig
+from runner.distributed.parallel_state import ParallelState
 
 rank = int(sys.argv[1])
 meeting = sys.argv[2] if rank else socket.socket(fileno=int(sys.argv[2]))
-world = World(Split((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), meeting)
+world = ParallelState(ParallelConfig((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), meeting)
 sums = [world.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
 one = torch.arange(3.0)[None] + 3 * rank
 two = torch.cat((one, one + 100))
