@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from engine.ipc.messages import ReadEnded
-from pdserve.metrics import Tallies, Tally
+from pdserve.metrics import FastHistogram, LabeledHistogram
 from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
@@ -64,9 +64,13 @@ class DecodeMetrics:
 
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
-        self.exposed = Tally("pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _BOUNDS)
-        self.first_step = Tally("pdserve_handoff_first_step_seconds", "From there to the next token.", _BOUNDS)
-        self._ttft = Tallies("pdserve_ttft_part_seconds", "What first tokens waited for.", "part", TTFT_PARTS, _BOUNDS)
+        self.exposed = FastHistogram(
+            "pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _BOUNDS
+        )
+        self.first_step = FastHistogram("pdserve_handoff_first_step_seconds", "From there to the next token.", _BOUNDS)
+        self._ttft = LabeledHistogram(
+            "pdserve_ttft_part_seconds", "What first tokens waited for.", "part", TTFT_PARTS, _BOUNDS
+        )
         self._peers: list[PeerMetrics] = []
 
     def add_peer(self, address: str) -> PeerMetrics:

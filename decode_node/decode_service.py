@@ -55,7 +55,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         self._node = node
         self._handoffs = handoffs
         self._streams: Streams[RouterStream] = Streams()
-        self.farewell = node.config.peer_timing.answer_within
+        self.farewell = node.config.peer_timing.answer_timeout
 
     async def finish(self) -> None:
         """Tell routers that nothing is taken in any more; returns when no request runs."""
@@ -118,7 +118,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
 
     def _course(self, message: pb.Generate, num_tokens: int) -> RequestTrace:
         attributes: Attributes = {"pdserve.request_id": message.request_id, "gen_ai.usage.input_tokens": num_tokens}
-        span = self._node.tracer.go_on("decode node", message.traceparent, message.tracestate, attributes)
+        span = self._node.tracer.continue_span("decode node", message.traceparent, message.tracestate, attributes)
         metrics, told = self._handoffs.metrics, self._node.log_requests
         return RequestTrace(message.request_id, span, metrics, resumed=bool(message.resume), told=told)
 

@@ -165,7 +165,7 @@ class PrefillPeer:
             node_id=self._node.node_id,
             epoch=self._node.epoch,
         )
-        reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_within))
+        reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_timeout))
         if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         if self._others.has(reply.node_id):
@@ -200,7 +200,7 @@ class PrefillPeer:
         try:
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._timing.ask_after):
+                    async with asyncio.timeout(self._timing.probe_after):
                         await self._doubt.wait()
                 self._doubt.clear()
                 await self._look()
@@ -235,7 +235,7 @@ class PrefillPeer:
             stream.close(f"{self.address} was lost")
 
     async def _describe(self) -> pb.NodeDescription:
-        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_within))
+        return await self._call(self._describer.Describe(pb.DescribeRequest(), timeout=self._timing.answer_timeout))
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:

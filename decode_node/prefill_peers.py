@@ -26,7 +26,7 @@ class PrefillPeers:
     def __init__(self, settings: DecodeSettings, node: Node, metrics: DecodeMetrics) -> None:
         """Raises ConfigError for a place that cannot be asked from here."""
         self._settings, self._node, self._metrics = settings, node, metrics
-        self._engine = EnginePeers(node.link, node.config.peer_timing.connect, self._on_engine_lost)
+        self._engine = EnginePeers(node.link, node.config.peer_timing.connect_timeout, self._on_engine_lost)
         self._directory = Directory(settings.prefill, self._listed)
         self._peers: dict[str, PrefillPeer] = {}  # by address
         self._some = asyncio.Event()  # one has been connected, or is too slow

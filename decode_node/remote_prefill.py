@@ -58,7 +58,7 @@ class RemotePrefill:
             )
         )
         error = PeerError(f"{self._stream.peer} was asked to extend a lease and did not answer")
-        self._expect(self._stream.timing.answer_within, lambda: self._tell(Extended(self._asked_at, 0.0, error)))
+        self._expect(self._stream.timing.answer_timeout, lambda: self._tell(Extended(self._asked_at, 0.0, error)))
 
     def release(self) -> None:
         """Give the lease back; the answer is an event. Only if it stood may anything be used that was read."""

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import PdserveError
-from pdserve.logs import about
+from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN, Attributes, Span, SpanKind
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RequestTrace:
     @property
     def about(self) -> dict[str, object]:
         """What lines in the log say besides their message."""
-        return about(self.request_id, self.span.trace_id)
+        return request_fields(self.request_id, self.span.trace_id)
 
     def reserve(self) -> None:
         """It asks for blocks, to read KV into."""
@@ -168,5 +168,7 @@ class RequestTrace:
         parts = ", ".join(f"{name} {part:.4f} s" for name, part in self._parts.items())
         fields = {name.replace(" ", "_") + "_seconds": round(part, 6) for name, part in self._parts.items()}
         text = "request %s: %s after %.3f s: %s"
-        extra = about(self.request_id, self.span.trace_id, outcome=outcome, seconds=round(seconds, 6), **fields)
+        extra = request_fields(
+            self.request_id, self.span.trace_id, outcome=outcome, seconds=round(seconds, 6), **fields
+        )
         _log.info(text, self.request_id, outcome, seconds, parts, extra=extra)

@@ -27,7 +27,7 @@ from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
-from pdserve.logs import chosen_format, identify, setup_logging
+from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    identify(process="engine")
+    set_process_fields(process="engine")
     setup_logging("", chosen_format(), "%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
@@ -71,7 +71,7 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
-    patience = configure.config.peer_timing.answer_within
+    patience = configure.config.peer_timing.answer_timeout
     HeartbeatSender(engine.turns, partial(_beat, heart), patience, ranks.pulses, ranks.waits_for).start()
     try:
         engine.obey(rest)

@@ -1,4 +1,4 @@
-"""The ``pdserve`` command. Imports nothing heavy: ``--help`` answers at once, each command loads what it needs."""
+"""The ``pdserve`` command. Each command imports what it needs, so ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pdserve.logs import add_log_flag
 from pdserve.plan.plan_flags import add_plan_flags
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 
-#: Commands that are processes of their own, with the module that is their program.
-ROLES = {
+#: Commands that replace this process by another program: (module, help text).
+PROGRAMS = {
     "prefill": ("prefill_node", "start a prefill node"),
     "decode": ("decode_node", "start a decode node"),
     "router": ("router", "start a router"),
-    "doctor": ("engine.doctor", "say whether a node with these flags would start on this machine, and do it all"),
+    "doctor": ("engine.doctor", "check whether a node with these flags would start and work on this machine"),
 }
 
 
@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv and argv[0] in ROLES:
-        _become(ROLES[argv[0]][0], argv[1:])
+    if argv and argv[0] in PROGRAMS:
+        # The base layer never imports the programs; -P keeps the current directory off sys.path.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", PROGRAMS[argv[0]][0], *argv[1:]])
     args = _parser().parse_args(argv)
     if args.command == "up":
         from pdserve.launcher.up import up
@@ -70,63 +71,60 @@ def _run(argv: list[str]) -> int:
 
 
 def _make_key(name: str) -> int:
-    """The key goes to its user; what the file holds of it goes to stdout, so that it can be appended."""
+    """Print the key on stderr, for its user, and the entry for the key file on stdout."""
     key = new_key()
-    print(f"the key of {name}, which is shown only here: {key}", file=sys.stderr)
+    print(f"API key of {name}, shown only once: {key}", file=sys.stderr)
     print(key_entry(name, key))
     return 0
-
-
-def _become(module: str, argv: list[str]) -> None:
-    """Go on as the program of a role. The base layer never imports the roles; -P keeps the current directory out."""
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *argv])
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="pdserve",
-        description="Serves large language models with prefill and decode on separate machines.",
+        description="Serve large language models with prefill and decode on separate machines.",
         epilog="pdserve COMMAND --help lists the flags of a command. Models: a checkpoint directory or a hub id.",
     )
     parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_up(commands.add_parser("up", help="start prefill nodes, decode nodes and a router on this machine"))
-    for name, (_, summary) in ROLES.items():
+    for name, (_, summary) in PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
-    explain = commands.add_parser("explain", help="say what would run, without loading weights")
+    explain = commands.add_parser("explain", help="show the resolved configuration without loading weights")
     add_node_flags(explain, model_default=str(EMBEDDED_MODEL))
-    explain.add_argument("--json", action="store_true", help="for programs")
-    add_plan_flags(commands.add_parser("plan", help="say how many prefill and decode nodes a workload needs"))
-    _add_probe(commands.add_parser("probe", help="ask a node for its health: status 0 when it is well"))
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    add_plan_flags(commands.add_parser("plan", help="compute how many prefill and decode nodes a workload needs"))
+    _add_probe(commands.add_parser("probe", help="check the health of a node: exit status 0 if healthy"))
     _add_top(commands.add_parser("top", help="watch a router and its nodes in a terminal"))
-    key = commands.add_parser("key", help="make an API key: what `pdserve router --api-keys FILE` is to hold of it")
-    key.add_argument("name", type=_key_name, metavar="NAME", help="of its user, in logs and metrics")
+    key = commands.add_parser("key", help="make an API key and its entry for `pdserve router --api-keys FILE`")
+    key.add_argument("name", type=_key_name, metavar="NAME", help="name of the client, in logs and metrics")
     return parser
 
 
 def _key_name(text: str) -> str:
     if not NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name; use up to 64 letters, digits, '_', '.' and '-'")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid name; use up to 64 letters, digits, '_', '.' and '-'"
+        )
     return text
 
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", metavar="HOST:PORT", help="of a node")
+    parser.add_argument("address", metavar="HOST:PORT", help="address of the node")
     parser.add_argument(
         "service",
         metavar="SERVICE",
         nargs="?",
         default="",
-        help="live: its engine goes on; loaded: its model is there; none: it takes requests",
+        help="live: the engine responds; loaded: the model is loaded; without: the node accepts requests",
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="seconds (default %(default)s)")
     add_tls_flag(parser)
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the router")
-    parser.add_argument("--api-key", metavar="KEY", help="where the router wants one; or in PDSERVE_API_KEY")
-    parser.add_argument("--once", action="store_true", help="print it once, as plain text; so it does into a pipe")
+    parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="URL of the router")
+    parser.add_argument("--api-key", metavar="KEY", help="API key for the router (default: PDSERVE_API_KEY)")
+    parser.add_argument("--once", action="store_true", help="print once as plain text (default when piped)")
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
@@ -137,10 +135,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
     )
     add_drain_flag(parser, "it ends with an error")
-    parser.add_argument("--api-keys", metavar="FILE", help="serve only who has a key of this file (pdserve key NAME)")
-    parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS, with this certificate in PEM")
-    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's private key, in PEM")
-    parser.add_argument("--log-requests", action="store_true", help="lines in the log for each request")
+    parser.add_argument("--api-keys", metavar="FILE", help="require an API key of this file (pdserve key NAME)")
+    parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this PEM certificate")
+    parser.add_argument("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
+    parser.add_argument("--log-requests", action="store_true", help="log each request")
     add_log_flag(parser)
     add_trace_flag(parser)
     add_trace_sample_flag(parser)

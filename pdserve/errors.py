@@ -6,9 +6,9 @@
     ├── CapacityError          memory or ports that are not there                     (start, exit 2)
     ├── RequestError           what a client sent cannot be served as it is           (HTTP 400)
     │   ├── RequestTooLong     prompt and output exceed the model's length            (HTTP 400)
-    │   └── ModelNotFound      the request names a model nobody serves                (HTTP 404)
-    ├── Overloaded             no room now, come back later                           (HTTP 503, Retry-After)
-    │   └── Draining           the node or router ends soon; another one goes on      (HTTP 503, Retry-After)
+    │   └── ModelNotFound      the request names a model that is not served           (HTTP 404)
+    ├── Overloaded             no room now, retry later                               (HTTP 503, Retry-After)
+    │   └── Draining           the node or router shuts down; use another one         (HTTP 503, Retry-After)
     ├── DeadlineExceeded       the request's deadline passed                          (HTTP 504)
     └── NodeError              a node failed under a request                          (HTTP 502)
         ├── PeerError          a peer is dead, hung, restarted or incompatible
@@ -22,15 +22,15 @@ from __future__ import annotations
 
 
 class PdserveError(Exception):
-    """Base of all errors raised on purpose; ``str(error)`` is fit for a person to read."""
+    """Base of all errors raised on purpose. ``str(error)`` is a sentence for users."""
 
 
 class ConfigError(PdserveError):
-    """A configuration that cannot run; found before anything was started."""
+    """The configuration cannot run. Raised before any process starts work."""
 
 
 class CheckpointError(ConfigError):
-    """A model directory that is broken, incomplete or of an unsupported kind."""
+    """The model directory is broken, incomplete or of an unsupported kind."""
 
 
 class CapacityError(PdserveError):
@@ -38,7 +38,7 @@ class CapacityError(PdserveError):
 
 
 class RequestError(PdserveError):
-    """A request that can never be served as it is. ``param`` names the field at fault, where there is one."""
+    """The request is invalid. ``param`` names the invalid field, ``code`` is OpenAI's error code."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,15 +47,15 @@ class RequestError(PdserveError):
 
 
 class RequestTooLong(RequestError):
-    """Prompt plus output would not fit ``max_model_len``."""
+    """Prompt plus output exceed ``max_model_len``."""
 
 
 class ModelNotFound(RequestError):
-    """The request names a model that is not served here."""
+    """This router does not serve the requested model."""
 
 
 class Overloaded(PdserveError):
-    """No room at present. ``retry_after`` is in seconds."""
+    """The server is full. ``retry_after`` is in seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class Overloaded(PdserveError):
 
 
 class Draining(Overloaded):
-    """Whoever says so was told to end: it takes nothing new, or hands over what it has. No fault of anybody's."""
+    """The node or router is shutting down: it accepts no new requests and migrates running ones."""
 
 
 class DeadlineExceeded(PdserveError):
@@ -71,11 +71,11 @@ class DeadlineExceeded(PdserveError):
 
 
 class NodeError(PdserveError):
-    """A node failed while it served a request."""
+    """A node failed while serving a request."""
 
 
 class PeerError(NodeError):
-    """The node on the other side of a handoff is dead, hung, restarted or incompatible."""
+    """The peer of a handoff is dead, hung, restarted or incompatible."""
 
 
 class EngineDied(NodeError):

@@ -1,4 +1,4 @@
-"""How a command of the ``pdserve`` CLI ends: a status, and for an error one line on stderr."""
+"""Exit status of ``pdserve`` commands. An error becomes one line on stderr."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Call ``command`` and return its status; an exception becomes one line on stderr and a non-zero status.
-
-    ``PDSERVE_TRACEBACK=1`` shows the traceback as well.
-    """
+    """Return the status of ``command``; print an exception as one line. ``PDSERVE_TRACEBACK=1`` adds the traceback."""
     try:
         return command()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as exc:
-        hint = "" if isinstance(exc, PdserveError) else " (PDSERVE_TRACEBACK=1 shows where)"
+        hint = "" if isinstance(exc, PdserveError) else " (set PDSERVE_TRACEBACK=1 for a traceback)"
         stack = os.environ.get("PDSERVE_TRACEBACK", "0") not in ("", "0")
         say(f"pdserve: error: {one_line(exc)}{hint}", traceback.format_exc() if stack else "")
         return exit_status(exc)
 
 
 def say(text: str, stack: str = "", level: str = "CRITICAL") -> None:
-    """A line on stderr that is there whatever the log is told to leave out; in the log's format where that is JSON."""
+    """Print a line on stderr regardless of the log level, as JSON if that is the log format."""
     if chosen_format() == "json":
         text, stack = json_line(level, "pdserve", text, None, {"stack": stack} if stack else {}), ""
     print(text, stack, sep="\n" if stack else "", end="" if stack else "\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What processes export to Prometheus beyond what prometheus_client has. All metrics are in docs/metrics.md."""
+"""Additions to prometheus_client: fast histograms, quantiles and series names. docs/metrics.md lists all metrics."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-_PARTS = 8  # finer buckets in each that is exported: a quantile of them is right to some 5 %
+_PARTS = 8  # fine buckets per exported bucket: quantiles are accurate to some 5 %
 
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED = re.compile(r"\\(.)")
 
 
-class Tally(Collector):
-    """A histogram that is told of every token: a tenth of the price of prometheus_client's, which locks twice for each.
+class FastHistogram(Collector):
+    """A histogram for per-token observations from one thread, without locks: a tenth of prometheus_client's cost.
 
-    For one thread. ``counts``, by ``fine_bounds`` and beyond them, are for ``quantile``.
+    ``counts`` [len(fine_bounds) + 1] is the input of ``quantile``.
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        """``bounds`` are the upper ones of buckets that are exported, ascending, each inclusive."""
+        """``bounds`` are the inclusive upper bounds of the exported buckets, ascending."""
         self._name, self._documentation = name, documentation
         self._bounds = list(bounds)
         self.fine_bounds = subdivided(bounds, _PARTS)
@@ -42,7 +42,7 @@ class Tally(Collector):
         yield family
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """As the series with these values of the family's labels."""
+        """Add this histogram as the series with these label values."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         totals = list(accumulate(self.counts))
         totals = [*totals[_PARTS - 1 :: _PARTS], totals[-1]]
@@ -50,27 +50,27 @@ class Tally(Collector):
         family.add_metric(labels, buckets, self._sum)
 
 
-class Tallies(Collector):
-    """A tally for each value of a label."""
+class LabeledHistogram(Collector):
+    """A FastHistogram per value of a label."""
 
     def __init__(
         self, name: str, documentation: str, label: str, values: Iterable[str], bounds: Sequence[float]
     ) -> None:
         self._name, self._documentation, self._label = name, documentation, label
-        self._tallies = {value: Tally(name, documentation, bounds) for value in values}
+        self._histograms = {value: FastHistogram(name, documentation, bounds) for value in values}
 
     def observe(self, value: str, amount: float) -> None:
-        self._tallies[value].observe(amount)
+        self._histograms[value].observe(amount)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
-        for value, tally in self._tallies.items():
-            tally.add_to(family, [value])
+        for value, histogram in self._histograms.items():
+            histogram.add_to(family, [value])
         yield family
 
 
 def subdivided(bounds: Sequence[float], parts: int) -> list[float]:
-    """Each of these intervals in parts of equal ratio, the first, which begins at 0, in parts of equal length."""
+    """Split each interval into parts of equal ratio; the first, from 0, into parts of equal length."""
     found: list[float] = []
     low = 0.0
     for high in bounds:
@@ -82,9 +82,9 @@ def subdivided(bounds: Sequence[float], parts: int) -> list[float]:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:
-    """The value that ``share`` of what was counted do not exceed; None of nothing.
+    """Return the value that ``share`` of the observations do not exceed; None without observations.
 
-    Within a bucket values are taken to be spread evenly. What is beyond all bounds is told as the highest of them.
+    Assumes evenly spread values within a bucket. Observations beyond all bounds count as the highest bound.
     """
     rank = share * sum(counts)
     if not rank > 0.0:
@@ -99,19 +99,19 @@ def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> 
 
 
 def series(name: str, **labels: str) -> str:
-    """``name{label="value",…}``, as in Prometheus' text format."""
+    """Return ``name{label="value",…}``, as in the Prometheus text format."""
     escaped = ((label, _escape(value)) for label, value in labels.items())
     text = ",".join(f'{label}="{value}"' for label, value in escaped)
     return f"{name}{{{text}}}" if text else name
 
 
 def labels_of(text: str) -> dict[str, str]:
-    """The labels of what ``series`` has written."""
+    """Parse the labels of a ``series`` text."""
     return {label: _ESCAPED.sub(_unescaped, value) for label, value in _LABEL.findall(text)}
 
 
 def flat(families: Iterable[Metric]) -> dict[str, float]:
-    """Every sample by its series."""
+    """Return the value of every sample by its series name."""
     return {series(sample.name, **sample.labels): sample.value for family in families for sample in family.samples}
 
 

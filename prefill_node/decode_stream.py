@@ -110,7 +110,7 @@ class DecodeStream:
 
     def _course(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
         attributes: Attributes = {"pdserve.request_id": request.request_id, "gen_ai.usage.input_tokens": num_tokens}
-        span = self._node.tracer.go_on("prefill node", request.traceparent, request.tracestate, attributes)
+        span = self._node.tracer.continue_span("prefill node", request.traceparent, request.tracestate, attributes)
         return PrefillTrace(request.request_id, num_tokens, span, self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:

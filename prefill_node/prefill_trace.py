@@ -10,7 +10,7 @@ import logging
 import time
 
 from pdserve.errors import PdserveError
-from pdserve.logs import about
+from pdserve.logs import request_fields
 from pdserve.tracing.spans import Span
 from prefill_node.leases import LeaseState
 
@@ -32,7 +32,7 @@ class PrefillTrace:
     @property
     def about(self) -> dict[str, object]:
         """What lines in the log say besides their message."""
-        return about(self.request_id, self._span.trace_id)
+        return request_fields(self.request_id, self._span.trace_id)
 
     def on_part(self, num_tokens: int, num_blocks: int) -> None:
         """D may read more blocks, up to a token of the prompt."""
@@ -50,7 +50,7 @@ class PrefillTrace:
             fields = {"prompt_tokens": self._num_tokens, "cached_tokens": cached_tokens}
             parts = {"queue_seconds": round(queued, 6), "prefill_seconds": round(now - begun, 6)}
             text = "request %s: %d tokens prefilled, %d of them cached: queue %.4f s, prefill %.4f s"
-            extra = about(self.request_id, self._span.trace_id, **fields, **parts)
+            extra = request_fields(self.request_id, self._span.trace_id, **fields, **parts)
             _log.info(text, self.request_id, self._num_tokens, cached_tokens, queued, now - begun, extra=extra)
 
     def on_failed(self, error: PdserveError) -> None:
@@ -58,7 +58,7 @@ class PrefillTrace:
         self._span.child("prefill", start=self._came).end()
         self._span.fail(error)
         if self._told:
-            extra = about(self.request_id, self._span.trace_id, error=type(error).__name__)
+            extra = request_fields(self.request_id, self._span.trace_id, error=type(error).__name__)
             _log.info("request %s: not prefilled: %s", self.request_id, error, extra=extra)
 
     def on_lease_end(self, how: LeaseState) -> None:

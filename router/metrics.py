@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import generate_latest
 
-from pdserve.metrics import Tally
+from pdserve.metrics import FastHistogram
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -43,13 +43,13 @@ class RouterMetrics:
             "pdserve_cached_prompt_tokens", "Prompt tokens that a prefix cache had.", registry=self.registry
         )
         self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
-        self.ttft = Tally(
+        self.ttft = FastHistogram(
             "pdserve_time_to_first_token_seconds",
             "From the request's arrival to the first token of each prompt.",
             _TTFT_BUCKETS,
         )
         self.registry.register(self.ttft)
-        self.itl = Tally(
+        self.itl = FastHistogram(
             "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
         )
         self.registry.register(self.itl)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from pdserve.config.hub import resolve_model
-from pdserve.logs import identify
+from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
 from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
@@ -36,7 +36,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     listener = listen(options.host, options.port, "--port")
     status.listening(join_address(*listener.getsockname()[:2]))
     name = join_address(socket.gethostname(), listener.getsockname()[1])
-    identify(node=name)
+    set_process_fields(node=name)
     status.loading("tokenizer", -1)
     tokenizers = {name: (root, Tokenizer.load(resolve_model(root))) for name, root in options.models}
     service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))

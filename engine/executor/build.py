@@ -82,7 +82,7 @@ def _call_up(
     """Connections to all ranks but the first, which is this process; and the node as each rank sees it."""
     config, posts = configure.config, configure.posts
     here, split = len(posts.devices), config.split
-    patience = config.peer_timing.answer_within
+    patience = config.peer_timing.answer_timeout
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // here))
         for rank, device in enumerate(posts.devices)

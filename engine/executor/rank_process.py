@@ -28,7 +28,7 @@ from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Shutdown
 from engine.liveness.heartbeat_sender import HeartbeatSender, LoopTimer
 from pdserve.errors import PdserveError
-from pdserve.logs import chosen_format, identify, setup_logging
+from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_FAILED, EXIT_ORPHANED, end_with_parent, exit_status, one_line
 from pdserve.records import EMPTY_OUTPUT, StepPlan
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     leader = Leader(socket.socket(fileno=int(argv[0])))
     assign = leader.wait_assign()
     name = str(assign.config.place)
-    identify(process=name)
+    set_process_fields(process=name)
     setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
     in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()
     try:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()
     leader.send(RankReady(kv, rank.kv_layout))
-    HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_within).start()
+    HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
     threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
     try:
         while (plan := leader.plans.get()) is not None:

@@ -40,7 +40,7 @@ def set_timeouts(sock: socket.socket, timing: PeerTiming) -> None:
     """Notice also a host that is gone without a word; send small messages at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probe = max(1, int(timing.ask_after))  # whole seconds are all that TCP knows
+    probe = max(1, int(timing.probe_after))  # whole seconds are all that TCP knows
     for option, value in (
         (socket.TCP_KEEPIDLE, probe),
         (socket.TCP_KEEPINTVL, probe),

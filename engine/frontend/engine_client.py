@@ -47,7 +47,7 @@ from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve import errors
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
-from pdserve.logs import chosen_format, message_of, passed_on
+from pdserve.logs import chosen_format, message_of, relayed_line
 from pdserve.records import RankKV
 from pdserve.transports import Connected
 
@@ -72,7 +72,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
-        self.pulse = HeartbeatMonitor(config.peer_timing.answer_within)
+        self.pulse = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate where memory is measured, until the engine is ready
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
@@ -196,7 +196,7 @@ class EngineClient:
         assert process.stdout is not None
         in_json = chosen_format() == "json"
         async for line in _lines(process.stdout):
-            print(passed_on(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
+            print(relayed_line(line, {"process": "engine"}) if in_json else line, file=sys.stderr, flush=True)
             if line.strip():
                 self._last_lines.append(message_of(line))
         error = EngineDied(_obituary(await process.wait(), self._last_lines))

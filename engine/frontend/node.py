@@ -44,7 +44,7 @@ from pdserve.config.resolve import resolve
 from pdserve.errors import Draining, NodeError
 from pdserve.exits import run_command
 from pdserve.kv import KVLayout
-from pdserve.logs import identify, setup_logging
+from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, watch_lifeline
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.timeouts import PeerTiming
@@ -182,7 +182,7 @@ async def _serve(role: Role, options: NodeOptions, host: HostRanks, front: Front
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node = Node(role, config, Posts(devices, host.leader), server, front.node_id or address, tls)
-    identify(node=node.node_id)
+    set_process_fields(node=node.node_id)
     node.tracer, node.log_requests = make_tracer(front.traces, role.name, node.node_id), front.log_requests
     add_node_service(node)
     service = role.attach(node)

@@ -1,4 +1,4 @@
-"""What each node of ``pdserve up`` gets of the machine: a split of the model, GPUs, threads."""
+"""Device assignment of ``pdserve up``: parallel sizes, GPUs and threads of each node."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import msgspec
 from pdserve.config.node_config import NodeOptions
 
 
-def with_split(options: NodeOptions, pp: int | None, tp: int | None) -> NodeOptions:
-    """Options of nodes of one kind, which may be split in their own way. A list of layers is for nodes with stages."""
+def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) -> NodeOptions:
+    """Override the parallel sizes for one kind of node. ``stage_layers`` applies only to nodes with stages."""
     pp, tp = pp or options.pp, tp or options.tp
     return msgspec.structs.replace(options, pp=pp, tp=tp, stage_layers=options.stage_layers if pp > 1 else None)
 
 
 def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int) -> list[NodeOptions]:
-    """The nodes, each with its GPUs and its threads, in turn; what a person has chosen stays.
+    """Return the nodes with GPUs and CPU threads assigned; options that the user set stay.
 
-    Nodes of one rank share a GPU: a person gives each its memory. As soon as one has more, every rank gets a GPU of its
-    own, from the named one on, as long as there are any; then it begins anew. ``num_threads`` are those of the machine.
+    If every node has one rank, all share a GPU and the user limits their memory. Otherwise each rank gets a GPU,
+    starting at the configured index and wrapping around. ``num_threads`` is the machine's thread count.
     """
     num_ranks = sum(node.num_ranks for node in nodes)
-    dealt, gpu = [], _first_gpu(nodes[0].device)
+    assigned, gpu = [], _first_gpu(nodes[0].device)
     for node in nodes:
         threads = node.threads or max(1, num_threads * node.num_ranks // num_ranks)
         device = node.device
@@ -30,10 +30,10 @@ def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int
             if gpu + node.num_ranks > num_gpus:
                 gpu = _first_gpu(device)
             device, gpu = f"cuda:{gpu}", gpu + node.num_ranks
-        dealt.append(msgspec.structs.replace(node, device=device, threads=threads))
-    return dealt
+        assigned.append(msgspec.structs.replace(node, device=device, threads=threads))
+    return assigned
 
 
 def _first_gpu(device: str) -> int:
-    """Of "cuda:N"; 0 where none is named."""
+    """Return N of "cuda:N", else 0."""
     return int(device.partition(":")[2] or 0)

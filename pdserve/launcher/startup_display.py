@@ -1,4 +1,4 @@
-"""What ``pdserve up`` shows while its children start: a live row each on a terminal, plain lines elsewhere."""
+"""The output of ``pdserve up`` while its children start: a live table on a terminal, plain or JSON lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.launcher.supervisor import Child
-from pdserve.logs import chosen_format, json_line, passed_on
+from pdserve.logs import chosen_format, json_line, relayed_line
 from pdserve.process import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-#: What pdserve/logs.py writes for the record; the table says as much.
-_ROUTINE = re.compile(r"\b(INFO|DEBUG) ")
+_ROUTINE = re.compile(r"\b(INFO|DEBUG) ")  # log lines that the live table leaves out
 
 
 class StartupDisplay(Protocol):
-    """Shows children. ``changed`` is called often, ``close`` once they are ready or have failed."""
+    """Shows the state of children. ``close`` is called once all are ready or one has failed."""
 
     def changed(self, child: Child) -> None: ...
 
@@ -33,19 +31,19 @@ class StartupDisplay(Protocol):
 
 
 def make_display(children: Sequence[Child]) -> StartupDisplay:
-    """The board for where stderr goes, and for the log's format. ``children`` may grow."""
+    """Choose the display for stderr and the log format. ``children`` may grow later."""
     if chosen_format() == "json":
         return JsonDisplay()
     return LiveDisplay(children) if sys.stderr.isatty() else PlainDisplay()
 
 
 def quiet_display() -> StartupDisplay:
-    """For when all are ready: nothing is drawn over."""
+    """Return the display for the time after start, which draws no table."""
     return JsonDisplay() if chosen_format() == "json" else PlainDisplay()
 
 
 class PlainDisplay:
-    """One line on stderr per change that matters."""
+    """Print one line per loading stage and per ready child, and relay all output."""
 
     def __init__(self) -> None:
         self._shown: dict[str, str] = {}
@@ -69,14 +67,14 @@ class PlainDisplay:
 
 
 class JsonDisplay:
-    """Passes on what children log, as lines of one log."""
+    """Relay the children's log lines as JSON lines of one log."""
 
     def changed(self, child: Child) -> None:
         if child.state == "ready":
             self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name}))
 
     def printed(self, child: Child, text: str) -> None:
-        self._print(passed_on(text, {"child": child.name}))
+        self._print(relayed_line(text, {"child": child.name}))
 
     def tick(self) -> None:
         pass
@@ -89,7 +87,7 @@ class JsonDisplay:
 
 
 class LiveDisplay:
-    """A table that is drawn over itself; warnings and errors of children scroll above it."""
+    """Redraw a table in place; warnings and errors of children scroll above it."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         from rich.console import Console
@@ -111,11 +109,11 @@ class LiveDisplay:
         self._live.update(self._table(), refresh=True)
 
     def close(self) -> None:
-        """Leave the last table on the screen, and below it what a child that broke had said."""
+        """Leave the last table on the screen, followed by the last lines of a failed child."""
         self._live.update(self._table(), refresh=True)
         self._live.stop()
         for child in self._children:
-            if child.process.poll() not in (None, 0, EXIT_REFUSED):  # a refusal is one line, and up repeats it
+            if child.process.poll() not in (None, 0, EXIT_REFUSED):  # up repeats the one line of a refusal
                 for line in child.last_lines:
                     self._console.print(f"{child.name}: {line}", markup=False)
 

@@ -1,11 +1,11 @@
-"""Child processes of ``pdserve up``: start them, hear what they say, notice their end, end them.
+"""Child processes of ``pdserve up``: start, watch and stop them.
 
-Each child runs in a session of its own, so Ctrl-C on the terminal reaches only the parent, which stops the children
-in order; and so that the child's whole process group (its engine, too) can be ended together. A child gets
+Each child leads a session of its own. So Ctrl-C reaches only the parent, which stops the children in order, and the
+parent can kill a child's whole process group (a node's engine too). A child gets
 
-    status fd     it writes one JSON object a line: listening, loading, ready, failed (see pdserve/process.py)
-    lifeline fd   never written to; its end tells the child that the parent is gone, however it went
-    stdout+stderr one pipe, passed on line by line under the child's name
+    status fd     to write one JSON object per line: listening, loading, ready, failed (pdserve/process.py)
+    lifeline fd   the child ends when this pipe closes, so it never outlives its parent
+    stdout+stderr one pipe; the parent relays each line under the child's name
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from typing import Literal
 
 from pdserve.logs import message_of
 
-#: Seconds that a child may take after a signal to end at once before the next in line gets its own …
-STOP_EACH = 1.0
-#: … and after which, counted from the first signal, whatever is left is killed.
-STOP_ALL = 3.0
+STOP_EACH = 1.0  # seconds between the stop signal to one group of children and the signal to the next
+STOP_ALL = 3.0  # seconds after the first stop signal until the remaining children are killed
 
 State = Literal["starting", "loading", "ready", "failed", "ended"]
 
 
 class _Lines:
-    """Whole lines out of a pipe that is read without waiting."""
+    """Split the bytes of a non-blocking pipe into lines."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._rest = b""
 
     def read(self) -> tuple[list[str], bool]:
-        """The lines that have arrived, and whether the pipe has ended."""
+        """Return the complete lines that have arrived, and whether the pipe is closed."""
         data = os.read(self.fd, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if not data and self._rest:
@@ -52,7 +50,7 @@ class _Lines:
 
 @dataclass
 class Child:
-    """One child process as far as its parent knows it."""
+    """A child process and its last reported state."""
 
     name: str
     module: str
@@ -61,29 +59,29 @@ class Child:
     started: float = field(default_factory=time.monotonic)
     state: State = "starting"
     stage: str = ""
-    fraction: float = -1.0  # of the stage, 0 … 1; -1 where unknown
+    fraction: float = -1.0  # progress of the stage, 0 … 1; -1 if unknown
     address: str = ""  # host:port, once it listens
     error: str = ""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
-    def hear(self, line: str) -> None:
-        """Take in one line of the status pipe."""
-        said = json.loads(line)
-        match said["state"]:
+    def update(self, line: str) -> None:
+        """Apply one line of the status pipe."""
+        status = json.loads(line)
+        match status["state"]:
             case "listening":
-                self.address = said["address"]
+                self.address = status["address"]
             case "loading":
-                self.state, self.stage, self.fraction = "loading", said["stage"], said["fraction"]
+                self.state, self.stage, self.fraction = "loading", status["stage"], status["fraction"]
             case "ready":
                 self.state, self.stage, self.fraction = "ready", "", -1.0
             case "failed":
-                self.state, self.error = "failed", said["error"]
+                self.state, self.error = "failed", status["error"]
 
     @property
     def last_error(self) -> str:
-        """What it reported, else the last thing it printed."""
+        """The error it reported, or else the last line it printed."""
         printed = [line for line in self.last_lines if line.strip()]
-        return self.error or (message_of(printed[-1]) if printed else "it said nothing")
+        return self.error or (message_of(printed[-1]) if printed else "it printed nothing")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Changed:
-    """A child's state, stage, fraction or address is another one."""
+    """The child's state, stage, fraction or address changed."""
 
     child: Child
 
@@ -108,7 +106,7 @@ Event = Printed | Changed | Died
 
 
 class Supervisor:
-    """Owns all children. Use as a context manager: leaving it ends them, last started first, whatever happened."""
+    """Owns all children. A context manager: its exit stops them, last started first."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
@@ -146,7 +144,7 @@ class Supervisor:
         return child
 
     def wait(self, seconds: float) -> list[Event]:
-        """What happened, after at most so many seconds."""
+        """Wait for events, at most ``seconds``."""
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
             child, kind, lines = key.data
@@ -171,11 +169,11 @@ class Supervisor:
             child.last_lines.extend(texts)
             return [Printed(child, text) for text in texts]
         for text in texts:
-            child.hear(text)
+            child.update(text)
         return [Changed(child)] if texts else []
 
     def _drain(self, child: Child) -> list[Event]:
-        """What a child that has ended still had in its pipes."""
+        """Read what an ended child left in its pipes."""
         events: list[Event] = []
         for key in list(self._selector.get_map().values()):
             if key.data[0] is child:
@@ -183,9 +181,9 @@ class Supervisor:
         return events
 
     def drain(self, over: Callable[[], bool]) -> None:
-        """Have all children end by themselves, module by module, last started first: each serves those after it.
+        """Send SIGTERM module by module, last started first, since each module serves those started after it.
 
-        Returns when they have ended, or once it is ``over``; ``stop`` ends what is left.
+        Returns when all children have ended or ``over()`` is true.
         """
         for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
             children = list(group)
@@ -196,10 +194,7 @@ class Supervisor:
                 self.wait(0.02)
 
     def stop(self) -> None:
-        """End all children and every process they started at once, module by module, last started first. Idempotent.
-
-        Takes at most STOP_ALL seconds and what the system needs for killing.
-        """
+        """Stop all children and their process groups within STOP_ALL seconds, last started first. Idempotent."""
         end = time.monotonic() + STOP_ALL
         for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
             self._terminate(list(group), min(time.monotonic() + STOP_EACH, end))
@@ -215,12 +210,12 @@ class Supervisor:
     def _terminate(self, children: Sequence[Child], end: float) -> None:
         for child in children:
             if child.process.poll() is None:
-                # SIGINT is without delay, but whoever has not come to handling it yet dies of it with a traceback.
+                # SIGINT stops without delay, but a process without its handler yet would print a traceback.
                 child.process.send_signal(signal.SIGINT if child.state == "ready" else signal.SIGTERM)
         self._wait_for(children, end)
 
     def _wait_for(self, children: Sequence[Child], end: float) -> None:
-        """Let children end until a moment, and read on meanwhile: one that cannot print cannot end."""
+        """Wait until ``end`` (monotonic seconds). Keep reading, since a child with a full pipe cannot exit."""
         while any(child.process.poll() is None for child in children) and (left := end - time.monotonic()) > 0:
             self.wait(min(left, 0.02))
 
@@ -238,6 +233,6 @@ class Supervisor:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill what is left in the process group that a child led; mostly nothing is."""
+    """Kill the remaining processes of a child's process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

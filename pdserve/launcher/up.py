@@ -22,46 +22,46 @@ from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.exits import EXIT_INTERRUPTED, say
-from pdserve.launcher.device_assignment import assign_devices, with_split
+from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
 from pdserve.launcher.startup_display import StartupDisplay, make_display, quiet_display
 from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
-from pdserve.logs import choose_format, identify
+from pdserve.logs import choose_format, set_process_fields
 from pdserve.process import EXIT_REFUSED
 
-POLL_SECONDS = 0.1  # how late a signal may be noticed
-ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # that are passed on to the router
-COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # … and these to nodes, too
-DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout: for leases, and for processes to end
-LOCAL = "127.0.0.1"  # where nodes listen: everything is on this machine
+POLL_SECONDS = 0.1  # longest delay until a signal is noticed
+ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # forwarded to the router
+COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # forwarded to the router and the nodes
+DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout for leases and process exits
+LOCAL = "127.0.0.1"  # nodes listen here
 
 
 def up(args: argparse.Namespace) -> int:
-    """Serve until a signal; raises when a child dies. ``args`` as parsed by pdserve/cli.py."""
+    """Serve until a signal. Raises NodeError or ConfigError if a child dies. pdserve/cli.py parses ``args``."""
     choose_format(args.log_format)
-    identify(role="up")
+    set_process_fields(role="up")
     check_port(args.host, args.port)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)
-        board = make_display(children.children)
+        display = make_display(children.children)
         try:
-            watch(children, board, until=lambda: stop.received or fleet.advance())
+            watch(children, display, until=lambda: stop.received or fleet.advance())
         finally:
-            board.close()
+            display.close()
         if stop.received:
             return EXIT_INTERRUPTED
         print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
         watch(children, quiet_display(), until=lambda: stop.received)
-        if not stop.hurried:
-            say("draining; another signal stops at once", level="INFO")
-            limit = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
-            children.drain(lambda: stop.hurried or time.monotonic() > limit)
+        if not stop.immediate:
+            say("draining; a second signal stops at once", level="INFO")
+            deadline = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
+            children.drain(lambda: stop.immediate or time.monotonic() > deadline)
         say("stopping", level="INFO")
     return 0
 
 
 class FleetPlan(NamedTuple):
-    """All nodes that are to be started, and the configuration of a decode node, checked for all."""
+    """The options of all nodes to start, and the resolved configuration of a decode node."""
 
     prefill: list[NodeOptions]
     decode: list[NodeOptions]
@@ -69,20 +69,20 @@ class FleetPlan(NamedTuple):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> FleetPlan:
-        """Raises ConfigError or CapacityError, before anything starts, for what some node could not run with."""
+        """Raises ConfigError or CapacityError if some node could not run with these flags."""
         options = options_from(args)
-        prefill = with_split(options, args.prefill_pp, args.prefill_tp)
-        decode = with_split(options, args.decode_pp, args.decode_tp)
+        prefill = with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)
+        decode = with_parallel_sizes(options, args.decode_pp, args.decode_tp)
         for each in (prefill, decode):
             config = resolve(each, node_devices(each, each.num_ranks)[0])
-        named = {"model": config.model_dir, "served_model_name": config.served_model_name}
-        nodes = [msgspec.structs.replace(each, **named) for each in [prefill] * args.prefill + [decode] * args.decode]
-        dealt = assign_devices(nodes, len(find_gpus()), config.threads)
-        return cls(dealt[: args.prefill], dealt[args.prefill :], config)
+        model = {"model": config.model_dir, "served_model_name": config.served_model_name}
+        nodes = [msgspec.structs.replace(each, **model) for each in [prefill] * args.prefill + [decode] * args.decode]
+        nodes = assign_devices(nodes, len(find_gpus()), config.threads)
+        return cls(nodes[: args.prefill], nodes[args.prefill :], config)
 
 
 class LocalFleet:
-    """Starts each process as soon as the addresses it needs are known."""
+    """Start each process as soon as the addresses it needs are known."""
 
     def __init__(self, children: Supervisor, plan: FleetPlan, args: argparse.Namespace) -> None:
         self._children = children
@@ -94,14 +94,14 @@ class LocalFleet:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine finds the router. It must be ready."""
+        """URL of the router for clients on this machine. The router must be ready."""
         assert self._router is not None
         host, _, port = self._router.address.rpartition(":")
         scheme = "http" if self._args.tls_cert is None else "https"
         return f"{scheme}://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
 
     def advance(self) -> bool:
-        """Start what can start now; True once everything is ready."""
+        """Start the processes that can start now. Return True once all are ready."""
         if not self._decode and _listening(self._prefill):
             peers = _flags("--prefill", self._prefill)
             self._decode = self._spawn_nodes("decode", self._plan.decode, peers)
@@ -110,7 +110,7 @@ class LocalFleet:
         return self._router is not None and all(child.state == "ready" for child in self._children.children)
 
     def _spawn_nodes(self, role: str, nodes: list[NodeOptions], flags: list[str]) -> list[Child]:
-        flags = ["--host", LOCAL, *self._given(COMMON_FLAGS), *flags]
+        flags = ["--host", LOCAL, *self._forwarded(COMMON_FLAGS), *flags]
         names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
         return [
             self._children.spawn(name, f"{role}_node", [*node_flags_of(options), *flags])
@@ -120,12 +120,12 @@ class LocalFleet:
     def _spawn_router(self) -> Child:
         peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
         model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
-        where = ["--host", self._args.host, "--port", str(self._args.port)]
-        chosen = self._given((*ROUTER_FLAGS, *COMMON_FLAGS))
-        return self._children.spawn("router", "router", [*model, *where, *chosen, *peers])
+        address = ["--host", self._args.host, "--port", str(self._args.port)]
+        forwarded = self._forwarded((*ROUTER_FLAGS, *COMMON_FLAGS))
+        return self._children.spawn("router", "router", [*model, *address, *forwarded, *peers])
 
-    def _given(self, names: Iterable[str]) -> list[str]:
-        """Flags that are passed on, as far as they were given."""
+    def _forwarded(self, names: Iterable[str]) -> list[str]:
+        """Return the command line words of the flags that the user set."""
         words: list[str] = []
         for name in names:
             value = getattr(self._args, name)
@@ -148,28 +148,28 @@ def _flags(flag: str, children: list[Child]) -> list[str]:
     return [word for child in children for word in (flag, child.address)]
 
 
-def watch(children: Supervisor, board: StartupDisplay, until: Callable[[], bool]) -> None:
-    """Show what children say until ``until()``. Raises when one of them dies."""
+def watch(children: Supervisor, display: StartupDisplay, until: Callable[[], bool]) -> None:
+    """Display the children's events until ``until()``. Raises the error of a child that dies."""
     while not until():
         for event in children.wait(POLL_SECONDS):
             match event:
                 case Printed(child, text):
-                    board.printed(child, text)
+                    display.printed(child, text)
                 case Changed(child):
-                    board.changed(child)
+                    display.changed(child)
                     if child.state == "failed":
                         raise death_of(child)
                 case Died(child):
                     raise death_of(child)
-        board.tick()
+        display.tick()
 
 
 def death_of(child: Child) -> PdserveError:
-    """The error that says how a child ended, in its own last words, and what to try."""
+    """Return an error with the exit status, the last message of the child and a remedy."""
     try:
         status = child.process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
-        status = 1  # it has failed and hangs in ending
+        status = 1  # it reported a failure and hangs in its exit
     if status == EXIT_REFUSED:
         return ConfigError(f"{child.name}: {child.last_error}")
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -178,23 +178,20 @@ def death_of(child: Child) -> PdserveError:
 
 def _hint(child: Child, status: int) -> str:
     if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # it, its engine or a rank
-        return "if nobody killed it, the system ran out of memory: give a smaller --kv-cache-memory"
+        return "unless a user killed it, the system ran out of memory: set a smaller --kv-cache-memory"
     if child.state != "ended" or status == 0:
         return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"
-    return "its last lines are above; PDSERVE_TRACEBACK=1 shows where it failed"
+    return "see its last lines above; set PDSERVE_TRACEBACK=1 for a traceback"
 
 
 class StopSignals:
-    """Remembers that the process was asked to stop, so that it stops between two steps and not within one.
-
-    It is in a hurry unless SIGTERM was all that came.
-    """
+    """Record stop signals, so that the process stops at a safe point. Only a single SIGTERM lets it drain."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.received = False
-        self.hurried = False
+        self.immediate = False
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
@@ -205,12 +202,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.hurried = self.received or number != signal.SIGTERM
+        self.immediate = self.received or number != signal.SIGTERM
         self.received = True
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise CapacityError unless ``host:port`` can be listened on: better now than after loading a model."""
+    """Raise CapacityError unless ``host:port`` is free, before a model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -219,18 +216,18 @@ def check_port(host: str, port: int) -> None:
             probe.listen(1)
     except socket.gaierror as exc:
         raise ConfigError(
-            f"host {host!r} is unknown here ({exc.strerror}); give --host an address of this machine"
+            f"--host {host!r} cannot be resolved ({exc.strerror}); use an address of this machine"
         ) from exc
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise CapacityError(
-                f"port {port} on {host} is in use; stop what listens there or choose another --port"
+                f"port {port} on {host} is in use; stop the process that listens there or choose another --port"
             ) from exc
         raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
 
 
 def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
-    """The URL and a request to copy."""
+    """Return the URL and an example request."""
     body: dict[str, object] = {"model": config.served_model_name}
     if has_chat_template(Path(config.model_dir)):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
@@ -246,7 +243,7 @@ def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
 
 
 def has_chat_template(model_dir: Path) -> bool:
-    """Whether a checkpoint says how a conversation becomes a prompt."""
+    """Return whether the checkpoint has a chat template."""
     if (model_dir / "chat_template.jinja").is_file():
         return True
     config = model_dir / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Where something listens, as text: ``host:port``, with brackets around an IPv6 host."""
+"""Network addresses as text: ``host:port``, with brackets around an IPv6 host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of ``host:port``. Raises ConfigError."""
+    """Return the host without brackets and the port. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")

@@ -1,7 +1,7 @@
-"""gRPC settings and error translation, the same for every process.
+"""gRPC settings and error translation of all processes.
 
-A peer that is dead or hung is noticed within the time of pdserve/rpc/timeouts.py, with or without calls in flight: the
-connection is then closed and its calls fail with UNAVAILABLE.
+Keepalive closes the connection to a dead or hung peer within the timeouts of pdserve/rpc/timeouts.py, with or without
+calls in flight. The calls fail with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _CHANNEL: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s
-    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # an idle channel stays connected: its end means that the peer ended
-    ("grpc.enable_http_proxy", 0),  # a cluster's own traffic never goes through $http_proxy
-    ("grpc.use_local_subchannel_pool", 1),  # channels to one address do not share connections, nor their back-off
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a restarted pod has a new address; gRPC's default is 30 s
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),  # keep idle channels connected: a closed one means that the peer ended
+    ("grpc.enable_http_proxy", 0),  # cluster traffic never uses $http_proxy
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one address share neither connections nor back-off
 )
 _SERVER: Options = (
-    ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a coin toss per connection
+    ("grpc.so_reuseport", 0),  # a second node on the same port is an error
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),  # 0: never close a connection for its keepalive pings
@@ -60,7 +60,7 @@ def server_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
 
 
 def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> grpc.aio.Channel:
-    """A channel to ``host:port``. It connects, and reconnects, when it is used."""
+    """Return a channel to ``host:port`` that connects and reconnects on use."""
     options = channel_options(timing)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -69,7 +69,7 @@ def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls
 
 
 class Dialer:
-    """A channel to one address for good. It shows the certificate that it was made with: ``renew`` it between calls."""
+    """A lasting channel to one address. Call ``renew`` between calls to present a renewed certificate."""
 
     def __init__(self, address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> None:
         self._address = address
@@ -79,7 +79,7 @@ class Dialer:
         self.channel = open_channel(address, timing, tls)
 
     async def renew(self) -> grpc.aio.Channel:
-        """The channel, made anew if there is another certificate to show since; calls on the old one are ended."""
+        """Return the channel; reopen it if the certificate has changed, which ends calls on the old one."""
         if self._tls is not None and self._tls.version != self._version:
             self._version = self._tls.version
             old, self.channel = self.channel, open_channel(self._address, self._timing, self._tls)
@@ -91,19 +91,19 @@ class Dialer:
 
 
 def _keepalive(timing: PeerTiming) -> Options:
-    timeout = int(timing.answer_within * 1000)
+    timeout = int(timing.answer_timeout * 1000)
     return (
-        ("grpc.keepalive_time_ms", int(timing.ask_after * 1000)),
+        ("grpc.keepalive_time_ms", int(timing.probe_after * 1000)),
         ("grpc.keepalive_timeout_ms", timeout),
-        ("grpc.http2.ping_timeout_ms", timeout),  # what really ends it; its default is 60 s
+        ("grpc.http2.ping_timeout_ms", timeout),  # closes the connection; gRPC's default is 60 s
     )
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = None) -> int:
-    """Bind a server's port (0: any free one) and return it. Raises CapacityError when it is taken."""
+    """Bind a server's port (0: any free port) and return it. Raises CapacityError if it is taken."""
     address = join_address(host, port)
     try:
-        probe_port(host, port)  # gRPC would log a line of its own on stderr, and not say why
+        probe_port(host, port)  # gRPC would log an error without the reason
         if tls is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, tls.server_credentials()))
@@ -115,7 +115,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = No
 
 
 def probe_port(host: str, port: int) -> None:
-    """Raise OSError unless this machine can listen there."""
+    """Raise OSError unless this machine can listen on ``host:port``."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -126,7 +126,7 @@ def probe_port(host: str, port: int) -> None:
 
 
 def status_code(error: PdserveError) -> grpc.StatusCode:
-    """The gRPC status that stands for one of our errors."""
+    """Return the gRPC status of a pdserve error."""
     if isinstance(error, RequestError):
         return grpc.StatusCode.INVALID_ARGUMENT
     if isinstance(error, Overloaded | CapacityError):
@@ -153,6 +153,6 @@ def error_from_rpc(exc: grpc.aio.AioRpcError, peer: str) -> PdserveError:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
-    """End a call with the status that stands for ``error``."""
+    """End a call with the gRPC status of ``error``."""
     await context.abort(status_code(error), " ".join(str(error).split()))
     raise AssertionError("abort always raises")

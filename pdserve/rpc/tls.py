@@ -1,10 +1,10 @@
-"""TLS between pdserve's own processes: each shows a certificate of one CA, and wants to see one.
+"""Mutual TLS between pdserve processes.
 
-    DIR/ca.pem    the CA of this fleet, and of nothing else: whoever has a certificate of it belongs to the fleet
-    DIR/cert.pem  this process's certificate, for the DNS name "pdserve", with what links it to the CA
+    DIR/ca.pem    the CA of this fleet; every process with a certificate of this CA belongs to the fleet
+    DIR/cert.pem  this process's certificate for the DNS name "pdserve", with its chain to the CA
     DIR/key.pem   its private key
 
-Addresses say nothing here, since nodes come and go under any: a certificate is good for its CA and that name.
+Peers check the CA and that name, not the address, since nodes change addresses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 def file_stamp(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file does, or the link to it. Raises ConfigError when it is not there."""
+    """Return a value that changes with the file or its symlink. Raises ConfigError if it cannot be read."""
     try:
         found = path.stat()
     except OSError as exc:
@@ -37,20 +37,20 @@ def file_stamp(path: Path) -> tuple[int, int, int]:
 
 
 def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Raises ConfigError when there is no such pair of certificate and key."""
+    """Load a certificate and its key. Raises ConfigError if they cannot be used."""
     for path in (cert, key):
         file_stamp(path)
     try:
-        context.load_cert_chain(cert, key, password="")  # of an encrypted key nobody could be asked for the password
+        context.load_cert_chain(cert, key, password="")  # an encrypted key is an error, not a prompt
     except (ssl.SSLError, OSError) as exc:
-        raise ConfigError(f"{cert} and {key} are no certificate with its unencrypted key, in PEM: {exc}") from exc
+        raise ConfigError(f"{cert} and {key} are not a PEM certificate with its unencrypted key: {exc}") from exc
 
 
 class PeerTls:
-    """The files of one directory, read again by servers when they have changed: connections that stand go on."""
+    """Credentials from one directory. Changed files apply to new connections; open connections stay."""
 
     def __init__(self, directory: str) -> None:
-        """Raises ConfigError when they cannot be used."""
+        """Raises ConfigError if the files cannot be used."""
         self._paths = tuple(Path(directory) / name for name in FILES)
         self._stamp = self._look()
         self._pems = self._read()
@@ -58,18 +58,18 @@ class PeerTls:
 
     @property
     def version(self) -> Stamp:
-        """Another one whenever the files have changed and can be used."""
+        """The version of the credentials in use; changes when valid new files appear."""
         self._refresh()
         return self._used
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of the files as they are now."""
+        """Return client credentials from the current files."""
         self._refresh()
         ca, cert, key = self._pems
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Looks at the files whenever somebody connects."""
+        """Return server credentials that check the files for changes at each new connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),
             self._fetch,
@@ -77,7 +77,7 @@ class PeerTls:
         )
 
     def _fetch(self) -> Any:
-        """None for no change, which the types of grpc do not know."""
+        """Return None if unchanged, which grpc's type stubs do not declare."""
         self._refresh()
         return None if self._used == self._served else self._server_configuration()
 
@@ -87,7 +87,7 @@ class PeerTls:
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
     def _refresh(self) -> None:
-        """Take up files that have changed. Broken ones leave those of before in force."""
+        """Read changed files. Invalid files leave the previous credentials in use."""
         try:
             stamp = self._look()
             if stamp == self._stamp:
@@ -96,9 +96,9 @@ class PeerTls:
             self._pems = self._read()
             self._used = stamp
         except ConfigError as exc:
-            _log.error("%s; the certificate of before stays in use", exc)
+            _log.error("%s; the previous certificate stays in use", exc)
         else:
-            _log.info("%s was read again", self._paths[1])
+            _log.info("reloaded certificate %s", self._paths[1])
 
     def _look(self) -> Stamp:
         return tuple(map(file_stamp, self._paths))
@@ -110,5 +110,5 @@ class PeerTls:
         try:
             context.load_verify_locations(ca)
         except (ssl.SSLError, OSError) as exc:
-            raise ConfigError(f"{ca} holds no certificate in PEM: {exc}") from exc
+            raise ConfigError(f"{ca} has no PEM certificate: {exc}") from exc
         return ca.read_bytes(), cert.read_bytes(), key.read_bytes()

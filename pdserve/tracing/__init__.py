@@ -1,9 +1,9 @@
-"""Traces of requests through all processes (OpenTelemetry), off by default. What they tell: docs/traces.md.
+"""Request traces across all processes (OpenTelemetry), off by default. See docs/traces.md.
 
-    spans.py    what code that serves requests knows: spans and tracers, and those that record nothing
-    otlp.py     the ones that do; alone imports OpenTelemetry
-    flags.py    --traces, --trace-sample
+    spans.py        interface of spans and tracers, with implementations that record nothing
+    otlp.py         the recording implementation; the only file that imports OpenTelemetry
+    trace_flags.py  --traces, --trace-sample
 
-Each process records times by its own clock. Where a request goes on in another process, the context of a span travels
-along (``Generate.traceparent``), and what is not sampled travels without: then no node does anything for it.
+Each process records times by its own clock. The span context travels with a request (``Generate.traceparent``); a
+request that is not sampled travels without it, so nodes do no work for it.
 """

@@ -1,9 +1,9 @@
-"""Spans that are recorded, by OpenTelemetry's SDK, and sent to a collector as OTLP over HTTP.
+"""Record spans with OpenTelemetry's SDK and send them to a collector as OTLP over HTTP.
 
-A thread sends them in batches. At most ``_MOST_WAITING`` spans wait for it; while the collector does not take them, the
-oldest are dropped, and the log says so once. Headers, certificates and the pause between batches are set by the SDK's
-own variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, OTEL_BSP_SCHEDULE_DELAY),
-as are more attributes of the process (OTEL_RESOURCE_ATTRIBUTES).
+A thread sends spans in batches. If the collector is unreachable, the queue of ``_MAX_QUEUED`` spans drops the oldest,
+and the log says so once. The SDK's variables set headers, certificates, the delay between batches and process
+attributes (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE, OTEL_BSP_SCHEDULE_DELAY,
+OTEL_RESOURCE_ATTRIBUTES).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Headers, S
 
 _log = logging.getLogger(__name__)
 
-_MOST_WAITING = 8192  # spans; each is a few KB
-_BATCH = 128  # spans: they are encoded under Python's lock, in some 20 µs each, which all streams would feel
+_MAX_QUEUED = 8192  # spans of a few KB each
+_BATCH = 128  # spans; encoding takes some 20 µs each under the GIL, so larger batches would delay streams
 _CLOSE_SECONDS = 1.0
-_LOOKS, _SOON = 4, 2_000  # at the clocks, most; nanoseconds between two looks that are as good as none
+_CLOCK_READS, _ACCURATE_NS = 4, 2_000  # attempts to read both clocks within 2 µs
 
 _KINDS = {
     SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
@@ -42,18 +42,20 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class OtlpTracer(Tracer):
-    """See ``Tracer``."""
+    """The recording implementation of ``Tracer``."""
 
     def __init__(self, url: str, role: str, instance: str, share: float) -> None:
-        who = {
+        attributes = {
             "service.name": f"pdserve-{role}",
             "service.instance.id": instance,
             "service.version": version("pdserve"),
         }
-        # What is left is sent by ``close``; at exit the SDK would wait for half a minute.
-        self._provider = TracerProvider(ParentBasedTraceIdRatio(share), Resource.create(who), shutdown_on_exit=False)
+        # ``close`` sends the last spans; the SDK would block the exit for half a minute.
+        resource = Resource.create(attributes)
+        self._provider = TracerProvider(ParentBasedTraceIdRatio(share), resource, shutdown_on_exit=False)
+        exporter = _LoggedExporter(url)
         self._provider.add_span_processor(
-            BatchSpanProcessor(_Collector(url), max_queue_size=_MOST_WAITING, max_export_batch_size=_BATCH)
+            BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED, max_export_batch_size=_BATCH)
         )
         self._tracer = self._provider.get_tracer("pdserve", version("pdserve"))
         self._closed = False
@@ -63,7 +65,9 @@ class OtlpTracer(Tracer):
         carrier = {key.decode(): value.decode("latin-1") for key, value in headers if key in names}
         return self._serve(name, carrier, attributes)
 
-    def go_on(self, name: str, traceparent: str, tracestate: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
+    def continue_span(
+        self, name: str, traceparent: str, tracestate: str, attributes: Attributes = NO_ATTRIBUTES
+    ) -> Span:
         if not traceparent:
             return NO_SPAN
         return self._serve(name, {"traceparent": traceparent, "tracestate": tracestate}, attributes)
@@ -85,8 +89,9 @@ class OtlpTracer(Tracer):
 
 
 class _Recorded(Span):
-    """``offset`` nanoseconds lie between the clock of ``time.monotonic`` and that of the calendar: the same for all
-    spans of a request in this process, so that a clock that is set meanwhile changes no duration.
+    """A recorded span. ``offset`` in ns leads from ``time.monotonic`` to wall time.
+
+    All spans of a request in this process share the offset, so a clock adjustment changes no duration.
     """
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, offset: int) -> None:
@@ -119,43 +124,43 @@ class _Recorded(Span):
         self._span.add_event(name, attributes, self._at(None))
 
     def fail(self, error: PdserveError | str) -> None:
-        # What a client got wrong may be told in words of its prompt.
-        words = str(error) if isinstance(error, PdserveError) and not isinstance(error, RequestError) else None
+        # A RequestError may quote the prompt.
+        text = str(error) if isinstance(error, PdserveError) and not isinstance(error, RequestError) else None
         self._span.set_attribute("error.type", error if isinstance(error, str) else type(error).__name__)
-        self._span.set_status(trace.StatusCode.ERROR, words)
+        self._span.set_status(trace.StatusCode.ERROR, text)
 
     def end(self, at: float | None = None) -> None:
         if self._span.is_recording():
             self._span.end(self._at(at))
 
     def _at(self, moment: float | None) -> int:
-        """Nanoseconds of the calendar."""
+        """Return wall time in nanoseconds."""
         return (time.monotonic_ns() if moment is None else int(moment * 1e9)) + self._offset
 
 
 def _clock_offset() -> int:
-    """From ``time.monotonic`` to the calendar, in nanoseconds; looked at again where it took long to look."""
+    """Return nanoseconds from ``time.monotonic`` to wall time; repeat if reading the clocks was interrupted."""
     found = []
-    for _ in range(_LOOKS):
+    for _ in range(_CLOCK_READS):
         before = time.monotonic_ns()
         now = time.time_ns()
         took = time.monotonic_ns() - before
         found.append((took, now - before))
-        if took < _SOON:
+        if took < _ACCURATE_NS:
             break
     return min(found)[1]
 
 
-class _Collector(SpanExporter):
-    """OpenTelemetry's exporter, but that it stops or resumes to reach its collector is said once."""
+class _LoggedExporter(SpanExporter):
+    """OpenTelemetry's exporter, which logs once when it loses and when it regains the collector."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._exporter = OTLPSpanExporter(url)
-        self._silencer = _Silencer()
+        self._sdk_errors = _CapturedErrors()
         self._reached = True
-        logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").addFilter(self._silencer)
-        logging.getLogger("opentelemetry.sdk._shared_internal").addFilter(_Once())  # such as that its queue is full
+        logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").addFilter(self._sdk_errors)
+        logging.getLogger("opentelemetry.sdk._shared_internal").addFilter(_Once())  # e.g. that its queue is full
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
@@ -163,9 +168,9 @@ class _Collector(SpanExporter):
         if reached is not self._reached:
             self._reached = reached
             if reached:
-                _log.info("traces are taken by %s again", self._url)
+                _log.info("traces: %s accepts spans again", self._url)
             else:
-                _log.warning("traces are lost, %s does not take them: %s", self._url, self._silencer.heard)
+                _log.warning("traces are lost: %s does not accept spans: %s", self._url, self._sdk_errors.last)
         return result
 
     def shutdown(self) -> None:
@@ -175,26 +180,26 @@ class _Collector(SpanExporter):
         return True
 
 
-class _Silencer(logging.Filter):
-    """Keeps to itself what the SDK says at every batch that it cannot send."""
+class _CapturedErrors(logging.Filter):
+    """Keep the last error of the SDK instead of logging one per failed batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard = ""
+        self.last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        self.heard = record.getMessage()
+        self.last = record.getMessage()
         return False
 
 
 class _Once(logging.Filter):
-    """Lets everything be said once."""
+    """Log each message once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[str] = set()
+        self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        new = record.msg not in self._said
-        self._said.add(record.msg)
+        new = record.msg not in self._seen
+        self._seen.add(record.msg)
         return new

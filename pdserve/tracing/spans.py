@@ -1,4 +1,4 @@
-"""Spans as the code that serves requests sees them. Here are those that record nothing, so that nobody needs an ``if``.
+"""The interface of spans and tracers. The classes here record nothing: null objects for a process without traces.
 
 router ──── request ─┬─ prepare, admission
                      └─ generate ──► D: decode ─┬─ reserve, queue, prefill, first step, further steps
@@ -21,7 +21,7 @@ NO_ATTRIBUTES: Attributes = {}
 
 
 class SpanKind(Enum):
-    """Whether a span's other side is a process of its own."""
+    """Which side of a remote call a span describes."""
 
     INTERNAL = "internal"
     SERVER = "server"
@@ -29,10 +29,10 @@ class SpanKind(Enum):
 
 
 class Span:
-    """Nobody records this one. Moments are seconds of ``time.monotonic``; None is now.
+    """A span that is not recorded. Times are seconds of ``time.monotonic``; None means now.
 
-    ``traceparent`` and ``tracestate`` name it to other processes, as W3C Trace Context has it; empty where they need
-    not know. ``trace_id`` is in hexadecimal, for logs.
+    ``traceparent`` and ``tracestate`` carry the span to other processes (W3C Trace Context); empty if it is not
+    sampled. ``trace_id`` is hexadecimal, for logs.
     """
 
     traceparent = ""
@@ -46,27 +46,27 @@ class Span:
         kind: SpanKind = SpanKind.INTERNAL,
         start: float | None = None,
     ) -> Span:
-        """Begin a part of this one."""
+        """Begin a child span."""
         return self
 
     def set(self, attributes: Attributes) -> None:
-        """Add attributes, or replace those of the same names."""
+        """Set attributes; existing names are replaced."""
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Something happened now."""
+        """Record an event at the current time."""
 
     def fail(self, error: PdserveError | str) -> None:
-        """It did not do what it was for: an error of ours, or the name of another reason."""
+        """Mark the span as failed, with an error or the name of a reason."""
 
     def end(self, at: float | None = None) -> None:
-        """Only the first call counts. What is never ended is never told of."""
+        """End the span; later calls are ignored. A span that never ends is never exported."""
 
 
 NO_SPAN = Span()
 
 
-class _PassedOn(Span):
-    """Of a process without traces between two that have them: what it calls continues the span of its caller."""
+class _ForwardedSpan(Span):
+    """The caller's span context, forwarded by a process that records nothing."""
 
     def __init__(self, traceparent: str, tracestate: str) -> None:
         self.traceparent = traceparent
@@ -74,21 +74,23 @@ class _PassedOn(Span):
 
 
 class Tracer:
-    """Of a process that records nothing."""
+    """A tracer that records nothing."""
 
     def begin(self, name: str, headers: Headers, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        """The span of an HTTP request: part of the client's trace if it names one, else the first of a new one.
+        """Begin the span of an HTTP request, in the client's trace if the headers name one, else in a new trace.
 
-        Whether that is recorded is the client's decision, or that of the sampler.
+        The client's trace flags decide whether it is recorded, or else the sampler.
         """
         return NO_SPAN
 
-    def go_on(self, name: str, traceparent: str, tracestate: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        """The part of another process's span that happens here; ``traceparent`` is empty where it is not recorded."""
-        return _PassedOn(traceparent, tracestate) if traceparent else NO_SPAN
+    def continue_span(
+        self, name: str, traceparent: str, tracestate: str, attributes: Attributes = NO_ATTRIBUTES
+    ) -> Span:
+        """Begin a child of another process's span. An empty ``traceparent`` means it is not sampled."""
+        return _ForwardedSpan(traceparent, tracestate) if traceparent else NO_SPAN
 
     def close(self) -> None:
-        """Send what is left, for a second at most. Idempotent."""
+        """Send the remaining spans, within a second. Idempotent."""
 
 
 NO_TRACER = Tracer()

@@ -1,4 +1,4 @@
-"""Flags that have traces sent to a collector, and what follows from them."""
+"""Flags of request traces, and the tracer they select."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ _PATH = "/v1/traces"  # of OTLP over HTTP
 
 
 def add_trace_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """``--traces``, which ``make_tracer`` takes."""
+    """Add ``--traces``, for ``make_tracer``."""
     parser.add_argument(
         "--traces",
         type=collector_url,
         default="",
         metavar="URL",
-        help="send traces of requests to this OpenTelemetry collector, as OTLP over HTTP, such as http://collector:4318",
+        help="send request traces to this OpenTelemetry collector as OTLP over HTTP, e.g. http://collector:4318",
     )
 
 
 def add_trace_sample_flag(parser: argparse.ArgumentParser) -> None:
-    """``--trace-sample``, for those who begin traces."""
+    """Add ``--trace-sample``, for processes that begin traces."""
     parser.add_argument(
         "--trace-sample",
         type=share,
         default=1.0,
         metavar="SHARE",
-        help="trace this share of the requests whose traceparent header does not decide it, 0 … 1 (default 1)",
+        help="share of requests without a traceparent header to trace, 0 … 1 (default 1)",
     )
 
 
 def make_tracer(url: str, role: str, instance: str, share: float = 1.0) -> Tracer:
-    """That of a process, called ``instance``. ``share`` of the traces that begin here are recorded."""
+    """Return the tracer of process ``instance``. It records ``share`` of the traces that begin here."""
     if not url:
         return NO_TRACER
-    from pdserve.tracing.otlp import OtlpTracer  # what it imports takes a while
+    from pdserve.tracing.otlp import OtlpTracer  # imported on demand: OpenTelemetry is slow to import
 
     return OtlpTracer(url, role, instance, share)
 
 
 def collector_url(text: str) -> str:
-    """Where OTLP is posted: a URL without a path gets the usual one. The empty one stays: no traces."""
+    """Return the URL of OTLP posts; add the default path if there is none. Empty means no traces."""
     if not text:
         return ""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # invalid port
         valid = False
     if not valid:
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL of a collector; write http://host:4318")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a collector URL; use e.g. http://host:4318")
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{_PATH}"
 
 
@@ -61,5 +61,5 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; choose 0 … 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; use a number from 0 to 1")
     return value

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.errors import NodeError, PdserveError
-from pdserve.logs import about
+from pdserve.logs import request_fields
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
@@ -63,7 +63,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     @property
     def about(self) -> dict[str, object]:
         """What lines in the log say besides their message."""
-        return about(self.request_id, self.span.trace_id)
+        return request_fields(self.request_id, self.span.trace_id)
 
 
 class RequestGeneration:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
-from pdserve.logs import about
+from pdserve.logs import request_fields
 from pdserve.tracing.spans import Attributes, Span
 from router.fleet.fleet import NodePair
 from router.fleet.node_call import NodeLost
@@ -111,7 +111,14 @@ class Migration:
         """Have it go on at another node."""
         level = logging.INFO if why == "drained" else logging.WARNING
         text = "request %s goes on elsewhere, behind %d tokens: %s"
-        logger.log(level, text, self._request_id, num_tokens, error, extra=about(self._request_id, self._span.trace_id))
+        logger.log(
+            level,
+            text,
+            self._request_id,
+            num_tokens,
+            error,
+            extra=request_fields(self._request_id, self._span.trace_id),
+        )
         told: Attributes = {
             "pdserve.decode_node": node.node_id,
             "pdserve.migration.reason": why,

@@ -15,7 +15,7 @@ from time import monotonic
 from starlette.types import Scope
 
 from pdserve.errors import PdserveError
-from pdserve.logs import about
+from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
 from router.gate.keys import Client
 from router.generation.generation import RequestGeneration
@@ -131,6 +131,6 @@ class RequestAccount:
             **({"key": key} if key else {}),
         }
         whose = f" of key {key}" if key else ""
-        extra = about(self.request_id, self.span.trace_id, **fields)
+        extra = request_fields(self.request_id, self.span.trace_id, **fields)
         text = "request %s%s: %s, %s after %.3f s"
         logger.info(text, self.request_id, whose, self._endpoint, self._outcome, seconds, extra=extra)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config.node_config import NodeOptions
-from pdserve.launcher.device_assignment import assign_devices, with_split
+from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
 
 ONE = NodeOptions(model="m")
 TWO = NodeOptions(model="m", tp=2)
@@ -45,5 +45,5 @@ def test_threads_are_divided_by_all_ranks() -> None:
 
 def test_each_kind_of_node_has_its_split() -> None:
     options = NodeOptions(model="m", pp=2, tp=2, stage_layers=(3, 1))
-    assert with_split(options, None, None) == options
-    assert with_split(options, 1, 4) == NodeOptions(model="m", tp=4)
+    assert with_parallel_sizes(options, None, None) == options
+    assert with_parallel_sizes(options, 1, 4) == NodeOptions(model="m", tp=4)

@@ -11,9 +11,11 @@ from pdserve.rpc.timeouts import PeerTiming
 @pytest.mark.parametrize("timeout", [1.0, 2.5, 4.0, 30.0, 600.0])
 def test_no_way_of_finding_out_takes_longer_than_the_timeout(timeout: float) -> None:
     timing = PeerTiming(timeout)
-    assert timing.ask_after + timing.answer_within <= timeout, "gRPC keepalive, Describe, and a front that says stuck"
-    assert timing.stall <= timeout
-    ucx = {name.removeprefix("UCX_TCP_"): float(value.removesuffix("s")) for name, value in timing.ucx.items()}
+    assert timing.probe_after + timing.answer_timeout <= timeout, (
+        "gRPC keepalive, Describe, and a front that says stuck"
+    )
+    assert timing.stall_timeout <= timeout
+    ucx = {name.removeprefix("UCX_TCP_"): float(value.removesuffix("s")) for name, value in timing.ucx_settings.items()}
     assert ucx["USER_TIMEOUT"] <= timeout
     if timeout >= 4:  # TCP counts whole seconds
         assert ucx["KEEPIDLE"] + ucx["KEEPINTVL"] * ucx["KEEPCNT"] <= timeout

@@ -21,28 +21,28 @@ CONTEXT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=it"
         ("", ""),
     ],
 )
-def test_a_collector_has_a_usual_path(given: str, posted_to: str) -> None:
+def test_collector_url_without_path_gets_the_otlp_path(given: str, posted_to: str) -> None:
     assert collector_url(given) == posted_to
 
 
 @pytest.mark.parametrize(
     "given", ["collector:4318", "grpc://collector:4317", "http://", "http://a:b", "http://a:99999"]
 )
-def test_what_is_no_collector_is_refused(given: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="write http://host:4318"):
+def test_invalid_collector_url_is_refused(given: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"use e\.g\. http://host:4318"):
         collector_url(given)
 
 
-def test_shares_are_between_nothing_and_all() -> None:
+def test_sample_share_is_between_0_and_1() -> None:
     assert [share(text) for text in ("0", "0.01", "1")] == [0.0, 0.01, 1.0]
     for wrong in ("1.5", "-1", "nan", "some"):
-        with pytest.raises(ArgumentTypeError, match="choose 0 … 1"):
+        with pytest.raises(ArgumentTypeError, match="number from 0 to 1"):
             share(wrong)
 
 
-def test_a_process_without_traces_passes_contexts_on() -> None:
+def test_process_without_traces_forwards_span_contexts() -> None:
     tracer = make_tracer("", "decode", "d0")
-    span = tracer.go_on("decode node", *CONTEXT).child("handoff", kind=SpanKind.CLIENT)
+    span = tracer.continue_span("decode node", *CONTEXT).child("handoff", kind=SpanKind.CLIENT)
     assert (span.traceparent, span.tracestate) == CONTEXT
-    assert tracer.go_on("decode node", "", "") is NO_SPAN
+    assert tracer.continue_span("decode node", "", "") is NO_SPAN
     assert tracer.begin("POST /", [(b"traceparent", CONTEXT[0].encode())]) is NO_SPAN

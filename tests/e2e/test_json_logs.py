@@ -15,7 +15,7 @@ import pytest
 from fleet import MODEL_NAME, Process, start_fleet
 
 from pdserve.config.embedded import EMBEDDED_MODEL
-from pdserve.logs import message_of, passed_on
+from pdserve.logs import message_of, relayed_line
 
 FLAGS = ("--engine", "simulated", "--log-format", "json", "--log-requests")
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -102,9 +102,11 @@ def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
 
 
 def test_what_a_child_prints_past_its_log_becomes_a_line_of_it() -> None:
-    assert json.loads(passed_on("Fatal: \t{disk}", {"process": "engine"}))["message"] == "Fatal: \t{disk}"
-    assert json.loads(passed_on('{"no": "log"}', {}))["message"] == '{"no": "log"}'
-    logged = json.loads(passed_on('{"time":"t","message":"m","process":"rank 1"}', {"process": "engine", "node": "d"}))
+    assert json.loads(relayed_line("Fatal: \t{disk}", {"process": "engine"}))["message"] == "Fatal: \t{disk}"
+    assert json.loads(relayed_line('{"no": "log"}', {}))["message"] == '{"no": "log"}'
+    logged = json.loads(
+        relayed_line('{"time":"t","message":"m","process":"rank 1"}', {"process": "engine", "node": "d"})
+    )
     assert logged == {"time": "t", "message": "m", "process": "rank 1", "node": "d"}
     assert message_of('{"time":"t","message":"out of memory"}') == "out of memory"
     assert message_of(" {plain} ") == "{plain}"

@@ -152,5 +152,5 @@ def test_wrong_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
     with pytest.raises(ConfigError, match=r"ca\.pem cannot be read: No such file"):
         PeerTls(str(tmp_path))
     (other / "ca.pem").write_text("nothing")
-    with pytest.raises(ConfigError, match=r"ca\.pem holds no certificate"):
+    with pytest.raises(ConfigError, match=r"ca\.pem has no PEM certificate"):
         PeerTls(str(other))

@@ -6,7 +6,7 @@ import pytest
 from node_client import RouterClient, greedy
 from node_fleet import Nodes
 
-from pdserve.metrics import Tally, flat, series
+from pdserve.metrics import FastHistogram, flat, series
 
 
 def test_reads_are_counted_for_the_peer_they_came_from(nodes: Nodes) -> None:
@@ -32,7 +32,7 @@ def test_reads_are_counted_for_the_peer_they_came_from(nodes: Nodes) -> None:
 def test_series_and_histograms_are_as_prometheus_writes_them() -> None:
     assert series("a_total") == "a_total"
     assert series("a_total", peer='say "hi"\\', x="1") == 'a_total{peer="say \\"hi\\"\\\\",x="1"}'
-    tally = Tally("a_seconds", "", (0.5, 2.0))
+    tally = FastHistogram("a_seconds", "", (0.5, 2.0))
     for value in (0.5, 0.6, 3.0):
         tally.observe(value)
     assert flat(tally.collect()) == {

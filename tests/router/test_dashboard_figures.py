@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.metrics import Tally, labels_of, quantile, series, subdivided
+from pdserve.metrics import FastHistogram, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
 from router.dashboard.counters import NAMES, Answers, Exposed, handoffs_of, read_answer
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
@@ -19,7 +19,7 @@ BOUNDS = (0.001, 0.01, 0.1, 1.0)
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
 def test_a_quantile_is_right_to_a_fine_bucket(values: list[float], share: float) -> None:
-    tally = Tally("x", "", BOUNDS)
+    tally = FastHistogram("x", "", BOUNDS)
     for value in values:
         tally.observe(value)
     found = quantile(tally.fine_bounds, tally.counts, share)
@@ -36,7 +36,7 @@ def test_quantiles_of_nothing_and_beyond_all_bounds() -> None:
 
 
 def test_what_is_exported_are_the_given_buckets() -> None:
-    tally = Tally("x_seconds", "", BOUNDS)
+    tally = FastHistogram("x_seconds", "", BOUNDS)
     for value in (0.001, 0.0011, 0.05, 0.1, 5.0):
         tally.observe(value)
     (family,) = tally.collect()

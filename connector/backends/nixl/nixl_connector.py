@@ -121,7 +121,7 @@ class NixlConnector:
             self._agent,
             region,
             self._agent.prepare(None, scratch, Side.whole(GREETING_BYTES, 1)),
-            self._timing.stall,
+            self._timing.stall_timeout,
         )
         self._rank = RankKV(self._name, self._agent.metadata(), region, layout, self._own.share)
 

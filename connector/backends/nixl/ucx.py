@@ -91,7 +91,7 @@ def settings(timing: PeerTiming) -> Iterator[None]:
 
     The environment is restored afterwards, so that processes started later do not take our settings for the user's.
     """
-    defaults = timing.ucx | DEBUG_SIGNAL_OFF
+    defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
         defaults |= {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": log().path}
     added = [name for name in defaults if name not in os.environ]
