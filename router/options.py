@@ -13,8 +13,8 @@ from pdserve.config.flags import (
     CommandParser,
     add_drain_flag,
     add_tls_flag,
+    node_source,
     parse_size,
-    place,
     positive_int,
     seconds,
 )
@@ -81,7 +81,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", metavar="NAME", help="name of a single MODEL (default: that of its directory)")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on; 0 is any (default %(default)s)")
-    places: dict[str, Any] = {"type": place, "action": "append", "default": [], "metavar": "PLACE"}
+    places: dict[str, Any] = {"type": node_source, "action": "append", "default": [], "metavar": "PLACE"}
     where = "host:port, dns://name:port, k8s://namespace/service:port or file:///path"
     add("--prefill", **places, help=f"where prefill nodes are: {where}; repeatable")
     add("--decode", **places, help="where decode nodes are, likewise; repeatable")

@@ -1,4 +1,4 @@
-"""Which device to run on, found without importing torch: the CUDA driver is asked directly."""
+"""Find the devices of this machine without torch, through the CUDA driver API."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ _SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
 def detect_device(spec: str = "auto") -> DeviceInfo:
-    """Resolve "auto", "cpu", "cuda" or "cuda:N". Auto takes the first GPU, else the CPU.
+    """Resolve "auto", "cpu", "cuda" or "cuda:N". "auto" takes the first GPU, else the CPU.
 
-    Raises ConfigError for another word and CapacityError for a GPU that is not there.
+    Raises ConfigError for any other word and CapacityError for a missing GPU.
     """
     return detect_devices(spec, 1)[0]
 
 
 def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
-    """As ``detect_device``, for as many ranks on this host: GPUs from the named one on, or ``count`` times the CPU.
-
-    Auto takes GPUs where there is one, then all must be there.
-    """
+    """Return a device for each of ``count`` ranks on this host: ``count`` GPUs from cuda:N on, or the CPU for all."""
     kind, _, index_text = spec.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index_text and (kind != "cuda" or not index_text.isdecimal())):
         raise ConfigError(f"device {spec!r} is not one of auto, cpu, cuda, cuda:N")
@@ -35,12 +32,12 @@ def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
         return tuple(gpus[first : first + count])
     if kind == "auto" and not gpus:
         return (_cpu(),) * count
-    wanted = f"{count} ranks, each with a GPU of its own, from cuda:{first} on: " if count > 1 else ""
+    wanted = f"{count} ranks need {count} GPUs from cuda:{first} on, but " if count > 1 else ""
     raise CapacityError(f"device {spec}: {wanted}{len(gpus)} CUDA devices found; use --device cpu or check the driver")
 
 
 def node_devices(options: NodeOptions, count: int) -> tuple[DeviceInfo, ...]:
-    """Of as many ranks on this host, as ``options`` ask for them."""
+    """Return the devices for ``count`` ranks of a node on this host."""
     return (_SIMULATED,) * count if options.simulated else detect_devices(options.device, count)
 
 
@@ -50,7 +47,7 @@ def _cpu() -> DeviceInfo:
 
 
 def find_gpus() -> list[DeviceInfo]:
-    """All GPUs of the CUDA driver API; none where there is no driver."""
+    """Return all GPUs of the CUDA driver; none without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

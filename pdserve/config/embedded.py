@@ -1,4 +1,4 @@
-"""Where the checkpoint is that comes with the repository (made by ``scripts/make-embedded-model``)."""
+"""The checkpoint that comes with the repository, made by ``scripts/make-embedded-model``."""
 
 from __future__ import annotations
 

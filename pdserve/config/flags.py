@@ -1,7 +1,6 @@
-"""The flags a node takes, defined once for ``pdserve up``, ``prefill``, ``decode`` and ``explain``.
+"""The flags of a node, defined once for ``pdserve up``, ``prefill``, ``decode``, ``doctor`` and ``explain``.
 
-Errors of the command line are one sentence: an unknown flag names the nearest known one, a bad value says what is
-accepted. ``CommandParser`` does that for every command of pdserve.
+Errors are one sentence: an unknown flag names the nearest known one, an invalid value names the valid ones.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -19,7 +19,7 @@ from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
 
-DRAIN_SECONDS = 30.0  # of --drain-timeout, where it is not given
+DRAIN_SECONDS = 30.0  # default of --drain-timeout
 
 SIZE_UNITS = {
     "": 1,
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, except that unknown arguments are an error here, where the command's own flags are known."""
+        """Parse like argparse, but raise for unknown arguments here, where the subcommand's flags are known."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             raise ConfigError(self._describe_unknown(unknown[0]))
@@ -60,18 +60,21 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown flag {flag}; {remedy}"
 
 
+# ---------------------------------------------------------------- types of flags
+
+
 def parse_size(text: str) -> int:
-    """Bytes from "512M", "1.5GiB", "4096": K, M, G, T are powers of 1000, KiB, MiB, GiB, TiB of 1024."""
+    """Parse bytes such as "512M", "1.5GiB" or "4096". K, M, G, T are powers of 1000; KiB, MiB, GiB, TiB of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     unit = match.group(2).upper().removesuffix("B") if match else ""
     unit = unit + "B" if unit.endswith("I") else unit
     if match is None or unit not in SIZE_UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes or a number with K, M, G, KiB, MiB or GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use bytes or a number with K, M, G, KiB, MiB or GiB")
     return int(float(match.group(1)) * SIZE_UNITS[unit])
 
 
-def place(text: str) -> str:
-    """Type of a flag that names a place where nodes are found (pdserve/discovery/sources.py)."""
+def node_source(text: str) -> str:
+    """Check an address, DNS name or other source of node addresses (pdserve/discovery/sources.py)."""
     try:
         return check_source(text)
     except ConfigError as exc:
@@ -79,42 +82,42 @@ def place(text: str) -> str:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
 
 
 def port_number(text: str) -> int:
-    """A TCP port; 0 lets the system choose."""
+    """Parse a TCP port; 0 lets the system choose."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 … 65535")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A time of up to a day; 0 is none."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+    """Parse a time of at most a day."""
+    value = _float(text, "a number of seconds")
     if not 0 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{value:g} must be at least 0 and at most 86400 seconds")
     return value
 
 
 def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    value = _float(text, "a number")
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"{value} must be above 0 and at most 1")
     return value
+
+
+def _float(text: str, expected: str = "a number") -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -127,195 +130,161 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; choose auto, cpu, cuda or cuda:N")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or cuda:N")
     return text
 
 
+# ---------------------------------------------------------------- flags of a node
+
+
+class _Flag(NamedTuple):
+    """A flag for the field ``name`` of NodeOptions, whose default is the flag's."""
+
+    name: str
+    metavar: str
+    help: str
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+
+
+_GROUPS: dict[str, tuple[_Flag, ...]] = {
+    "model": (
+        _Flag("served_model_name", "NAME", "model name in the API (default: the name of MODEL)"),
+        _Flag("device", "DEVICE", "auto, cpu, cuda or cuda:N", _device),
+        _Flag(
+            "dtype",
+            "DTYPE",
+            "auto (the checkpoint's), float32, bfloat16 or float16",
+            choices=("auto", "float32", "bfloat16", "float16"),
+        ),
+        _Flag(
+            "load_format",
+            "FORMAT",
+            "auto (the checkpoint's weights) or dummy (random weights: config.json suffices)",
+            choices=LOAD_FORMATS,
+        ),
+        _Flag("max_model_len", "N", "tokens of prompt and output (default: the model's maximum)", positive_int),
+        _Flag("attention_backend", "NAME", f"auto, {', '.join(ATTENTION_BACKENDS)}"),
+        _Flag(
+            "cuda_graphs",
+            "WHEN",
+            "capture decode steps: auto (with the V2 runner on a GPU), on or off",
+            choices=CUDA_GRAPHS,
+        ),
+        _Flag("threads", "N", "CPU threads of torch (default: all cores; up divides them)", positive_int),
+    ),
+    "simulated nodes": (
+        _Flag(
+            "engine",
+            "KIND",
+            "device, or simulated: no model, meaningless tokens, timing by a cost model",
+            choices=ENGINES,
+        ),
+        _Flag("sim_costs", "NAME=S,…", f"costs in seconds that replace {SimulatedCosts()}", _words),
+        _Flag("sim_speed", "F", "divides all costs; inf: no delay (default %(default)g)", _float),
+    ),
+    "ranks": (
+        _Flag("pp", "N", "pipeline stages (default %(default)s)", positive_int),
+        _Flag("tp", "M", "tensor shards per stage (default %(default)s)", positive_int),
+        _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
+        _Flag(
+            "shared_mlps",
+            "on|off",
+            "adjacent stages both hold the MLP between them and alternate in computing it, which balances prompts "
+            "(default: on for prefill nodes)",
+            choices=("on", "off"),
+        ),
+    ),
+    "KV cache": (
+        _Flag("block_size", "N", "tokens per block (default %(default)s)", positive_int),
+        _Flag("kernel_block_size", "N", "tokens per kernel page (default: the largest supported)", positive_int),
+        _Flag("kv_cache_memory", "SIZE", "bytes, or a number with K, M, G, KiB, MiB, GiB", parse_size),
+        _Flag(
+            "kv_checksum",
+            "",
+            "compare KV read from a peer with the prefill node's digest; set it on all nodes or on none",
+        ),
+        _Flag("gpu_memory_utilization", "F", "share of GPU memory to use (default %(default)s)", _fraction),
+    ),
+    "limits": (
+        _Flag("max_num_seqs", "N", "sequences that decode at the same time (default %(default)s)", positive_int),
+        _Flag(
+            "max_batch_tokens",
+            "N",
+            "tokens per step (default: 2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp)",
+            positive_int,
+        ),
+        _Flag("max_waiting", "N", "queued requests; further requests are refused (default %(default)s)", positive_int),
+        _Flag(
+            "peer_timeout",
+            "S",
+            "seconds without a sign of life until a node or engine counts as dead (default %(default)s)",
+            _float,
+        ),
+    ),
+}
+
+
 def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = None) -> None:
-    """Add MODEL and every flag that ``options_from`` reads. Without ``model_default`` MODEL must be given."""
+    """Add MODEL and all flags of NodeOptions. MODEL is required without ``model_default``."""
     model_help = "checkpoint directory or hub id" + (" (default: the embedded model)" if model_default else "")
-    if model_default is None:
-        parser.add_argument("model", metavar="MODEL", help=model_help)
-    else:
-        parser.add_argument("model", metavar="MODEL", nargs="?", default=model_default, help=model_help)
-    _add_model_flags(parser)
-    _add_simulation_flags(parser)
-    _add_split_flags(parser)
-    _add_cache_flags(parser)
-    _add_limit_flags(parser)
+    parser.add_argument(
+        "model", metavar="MODEL", help=model_help, nargs="?" if model_default else None, default=model_default
+    )
+    defaults = _defaults()
+    for title, flags in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, metavar, text, parse, choices in flags:
+            if defaults[name] is False:
+                group.add_argument(_spelling(name), action="store_true", help=text)
+            else:
+                group.add_argument(
+                    _spelling(name), type=parse, default=defaults[name], choices=choices, metavar=metavar, help=text
+                )
     add_tls_flag(parser)
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """What is computed, and on which device."""
-    model = parser.add_argument_group("model")
-    model.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: that of MODEL)")
-    model.add_argument("--device", type=_device, default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
-    model.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        metavar="DTYPE",
-        help="auto (the checkpoint's), float32, bfloat16 or float16",
-    )
-    model.add_argument(
-        "--load-format",
-        default="auto",
-        choices=LOAD_FORMATS,
-        metavar="FORMAT",
-        help="auto (the checkpoint's weights) or dummy (random ones: config.json is enough)",
-    )
-    model.add_argument(
-        "--max-model-len", type=positive_int, metavar="N", help="tokens of prompt and output (default: the model's)"
-    )
-    model.add_argument(
-        "--attention-backend", default="auto", metavar="NAME", help=f"auto, {', '.join(ATTENTION_BACKENDS)}"
-    )
-    model.add_argument(
-        "--cuda-graphs",
-        default="auto",
-        choices=CUDA_GRAPHS,
-        metavar="WHEN",
-        help="capture decode steps: auto (where the V2 runner is on a GPU), on or off",
-    )
-    model.add_argument(
-        "--threads",
-        type=positive_int,
-        metavar="N",
-        help="threads of torch on CPU (default: the cores; up divides them)",
-    )
-
-
-def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """The blocks of the KV cache, and its memory."""
-    cache = parser.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=positive_int, default=_default("block_size"), metavar="N", help=_TOKENS)
-    cache.add_argument(
-        "--kernel-block-size", type=positive_int, metavar="N", help="tokens of a kernel page (default: the largest)"
-    )
-    cache.add_argument(
-        "--kv-cache-memory", type=parse_size, metavar="SIZE", help="bytes, or with K, M, G, KiB, MiB, GiB"
-    )
-    cache.add_argument(
-        "--kv-checksum",
-        action="store_true",
-        help="compare KV that was read with a digest from the prefill node; on both kinds of nodes or on neither",
-    )
-    cache.add_argument(
-        "--gpu-memory-utilization",
-        type=_fraction,
-        default=_default("gpu_memory_utilization"),
-        metavar="F",
-        help="share of the GPU's memory to use (default %(default)s)",
-    )
-
-
-def _add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """What bounds a step, a queue and a silence."""
-    limits = parser.add_argument_group("limits")
-    for flag, meaning in (
-        ("max_num_seqs", "sequences decoding at once (default %(default)s)"),
-        ("max_batch_tokens", "tokens of one step (default: 2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp)"),
-        ("max_waiting", "requests waiting for room; more are refused (default %(default)s)"),
-    ):
-        limits.add_argument(
-            "--" + flag.replace("_", "-"),
-            type=positive_int,
-            default=_default(flag),
-            metavar="N",
-            help=meaning,
-        )
-    limits.add_argument(
-        "--peer-timeout",
-        type=float,
-        default=_default("peer_timeout"),
-        metavar="S",
-        help="how long a node or an engine may be silent before it counts as dead (default %(default)s)",
-    )
-
-
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:
-    """How processes of pdserve know each other; the same for nodes and routers."""
+    """Add ``--grpc-tls`` for nodes and routers."""
     parser.add_argument(
         "--grpc-tls",
         metavar="DIR",
-        help="speak gRPC over TLS, with ca.pem, cert.pem and key.pem of DIR, and only to who has a certificate of that "
-        "CA; on all nodes and routers or on none",
+        help="mutual TLS for gRPC with ca.pem, cert.pem and key.pem of DIR; set it on all nodes and routers or on none",
     )
 
 
-def add_drain_flag(parser: argparse._ActionsContainer, then: str) -> None:
-    """How long a process that is told to end may go on; ``then`` is what becomes of the rest."""
+def add_drain_flag(parser: argparse._ActionsContainer, afterwards: str) -> None:
+    """Add ``--drain-timeout``. ``afterwards`` says what happens to requests that still run then."""
     parser.add_argument(
         "--drain-timeout",
         type=seconds,
         default=DRAIN_SECONDS,
         metavar="S",
-        help=f"how long what runs may go on after SIGTERM, before {then}; SIGINT or a second signal is 0 "
+        help=f"seconds after SIGTERM for running requests before {afterwards}; 0 after SIGINT or a second signal "
         "(default %(default)s)",
     )
 
 
-def _add_simulation_flags(parser: argparse.ArgumentParser) -> None:
-    """Nodes without a device."""
-    group = parser.add_argument_group("simulated nodes")
-    group.add_argument(
-        "--engine",
-        default="device",
-        choices=ENGINES,
-        metavar="KIND",
-        help="device, or simulated: no model, tokens that mean nothing, in the time they would take",
-    )
-    group.add_argument(
-        "--sim-costs",
-        type=_words,
-        default=(),
-        metavar="NAME=S,…",
-        help=f"seconds that differ from {SimulatedCosts()}",
-    )
-    group.add_argument(
-        "--sim-speed", type=float, default=1.0, metavar="F", help="divides all costs; inf: no time at all (default 1)"
-    )
-
-
-def _add_split_flags(parser: argparse.ArgumentParser) -> None:
-    """How the model is spread over ranks."""
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages (default %(default)s)")
-    ranks.add_argument(
-        "--tp", type=positive_int, default=1, metavar="M", help="tensor shards of each stage (default %(default)s)"
-    )
-    ranks.add_argument(
-        "--stage-layers", type=_numbers, metavar="N,N,…", help="layers of each stage (default: divided by count)"
-    )
-    ranks.add_argument(
-        "--shared-mlps",
-        choices=("on", "off"),
-        help="two stages hold the MLP between them, and compute it in turn, which is best for prompts (default: on for "
-        "prefill nodes)",
-    )
-
-
-_TOKENS = "tokens of a block (default %(default)s)"
-
-
-def _default(field: str) -> Any:
-    return next(f.default for f in msgspec.structs.fields(NodeOptions) if f.name == field)
-
-
 def options_from(args: argparse.Namespace) -> NodeOptions:
-    """The NodeOptions that flags added by ``add_node_flags`` ask for."""
+    """Return the NodeOptions of parsed flags."""
     return NodeOptions(**{name: getattr(args, name) for name in NodeOptions.__struct_fields__})
 
 
 def node_flags_of(options: NodeOptions) -> list[str]:
-    """The command line that ``options_from`` turns into ``options`` again; MODEL first, defaults left out."""
-    defaults = {f.name: f.default for f in msgspec.structs.fields(NodeOptions)}
-    flags = [options.model]
+    """Return the command line of ``options``: MODEL and every flag that differs from its default."""
+    defaults = _defaults()
+    words = [options.model]
     for name in NodeOptions.__struct_fields__:
         value = getattr(options, name)
         if name != "model" and value != defaults[name]:
-            flag = "--" + name.replace("_", "-")
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            flags += [flag] if value is True else [flag, text]
-    return flags
+            words += [_spelling(name)] if value is True else [_spelling(name), text]
+    return words
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(NodeOptions)}
+
+
+def _spelling(name: str) -> str:
+    return "--" + name.replace("_", "-")

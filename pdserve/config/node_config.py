@@ -1,4 +1,4 @@
-"""What a person asks of a node, and the frozen configuration that it becomes (pdserve/config/resolve.py)."""
+"""The options of a node, and the frozen configuration that pdserve/config/resolve.py makes from them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ CUDA_GRAPHS = ("auto", "on", "off")
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a person asked of a node. ``None`` and "auto" are decided by ``resolve``."""
+    """Options as the user set them. ``resolve`` decides ``None`` and "auto"."""
 
     model: str  # directory or hub id
     served_model_name: str | None = None
-    engine: str = "device"  # device; simulated: a cost model instead of one
-    sim_costs: tuple[str, ...] = ()  # "name=seconds", of pdserve.config.simulated_costs.Costs
-    sim_speed: float = 1.0  # how many times as fast as the costs say
+    engine: str = "device"  # device, or simulated: a cost model
+    sim_costs: tuple[str, ...] = ()  # "name=seconds" with the fields of SimulatedCosts
+    sim_speed: float = 1.0  # divides the costs
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
     pp: int = 1  # pipeline stages
-    tp: int = 1  # tensor shards of each stage
-    stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: divided by count
-    shared_mlps: str | None = None  # on, off; None: off, but on for prefill nodes
+    tp: int = 1  # tensor shards per stage
+    stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly
+    shared_mlps: str | None = None  # on, off; None: on for prefill nodes
     max_model_len: int | None = None  # tokens
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
-    kv_checksum: bool = False  # compare KV that was read from a peer with what the peer computed
+    kv_checksum: bool = False  # compare KV read from a peer with the peer's digest
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
-    cuda_graphs: str = "auto"  # auto: where V2 runs on a GPU
-    max_num_seqs: int = 256  # sequences decoding at once
-    max_batch_tokens: int | None = None  # tokens of one step
-    max_waiting: int = 1024  # requests queued for room; more are refused
-    threads: int | None = None  # of torch, on CPU
+    cuda_graphs: str = "auto"  # auto: on if V2 runs on a GPU
+    max_num_seqs: int = 256  # sequences that decode at the same time
+    max_batch_tokens: int | None = None  # tokens per step
+    max_waiting: int = 1024  # queued requests; further requests are refused
+    threads: int | None = None  # CPU threads of torch
     peer_timeout: float = DEFAULT_TIMING.timeout  # seconds
-    grpc_tls: str | None = None  # directory with certificates (pdserve/rpc/tls.py); None: plain gRPC
+    grpc_tls: str | None = None  # directory of certificates (pdserve/rpc/tls.py); None: no TLS
 
     @property
     def num_ranks(self) -> int:
@@ -60,18 +60,18 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """A device as found: ``kind`` is "cpu", "cuda" or "simulated", ``memory`` its total bytes."""
+    """A device of this machine."""
 
-    kind: str
+    kind: str  # "cpu", "cuda" or "simulated"
     index: int
     name: str
-    memory: int
+    memory: int  # total bytes
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a node's processes must agree on, as seen by one of its ranks: ``for_rank`` gives that of another.
+    """The configuration of a node for one of its ranks; ``for_rank`` returns that of another rank.
 
-    ``device`` and ``kv_layout`` are those of the rank; all else is the node's.
+    ``rank``, ``device`` and ``kv_layout`` are the rank's; all other fields are equal on all ranks.
     """
 
     model_dir: str
@@ -85,8 +85,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     kv_layout: KVLayout
     kv_checksum: bool
-    measure_kv_memory: bool  # the runner measures how many blocks there is room for; kv_layout has an estimate
-    gpu_memory_utilization: float  # share of the GPU's memory that weights, steps and KV cache take together
+    measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
+    gpu_memory_utilization: float  # share of GPU memory for weights, activations and KV cache together
     attention_backend: str
     decision: Decision
     cuda_graphs: bool
@@ -95,9 +95,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int
     threads: int
     peer_timing: PeerTiming
-    costs: SimulatedCosts | None = None  # of a simulated node
-    compat_fields: dict[str, str]  # what two nodes must have in common to exchange KV
-    choices: tuple[str, ...] = ()  # every "auto", what it became, and why
+    costs: SimulatedCosts | None = None  # None unless simulated
+    compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
+    choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
 
     @property
     def place(self) -> RankPosition:
@@ -114,20 +114,20 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.split.shares(self.model.num_kv_heads)
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
-        """The layout of a rank as if it had all of the model: what the node as a whole is described by."""
+        """Return a rank's layout extended to all layers and heads, which describes the node."""
         return msgspec.structs.replace(layout, num_layers=self.model.num_layers, num_kv_heads=self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
-        """The same node, seen by a rank on ``device``."""
-        seen = msgspec.structs.replace(self, rank=rank, device=device)
-        heads, layers = seen.share.num_heads, seen.share.num_layers
+        """Return the configuration of the same node for rank ``rank`` on ``device``."""
+        config = msgspec.structs.replace(self, rank=rank, device=device)
+        heads, layers = config.share.num_heads, config.share.num_layers
         layout = msgspec.structs.replace(self.kv_layout, num_layers=layers, num_kv_heads=heads)
-        return msgspec.structs.replace(seen, kv_layout=layout)
+        return msgspec.structs.replace(config, kv_layout=layout)
 
 
 def check_options(options: NodeOptions) -> None:
-    """What needs no checkpoint and no device to be wrong. Raises ConfigError."""
-    for name in (
+    """Raise ConfigError for options that are invalid for every checkpoint and device."""
+    sizes = (
         "block_size",
         "max_num_seqs",
         "max_batch_tokens",
@@ -136,7 +136,8 @@ def check_options(options: NodeOptions) -> None:
         "threads",
         "pp",
         "tp",
-    ):
+    )
+    for name in sizes:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
@@ -148,18 +149,18 @@ def check_options(options: NodeOptions) -> None:
     if options.max_batch_tokens is not None and options.max_batch_tokens < options.max_num_seqs:
         raise ConfigError(
             f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "
-            "every running sequence needs one token per step; raise the first or lower the second"
+            "each running sequence needs one token per step; raise the former or lower the latter"
         )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization {options.gpu_memory_utilization} is not within 0 … 1")
     if options.simulated:
         _check_simulated(options)
     elif options.sim_costs or options.sim_speed != 1.0:
-        raise ConfigError("sim_costs and sim_speed are for a simulated node; add --engine simulated or leave them out")
+        raise ConfigError("sim_costs and sim_speed need a simulated node; add --engine simulated or remove them")
 
 
 def _check_simulated(options: NodeOptions) -> None:
-    """A node without a device has one rank, and nothing that could be compared, captured or chosen."""
+    """Refuse options of devices and ranks, which a simulated node does not have."""
     for name, allowed in (
         ("device", ("auto", "cpu")),
         ("attention_backend", ("auto",)),
@@ -169,4 +170,4 @@ def _check_simulated(options: NodeOptions) -> None:
         ("kv_checksum", (False,)),
     ):
         if getattr(options, name) not in allowed:
-            raise ConfigError(f"{name} {getattr(options, name)} is not for a simulated node; leave it at {allowed[0]}")
+            raise ConfigError(f"{name} {getattr(options, name)} is not possible for a simulated node; use {allowed[0]}")

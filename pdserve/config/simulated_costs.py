@@ -1,4 +1,4 @@
-"""Nodes without a device: what ``--engine simulated`` asks for, and how long their steps and reads take."""
+"""The cost model of simulated nodes (``--engine simulated``): how long their steps and reads take."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from pdserve.records import ScheduledSequence
 
 ENGINES = ("device", "simulated")
 
-#: What "auto" becomes: the KV cache that an 8B model leaves room for on an H200, in tokens.
-KV_TOKENS = 800_000
+KV_TOKENS = 800_000  # default size of the KV cache in tokens: that of an 8B model on an H200
 
 
 class SimulatedCosts(msgspec.Struct, frozen=True):
-    """Seconds, of a model of 8B parameters in bf16 on an H200, with KV read over NVLink.
+    """Costs in seconds. The defaults describe an 8B model in bf16 on an H200 that reads KV over NVLink.
 
-    A step takes ``step``, and ``prompt_token`` for each token of a prompt, and ``decode`` for each sequence that
-    decodes. A read takes ``read``, and ``read_token`` for each token that its blocks have room for. So decoding 1, 32,
-    128 and 256 sequences takes 4.8, 5.4, 7.4 and 9.9 ms a step, and a prompt of 512, 2,048 and 8,192 tokens 17, 54 and
-    201 ms; reading the last, 6.7 ms. The length of what came before costs nothing, and config.json does not change the
-    costs: it only says what is too long.
+    A step takes ``step`` + ``prompt_token`` per prompt token + ``decode`` per decoding sequence. A read takes ``read``
+    + ``read_token`` per token of its blocks. So decoding 1, 32, 128 and 256 sequences takes 4.8, 5.4, 7.4 and 9.9 ms
+    per step, a prompt of 512, 2,048 and 8,192 tokens 17, 54 and 201 ms, and reading the last one 6.7 ms. Neither the
+    context length nor the model's config changes the costs.
     """
 
     step: float = 4.8e-3
@@ -33,7 +31,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
     read_token: float = 0.7e-6
 
     def of_step(self, scheduled: Sequence[ScheduledSequence]) -> float:
-        """Seconds. A plan that schedules nothing costs nothing."""
+        """Return the seconds of a step; 0 for an empty one."""
         if not scheduled:
             return 0.0
         prompts = sum(item.num_tokens for item in scheduled if item.num_tokens > 1)
@@ -41,21 +39,17 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
         return self.step + prompts * self.prompt_token + decodes * self.decode
 
     def of_read(self, num_tokens: int) -> float:
-        """Seconds."""
         return self.read + num_tokens * self.read_token
 
     def __str__(self) -> str:
-        """As ``--sim-costs`` takes it."""
+        """Return the text that ``--sim-costs`` accepts."""
         return ",".join(f"{_flag(name)}={getattr(self, name):g}" for name in self.__struct_fields__)
 
 
 def choose_costs(changes: Iterable[str], speed: float) -> SimulatedCosts:
-    """The default costs with ``changes`` to them, each "name=seconds", divided by ``speed``; ``inf`` is no time at all.
-
-    Raises ConfigError.
-    """
+    """Return the default costs with ``changes`` ("name=seconds"), divided by ``speed``. Raises ConfigError."""
     if not speed > 0.0:
-        raise ConfigError(f"sim_speed {speed:g} must be above 0; inf lets everything take no time")
+        raise ConfigError(f"sim_speed {speed:g} must be above 0; inf removes all delays")
     costs = msgspec.structs.asdict(SimulatedCosts())
     for change in changes:
         name, _, text = change.partition("=")
@@ -72,7 +66,7 @@ def _seconds(name: str, text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0.0 <= seconds < math.inf:
-        raise ConfigError(f"sim_costs {name}={text} is no number of seconds; write for example {name}=0.001")
+        raise ConfigError(f"sim_costs {name}={text} is not a number of seconds; use e.g. {name}=0.001")
     return seconds
 
 

@@ -241,7 +241,7 @@ def test_dummy_weights_need_no_weights(resolved: Resolve, tmp_path: Path) -> Non
     assert config.compat_fields["weights"] == "dummy"
     assert resolve_model(str(tmp_path), weights=False) == tmp_path
     for needs_weights in (lambda: resolved(load_format="auto"), lambda: weights_fingerprint(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+        with pytest.raises(CheckpointError, match=r"has no \*.safetensors"):
             needs_weights()
 
 

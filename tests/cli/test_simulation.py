@@ -69,17 +69,17 @@ def test_a_step_costs_its_tokens_of_prompts_and_its_decodes() -> None:
         ({"sim_speed": 0.0}, "sim_speed 0 must be above 0"),
         ({"sim_speed": float("nan")}, "sim_speed nan must be above 0"),
         ({"sim_costs": ("steps=1",)}, "sim_costs 'steps' is not one of step, prompt-token, decode, read, read-token"),
-        ({"sim_costs": ("step=x",)}, "sim_costs step=x is no number of seconds"),
-        ({"sim_costs": ("step=-1",)}, "sim_costs step=-1 is no number of seconds"),
-        ({"sim_costs": ("step",)}, "sim_costs step= is no number of seconds"),
-        ({"device": "cuda:1"}, "device cuda:1 is not for a simulated node; leave it at auto"),
-        ({"tp": 2}, "tp 2 is not for a simulated node; leave it at 1"),
-        ({"cuda_graphs": "on"}, "cuda_graphs on is not for a simulated node"),
-        ({"attention_backend": "triton"}, "attention_backend triton is not for a simulated node"),
-        ({"kv_checksum": True}, "kv_checksum True is not for a simulated node"),
+        ({"sim_costs": ("step=x",)}, "sim_costs step=x is not a number of seconds"),
+        ({"sim_costs": ("step=-1",)}, "sim_costs step=-1 is not a number of seconds"),
+        ({"sim_costs": ("step",)}, "sim_costs step= is not a number of seconds"),
+        ({"device": "cuda:1"}, "device cuda:1 is not possible for a simulated node; use auto"),
+        ({"tp": 2}, "tp 2 is not possible for a simulated node; use 1"),
+        ({"cuda_graphs": "on"}, "cuda_graphs on is not possible for a simulated node"),
+        ({"attention_backend": "triton"}, "attention_backend triton is not possible for a simulated node"),
+        ({"kv_checksum": True}, "kv_checksum True is not possible for a simulated node"),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked: dict[str, Any], message: str) -> None:
+def test_device_options_are_refused_for_simulated_nodes(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulated(**asked)
 

@@ -39,7 +39,7 @@ def test_a_directory_is_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "a/b/c", "../x", "has space"])
 def test_what_is_neither_directory_nor_hub_id(model: str) -> None:
-    with pytest.raises(CheckpointError, match="neither a directory that exists nor a hub id"):
+    with pytest.raises(CheckpointError, match="neither an existing directory nor a hub id"):
         resolve_model(model)
 
 
@@ -51,7 +51,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="is no directory here, and downloading it from the hub failed"):
+    with pytest.raises(CheckpointError, match="is not a local directory, and its download from the hub failed"):
         resolve_model("pdserve/does-not-exist")
 
 
