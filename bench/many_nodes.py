@@ -35,10 +35,10 @@ _LAYOUT = pb.KVLayout(
     head_dim=64,
     dtype="bfloat16",
 )
-_PACE = pb.Pace(
-    prompt=pb.Line(base=4.8e-3, slope=24e-6),
-    decode=pb.Line(base=4.8e-3, slope=20e-6),
-    read=pb.Line(base=1e-3, slope=7e-7),
+_THROUGHPUT = pb.Throughput(
+    prompt=pb.LinearCost(base=4.8e-3, slope=24e-6),
+    decode=pb.LinearCost(base=4.8e-3, slope=20e-6),
+    read=pb.LinearCost(base=1e-3, slope=7e-7),
 )
 
 
@@ -105,7 +105,7 @@ class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.Prefill
             total_blocks=50_000,
             running=running,
             backlog=self._rng.randrange(20_000),
-            pace=_PACE,
+            throughput=_THROUGHPUT,
         )
 
     async def Serve(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:

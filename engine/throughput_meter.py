@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.throughput import CostLine, Throughput
+from pdserve.throughput import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # of the weight of earlier ones, with every new one: some 50 count, or some 500
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean do not say how y depends on it
@@ -30,29 +30,29 @@ class LineFit:
         self._xy = self._keep * self._xy + dx * dy * old / self._weight
 
     @property
-    def line(self) -> CostLine:
+    def line(self) -> LinearCost:
         """Of zeros while there are no points."""
         if self._x <= 0.0:
-            return CostLine()
+            return LinearCost()
         steepest = self._y / self._x
         if self._xx <= self._weight * (_ALIKE * self._x) ** 2:
-            return CostLine(0.0, steepest)
+            return LinearCost(0.0, steepest)
         slope = min(max(self._xy / self._xx, 0.0), steepest)
-        return CostLine(self._y - slope * self._x, slope)
+        return LinearCost(self._y - slope * self._x, slope)
 
 
 class ThroughputMeter:
-    """The pace of a node. What sequences that decode add to a step with prompts is not counted as theirs."""
+    """Measures the throughput of a node. The cost of decoding is subtracted from steps with prompts."""
 
     def __init__(self) -> None:
         self._prompts = LineFit(_KEEP)
         self._decodes = LineFit(_KEEP_DECODES)
         self._reads = LineFit(_KEEP)
-        self._pace: Throughput | None = None
+        self._throughput: Throughput | None = None
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """A step has ended that computed so many tokens of prompts, and went on with so many sequences."""
-        self._pace = None
+        self._throughput = None
         if prompt_tokens:
             self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
         else:
@@ -60,11 +60,11 @@ class ThroughputMeter:
 
     def add_read(self, num_tokens: int, seconds: float) -> None:
         """KV of so many tokens has been read."""
-        self._pace = None
+        self._throughput = None
         self._reads.add(num_tokens, seconds)
 
     @property
-    def pace(self) -> Throughput:
-        if self._pace is None:
-            self._pace = Throughput(self._prompts.line, self._decodes.line, self._reads.line)
-        return self._pace
+    def throughput(self) -> Throughput:
+        if self._throughput is None:
+            self._throughput = Throughput(self._prompts.line, self._decodes.line, self._reads.line)
+        return self._throughput

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.throughput import CostLine, Throughput
+from pdserve.throughput import LinearCost, Throughput
 
 HANDOFF = 3e-3  # seconds from P's first token to KV that may be used, beside the read of the last part
 DECODED = 32  # tokens of an answer that count: how long it will be is not known
@@ -18,7 +18,7 @@ DECODED = 32  # tokens of an answer that count: how long it will be is not known
 _NO_ROOM = 1.0  # seconds that a request is assumed to wait for blocks where there are too few
 
 #: Of a node of which nothing is known: an 8B model on an H200.
-TYPICAL = Throughput(prompt=CostLine(4.8e-3, 24e-6), decode=CostLine(4.8e-3, 20e-6), read=CostLine(1e-3, 0.7e-6))
+TYPICAL = Throughput(prompt=LinearCost(4.8e-3, 24e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
@@ -41,33 +41,33 @@ def worth_handoff(uncached_tokens: int, min_tokens: int) -> bool:
     return uncached_tokens >= max(min_tokens, 1)
 
 
-def of_decoding(load: RequestLoad, pace: Throughput, prompt_tokens: int) -> float:
+def of_decoding(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -> float:
     """One more sequence on D: the first tokens of its answer, slower where the cache is full, and waiting for room."""
-    step = pace.decode.at(load.requests + 1)
+    step = throughput.decode.at(load.requests + 1)
     used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
     return DECODED * step * (1.0 + used) + _for_room(load, prompt_tokens)
 
 
-def of_prompt(load: RequestLoad, pace: Throughput, uncached_tokens: int) -> float:
+def of_prompt(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
     """From when a node gets a prompt to its first token."""
-    under_way = pace.prompt.base if load.backlog else 0.0
-    return under_way + pace.prompt.at(load.backlog + uncached_tokens)
+    under_way = throughput.prompt.base if load.backlog else 0.0
+    return under_way + throughput.prompt.at(load.backlog + uncached_tokens)
 
 
-def of_remote_prompt(load: RequestLoad, pace: Throughput, prompt_tokens: int, uncached_tokens: int) -> float:
+def of_remote_prompt(load: RequestLoad, throughput: Throughput, prompt_tokens: int, uncached_tokens: int) -> float:
     """The same on P, which needs room for all of it."""
-    return of_prompt(load, pace, uncached_tokens) + _for_room(load, prompt_tokens)
+    return of_prompt(load, throughput, uncached_tokens) + _for_room(load, prompt_tokens)
 
 
-def of_handing_over(pace: Throughput, uncached_tokens: int) -> float:
+def of_handing_over(throughput: Throughput, uncached_tokens: int) -> float:
     """Reading on D what it lacks, as if none of it were read while P computes."""
-    return HANDOFF + pace.read.at(uncached_tokens)
+    return HANDOFF + throughput.read.at(uncached_tokens)
 
 
-def of_local_prompt(load: RequestLoad, pace: Throughput, uncached_tokens: int) -> float:
+def of_local_prompt(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
     """Prefill on D, which holds up all that decode there, and whoever comes next."""
     held_up = load.requests + 1
-    return of_prompt(load, pace, uncached_tokens) + held_up * pace.prompt.slope * uncached_tokens
+    return of_prompt(load, throughput, uncached_tokens) + held_up * throughput.prompt.slope * uncached_tokens
 
 
 def _for_room(load: RequestLoad, num_tokens: int) -> float:

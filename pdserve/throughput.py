@@ -1,14 +1,14 @@
-"""How fast a node is, as it measures itself and tells routers."""
+"""Measured costs of a node's steps and reads, as the node reports them to routers."""
 
 from __future__ import annotations
 
 import msgspec
 
-HALF_LIFE = 10.0  # seconds, of what is believed of times that are not measured any more
+HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 
 
-class CostLine(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds: ``base``, and ``slope`` for each of something. All zeros: nothing has been measured."""
+class LinearCost(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds as ``base + slope × count``. All zeros: nothing has been measured."""
 
     base: float = 0.0
     slope: float = 0.0
@@ -19,17 +19,13 @@ class CostLine(msgspec.Struct, frozen=True, array_like=True):
     def at(self, count: float) -> float:
         return self.base + self.slope * count
 
-    def aged(self, seconds: float) -> CostLine:
-        """As far as it is believed when nothing has been measured for so long: what seems slow is not used, and would
-        seem so for ever.
-        """
+    def aged(self, seconds: float) -> LinearCost:
+        """The cost after so many seconds without a measurement: it decays, so that a slow path is tried again."""
         share = 0.5 ** min(seconds / HALF_LIFE, 10.0)
-        return CostLine(self.base * share, self.slope * share)
+        return LinearCost(self.base * share, self.slope * share)
 
 
 class Throughput(msgspec.Struct, frozen=True, array_like=True):
-    """What takes a node how long."""
-
-    prompt: CostLine = CostLine()  # a step, by the prompt tokens that it computes
-    decode: CostLine = CostLine()  # a step that only decodes, by sequences
-    read: CostLine = CostLine()  # reading KV, by tokens
+    prompt: LinearCost = LinearCost()  # a step, by the prompt tokens that it computes
+    decode: LinearCost = LinearCost()  # a step that only decodes, by sequences
+    read: LinearCost = LinearCost()  # a KV read, by tokens

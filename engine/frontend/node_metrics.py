@@ -70,10 +70,12 @@ def _of_load(status: Status) -> Iterator[Metric]:
     yield GaugeMetricFamily("pdserve_kv_use_ratio", "KV blocks that are not free, of all.", used)
     requests = {name: getattr(status, name) for name in ("waiting", "reading", "running")}
     yield _gauges("pdserve_node_requests", "Requests that the node has.", "state", requests)
-    pace = status.pace.prompt or TYPICAL.prompt
-    seconds = pace.at(status.backlog) if status.backlog else 0.0
+    throughput = status.throughput.prompt or TYPICAL.prompt
+    seconds = throughput.at(status.backlog) if status.backlog else 0.0
     yield GaugeMetricFamily("pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", status.backlog)
-    yield GaugeMetricFamily("pdserve_prompt_backlog_seconds", "How long that will take, at the pace of late.", seconds)
+    yield GaugeMetricFamily(
+        "pdserve_prompt_backlog_seconds", "Estimated time to compute that backlog, in seconds.", seconds
+    )
 
 
 def _gaps(node: Node) -> Iterator[Metric]:

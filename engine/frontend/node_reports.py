@@ -16,7 +16,7 @@ from engine.ipc.messages import Batch, Status
 from engine.kv_cache.block_pool import KVEvents
 from pdserve.hashing import NUMBER_BYTES
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import pace_to_pb
+from pdserve.rpc.protobuf import throughput_to_pb
 
 MOST_BLOCKS = 65_536  # of one node that routers are told of
 
@@ -133,7 +133,7 @@ class NodeReports:
             waiting=status.waiting,
             running=status.reading + status.running,
             backlog=status.backlog,
-            pace=pace_to_pb(status.pace),
+            throughput=throughput_to_pb(status.throughput),
         )
 
 

@@ -236,7 +236,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     running: int
     totals: Totals
     backlog: int = 0  # prompt tokens that are to be computed here, without what is cached
-    pace: Throughput = Throughput()
+    throughput: Throughput = Throughput()
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):

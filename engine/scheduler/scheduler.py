@@ -204,7 +204,7 @@ class Scheduler:
         num_waiting = len(self._waiting) + self._constraints.num_waiting
         requests = num_waiting, len(self.reservations), len(self._running)
         totals = msgspec.structs.replace(self.totals)
-        return Status(*self.pool.counts, self.pool.total, *requests, totals, self._backlog(), self.meter.pace)
+        return Status(*self.pool.counts, self.pool.total, *requests, totals, self._backlog(), self.meter.throughput)
 
     def _backlog(self) -> int:
         """Prompt tokens to be computed here; what is cached of those that wait is known once somebody has looked."""

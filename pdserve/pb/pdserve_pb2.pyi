@@ -213,7 +213,7 @@ class NodeLoad(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     BACKLOG_FIELD_NUMBER: _builtins.int
-    PACE_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     total_blocks: _builtins.int
     waiting: _builtins.int
@@ -223,7 +223,7 @@ class NodeLoad(_message.Message):
     backlog: _builtins.int
     """prompt tokens that are to be computed here, without what is cached"""
     @_builtins.property
-    def pace(self) -> Global___Pace: ...
+    def throughput(self) -> Global___Throughput: ...
     def __init__(
         self,
         *,
@@ -232,19 +232,19 @@ class NodeLoad(_message.Message):
         waiting: _builtins.int = ...,
         running: _builtins.int = ...,
         backlog: _builtins.int = ...,
-        pace: Global___Pace | None = ...,
+        throughput: Global___Throughput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["throughput", b"throughput"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "free_blocks", b"free_blocks", "pace", b"pace", "running", b"running", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "free_blocks", b"free_blocks", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
-class Pace(_message.Message):
-    """Seconds, measured; a line of zeros has not been measured. See pdserve/throughput.py."""
+class Throughput(_message.Message):
+    """Measured seconds, each base + slope × count; zeros mean not measured. See pdserve/throughput.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -252,17 +252,17 @@ class Pace(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     READ_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def prompt(self) -> Global___Line: ...
+    def prompt(self) -> Global___LinearCost: ...
     @_builtins.property
-    def decode(self) -> Global___Line: ...
+    def decode(self) -> Global___LinearCost: ...
     @_builtins.property
-    def read(self) -> Global___Line: ...
+    def read(self) -> Global___LinearCost: ...
     def __init__(
         self,
         *,
-        prompt: Global___Line | None = ...,
-        decode: Global___Line | None = ...,
-        read: Global___Line | None = ...,
+        prompt: Global___LinearCost | None = ...,
+        decode: Global___LinearCost | None = ...,
+        read: Global___LinearCost | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prompt", b"prompt", "read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -270,10 +270,10 @@ class Pace(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Pace: _TypeAlias = Pace  # noqa: Y015
+Global___Throughput: _TypeAlias = Throughput  # noqa: Y015
 
 @_typing.final
-class Line(_message.Message):
+class LinearCost(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BASE_FIELD_NUMBER: _builtins.int
@@ -292,7 +292,7 @@ class Line(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Line: _TypeAlias = Line  # noqa: Y015
+Global___LinearCost: _TypeAlias = LinearCost  # noqa: Y015
 
 @_typing.final
 class CacheChange(_message.Message):

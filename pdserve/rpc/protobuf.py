@@ -17,7 +17,7 @@ from pdserve.errors import (
 from pdserve.kv import KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
-from pdserve.throughput import CostLine, Throughput
+from pdserve.throughput import LinearCost, Throughput
 
 TOKEN_BYTES = 4
 _SWAP = sys.byteorder == "big"
@@ -110,20 +110,22 @@ def share_from_pb(message: pb.KVShare) -> KVShare:
     return KVShare(**{name: getattr(message, name) for name in KVShare.__struct_fields__})
 
 
-def pace_to_pb(pace: Throughput) -> pb.Pace:
-    return pb.Pace(prompt=_line_to_pb(pace.prompt), decode=_line_to_pb(pace.decode), read=_line_to_pb(pace.read))
+def throughput_to_pb(throughput: Throughput) -> pb.Throughput:
+    return pb.Throughput(
+        prompt=_cost_to_pb(throughput.prompt), decode=_cost_to_pb(throughput.decode), read=_cost_to_pb(throughput.read)
+    )
 
 
-def pace_from_pb(message: pb.Pace) -> Throughput:
-    return Throughput(_line_from_pb(message.prompt), _line_from_pb(message.decode), _line_from_pb(message.read))
+def throughput_from_pb(message: pb.Throughput) -> Throughput:
+    return Throughput(_cost_from_pb(message.prompt), _cost_from_pb(message.decode), _cost_from_pb(message.read))
 
 
-def _line_to_pb(line: CostLine) -> pb.Line:
-    return pb.Line(base=line.base, slope=line.slope)
+def _cost_to_pb(line: LinearCost) -> pb.LinearCost:
+    return pb.LinearCost(base=line.base, slope=line.slope)
 
 
-def _line_from_pb(message: pb.Line) -> CostLine:
-    return CostLine(message.base, message.slope)
+def _cost_from_pb(message: pb.LinearCost) -> LinearCost:
+    return LinearCost(message.base, message.slope)
 
 
 def rank_to_pb(rank: RankKV) -> pb.RankKV:

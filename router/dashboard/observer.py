@@ -136,7 +136,7 @@ class Observer:
         used = view.model in self._models and description.role == node.role
         answers, load = self._asking.answers.get(key), view.load
         running = load.requests - load.waiting
-        decodes = node.role == "decode" and bool(view.pace.decode)
+        decodes = node.role == "decode" and bool(view.throughput.decode)
         return live.LiveNode(
             name=view.node_id,
             role=node.role,
@@ -146,10 +146,10 @@ class Observer:
             running=running,
             waiting=load.waiting,
             backlog_tokens=load.backlog,
-            backlog_seconds=view.pace.prompt.at(load.backlog) if load.backlog else 0.0,
+            backlog_seconds=view.throughput.prompt.at(load.backlog) if load.backlog else 0.0,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
-            step_seconds=view.pace.decode.at(max(1, running)) if decodes else None,
+            step_seconds=view.throughput.decode.at(max(1, running)) if decodes else None,
             measured=answers.measured() if answers is not None and answers.known else None,
         )
 

@@ -19,7 +19,7 @@ from router.fleet.policy import (
     NodeView,
     PolicyRequest,
     no_decode_node,
-    typical_pace,
+    typical_throughput,
 )
 from router.fleet.prefix_index import CachedBlocks, PromptPrefix
 from router.fleet.serve_stream import ServeStream
@@ -27,7 +27,7 @@ from router.generation.job import JobLimits
 from router.metrics import RouterMetrics
 
 _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
-_TYPICAL_SECONDS = 1.0  # for which the pace of a typical node is not computed anew
+_TYPICAL_SECONDS = 1.0  # between two computations of the mean throughput
 
 
 class NodePair:
@@ -103,7 +103,7 @@ class Fleet:
         Raises Overloaded when none is ready.
         """
         views = self._nodes.views()
-        snapshot = FleetSnapshot(self._model, views, self._nodes.turn, self._typical_pace(views))
+        snapshot = FleetSnapshot(self._model, views, self._nodes.turn, self._typical_throughput(views))
         if accepts is not None:
             snapshot = snapshot.among(accepts)
         prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
@@ -152,11 +152,11 @@ class Fleet:
             self._members = Members(known, self._model)
         return self._members
 
-    def _typical_pace(self, views: Sequence[NodeView]) -> Throughput:
+    def _typical_throughput(self, views: Sequence[NodeView]) -> Throughput:
         """Looked up now and then: that of a fleet changes slowly."""
         now = time.monotonic()
         if now > self._typical_until:
-            self._typical = typical_pace([view for view in views if view.model == self._model])
+            self._typical = typical_throughput([view for view in views if view.model == self._model])
             self._typical_until = now + _TYPICAL_SECONDS
         return self._typical
 

@@ -16,7 +16,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
-from pdserve.rpc.protobuf import pace_from_pb
+from pdserve.rpc.protobuf import throughput_from_pb
 from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
@@ -58,7 +58,7 @@ class NodeClient:
         self.cached: CachedBlocks | None = None  # while there is a description
         self._prefixes = prefixes
         self._load = pb.NodeLoad()
-        self._read_at = 0.0  # when its pace of reads last changed
+        self._read_at = 0.0  # when its read throughput last changed
         self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
         self.in_flight = 0  # requests of this router; on P, those that have no token yet
         self.leaving = False  # it is not listed any more: nothing more is sent there
@@ -121,7 +121,7 @@ class NodeClient:
             self._on_idle(self)
 
     def _look(self, node: pb.NodeDescription) -> NodeView:
-        pace = pace_from_pb(self._load.pace)
+        throughput = throughput_from_pb(self._load.throughput)
         unread = asyncio.get_running_loop().time() - self._read_at
         return NodeView(
             node_id=node.node_id,
@@ -133,7 +133,7 @@ class NodeClient:
             connected_peers=self._peers,
             in_flight=self.in_flight,
             load=self._whole_load(node.kv_layout.block_size),
-            pace=msgspec.structs.replace(pace, read=pace.read.aged(unread)),
+            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(unread)),
         )
 
     def _whole_load(self, block_size: int) -> RequestLoad:
@@ -198,7 +198,7 @@ class NodeClient:
         changed = report.HasField("description")
         if changed:
             self._on_described(report.description)
-        if report.load.pace.read != self._load.pace.read:
+        if report.load.throughput.read != self._load.throughput.read:
             self._read_at = self._heard_at
         self._load = report.load
         assert self.cached is not None, "the first report has a description"

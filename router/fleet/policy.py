@@ -11,7 +11,7 @@ import msgspec
 from pdserve import request_cost as cost
 from pdserve.errors import Overloaded
 from pdserve.request_cost import RequestLoad
-from pdserve.throughput import CostLine, Throughput
+from pdserve.throughput import LinearCost, Throughput
 
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share: costs that differ by less are taken to be equal
 
@@ -31,7 +31,7 @@ class NodeView(msgspec.Struct, frozen=True):
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
     in_flight: int = 0
     load: RequestLoad = RequestLoad()  # of all routers' requests, as the node told, and what it has not told of yet
-    pace: Throughput = Throughput()
+    throughput: Throughput = Throughput()
 
     def reads_from(self, prefill: NodeView) -> bool:
         """Whether this D can take over what that P computes."""
@@ -105,16 +105,16 @@ def least_loaded(snapshot: FleetSnapshot, ask: PolicyRequest) -> NodeChoice:
 def prefix_aware(snapshot: FleetSnapshot, ask: PolicyRequest) -> NodeChoice:
     """The pair, or the D alone, that costs the least by pdserve/request_cost.py."""
     decodes, prefills = _decodes(snapshot), snapshot.usable("prefill")
-    typical = snapshot.typical or typical_pace([*decodes, *prefills])
+    typical = snapshot.typical or typical_throughput([*decodes, *prefills])
     ranked = _ranked(prefills, ask, typical, snapshot.turn)
     options: list[_Option] = []
     for decode in decodes:
-        load, pace, lacking = decode.load, _filled(decode.pace, typical), ask.uncached(decode.node_id)
-        decoding = cost.of_decoding(load, pace, ask.num_tokens)
-        options.append(_Option(decoding + cost.of_local_prompt(load, pace, lacking), decode))
+        load, throughput, lacking = decode.load, _filled(decode.throughput, typical), ask.uncached(decode.node_id)
+        decoding = cost.of_decoding(load, throughput, ask.num_tokens)
+        options.append(_Option(decoding + cost.of_local_prompt(load, throughput, lacking), decode))
         for prefill in ranked:
             if decode.reads_from(prefill.node):
-                seconds = decoding + prefill.seconds + cost.of_handing_over(pace, lacking)
+                seconds = decoding + prefill.seconds + cost.of_handing_over(throughput, lacking)
                 options.append(_Option(seconds, decode, prefill.node))
                 break
     best = _in_turn(_cheapest(options), snapshot.turn)
@@ -170,8 +170,8 @@ def _ranked(prefills: list[NodeView], ask: PolicyRequest, typical: Throughput, t
     """What the prompt costs on each P, the cheapest first; those that are as good as it go round."""
     options = []
     for node in prefills:
-        pace = _filled(node.pace, typical)
-        seconds = cost.of_remote_prompt(node.load, pace, ask.num_tokens, ask.uncached(node.node_id))
+        throughput = _filled(node.throughput, typical)
+        seconds = cost.of_remote_prompt(node.load, throughput, ask.num_tokens, ask.uncached(node.node_id))
         options.append(_Option(seconds, node))
     if not options:
         return []
@@ -180,18 +180,20 @@ def _ranked(prefills: list[NodeView], ask: PolicyRequest, typical: Throughput, t
     return options[turn % tied : tied] + options[: turn % tied] + options[tied:]
 
 
-def typical_pace(nodes: Sequence[NodeView]) -> Throughput:
+def typical_throughput(nodes: Sequence[NodeView]) -> Throughput:
     """The mean of what nodes have measured; what none has is a guess."""
     lines = []
     for name in Throughput.__struct_fields__:
-        known = [line for node in nodes if (line := getattr(node.pace, name))]
-        mean = CostLine(fmean(line.base for line in known), fmean(line.slope for line in known)) if known else None
+        known = [line for node in nodes if (line := getattr(node.throughput, name))]
+        mean = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known)) if known else None
         lines.append(mean or getattr(cost.TYPICAL, name))
     return Throughput(*lines)
 
 
-def _filled(pace: Throughput, typical: Throughput) -> Throughput:
-    """With what a node has not measured as it is elsewhere."""
-    if pace.prompt.base and pace.decode.base and pace.read.base:  # most are, and this is asked of each at every choice
-        return pace
-    return Throughput(pace.prompt or typical.prompt, pace.decode or typical.decode, pace.read or typical.read)
+def _filled(measured: Throughput, typical: Throughput) -> Throughput:
+    """Fill the costs that a node has not measured with the typical ones."""
+    if measured.prompt.base and measured.decode.base and measured.read.base:
+        return measured
+    return Throughput(
+        measured.prompt or typical.prompt, measured.decode or typical.decode, measured.read or typical.read
+    )

@@ -50,13 +50,13 @@ def test_it_follows_a_change() -> None:
 
 def test_prompts_decodes_and_reads_are_told_apart() -> None:
     meter = ThroughputMeter()
-    assert meter.pace == Throughput()
+    assert meter.throughput == Throughput()
     for count in range(1, 40):
         meter.add_step(count, 0, 0.005 + 0.001 * count)
         meter.add_read(count * 100, 0.002 + count * 1e-3)
     for count in range(100, 4000, 100):
         meter.add_step(3, count, 0.010 + 3 * 0.001 + count * 1e-4)
-    pace = meter.pace
-    assert (pace.decode.base, pace.decode.slope) == pytest.approx((0.005, 0.001))
-    assert (pace.prompt.base, pace.prompt.slope) == pytest.approx((0.010, 1e-4))
-    assert (pace.read.base, pace.read.slope) == pytest.approx((0.002, 1e-5))
+    throughput = meter.throughput
+    assert (throughput.decode.base, throughput.decode.slope) == pytest.approx((0.005, 0.001))
+    assert (throughput.prompt.base, throughput.prompt.slope) == pytest.approx((0.010, 1e-4))
+    assert (throughput.read.base, throughput.read.slope) == pytest.approx((0.002, 1e-5))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
 from pdserve.request_cost import RequestLoad
-from pdserve.throughput import CostLine, Throughput
+from pdserve.throughput import LinearCost, Throughput
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
@@ -24,7 +24,7 @@ from router.fleet.policy import (
     round_robin,
 )
 
-PACE = Throughput(prompt=CostLine(5e-3, 25e-6), decode=CostLine(5e-3, 20e-6), read=CostLine(1e-3, 1e-6))
+THROUGHPUT = Throughput(prompt=LinearCost(5e-3, 25e-6), decode=LinearCost(5e-3, 20e-6), read=LinearCost(1e-3, 1e-6))
 IDLE = RequestLoad(free_blocks=1000, total_blocks=1000, block_size=16)
 ASK = PolicyRequest(4000)
 
@@ -39,7 +39,7 @@ def prefill(name: str, **fields: object) -> NodeView:
 
 def view(name: str, role: str, **fields: object) -> NodeView:
     load = {key: fields.pop(key) for key in RequestLoad.__struct_fields__ if key in fields}
-    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "pace": PACE}
+    defaults = {"model": "m", "ready": True, "compat_hash": "h", "version": "1", "throughput": THROUGHPUT}
     return NodeView(name, role, load=msgspec.structs.replace(IDLE, **load), **{**defaults, **fields})  # type: ignore[arg-type]
 
 
@@ -96,22 +96,29 @@ def test_a_decode_node_without_room_is_avoided() -> None:
 
 
 def test_a_slow_node_gets_less() -> None:
-    slow = Throughput(prompt=CostLine(5e-3, 100e-6), decode=PACE.decode, read=PACE.read)
-    nodes = (decode("d0"), prefill("p0", pace=slow), prefill("p1", backlog=3000))
+    slow = Throughput(prompt=LinearCost(5e-3, 100e-6), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
+    nodes = (decode("d0"), prefill("p0", throughput=slow), prefill("p1", backlog=3000))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "p1")
 
 
 def test_reading_that_was_slow_once_is_tried_again() -> None:
     """Else nothing would be read there, and nothing be measured, ever again."""
-    slow = CostLine(0.0, 2e-3)
+    slow = LinearCost(0.0, 2e-3)
     for age, prefill_node in ((0.0, None), (120.0, "p0")):
-        pace = msgspec.structs.replace(PACE, read=slow.aged(age))
-        assert prefix_aware(FleetSnapshot("m", (decode("d0", pace=pace), prefill("p0"))), ASK).prefill == prefill_node
+        throughput = msgspec.structs.replace(THROUGHPUT, read=slow.aged(age))
+        assert (
+            prefix_aware(FleetSnapshot("m", (decode("d0", throughput=throughput), prefill("p0"))), ASK).prefill
+            == prefill_node
+        )
 
 
 def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> None:
-    slow = Throughput(prompt=CostLine(5e-3, 1e-3), decode=PACE.decode, read=PACE.read)
-    nodes = (decode("d0", pace=Throughput()), prefill("p0", pace=slow), prefill("p1", pace=Throughput()))
+    slow = Throughput(prompt=LinearCost(5e-3, 1e-3), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
+    nodes = (
+        decode("d0", throughput=Throughput()),
+        prefill("p0", throughput=slow),
+        prefill("p1", throughput=Throughput()),
+    )
     assert {prefix_aware(FleetSnapshot("m", nodes, turn), ASK).prefill for turn in range(2)} == {"p0", "p1"}
 
 
@@ -144,7 +151,7 @@ def test_the_models_that_are_served_are_named() -> None:
 
 # ------------------------------------------------------------ all fleets
 
-lines = st.builds(CostLine, st.floats(0, 0.1), st.floats(0, 1e-3))
+lines = st.builds(LinearCost, st.floats(0, 0.1), st.floats(0, 1e-3))
 loads = st.builds(
     RequestLoad,
     requests=st.integers(0, 300),
@@ -165,7 +172,7 @@ views = st.builds(
     in_flight=st.integers(0, 3),
     connected_peers=st.frozensets(st.sampled_from("abcdefgh")),
     load=loads,
-    pace=st.builds(Throughput, lines, lines, lines),
+    throughput=st.builds(Throughput, lines, lines, lines),
 )
 snapshots = st.builds(
     FleetSnapshot,
