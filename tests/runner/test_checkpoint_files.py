@@ -45,7 +45,7 @@ def test_what_is_neither_directory_nor_hub_id(model: str) -> None:
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(CheckpointError, match="is a file; give the directory"):
+    with pytest.raises(CheckpointError, match="is a file; use the directory"):
         resolve_model(str(tmp_path / "model.gguf"))
 
 
@@ -68,7 +68,7 @@ def test_fingerprints_tell_fine_tunes_apart(tmp_path: Path) -> None:
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     for refused in (build, weights_fingerprint):
-        with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+        with pytest.raises(CheckpointError, match=r"has no \*.safetensors"):
             refused(checkpoint)
 
 
@@ -83,7 +83,7 @@ def test_truncated_weights(checkpoint: Path, size: int) -> None:
 def test_truncated_weights_have_no_fingerprint(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="cut off at 1000 bytes"):
+    with pytest.raises(CheckpointError, match="truncated at 1000 bytes"):
         weights_fingerprint(checkpoint)
 
 
@@ -124,7 +124,7 @@ def test_an_index_that_is_broken_or_names_absent_files(tmp_path: Path) -> None:
     index = checkpoint / "model.safetensors.index.json"
     shard = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
     (checkpoint / shard).unlink()
-    with pytest.raises(CheckpointError, match=f"names {shard}, which is not there"):
+    with pytest.raises(CheckpointError, match=f"names {shard}, which is missing"):
         build(checkpoint)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match=r"index.json cannot be read"):
