@@ -1,9 +1,8 @@
-"""One of the models that this router serves: how its texts become tokens and back, and its nodes."""
+"""A model that this router serves: its tokenizer, chat template, output dialect and nodes."""
 
 from __future__ import annotations
 
 from router.fleet.fleet import Fleet
-from router.http.answerer import Answerer
 from router.options import RouterOptions
 from router.text.chat.dialect import find_dialect
 from router.text.prompt_encoder import PromptEncoder
@@ -22,8 +21,7 @@ class ServedModel:
         self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len)
         self.grammars = GrammarChecker(tokenizer.to_json)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
-        dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
-        self.answerer = Answerer(tokenizer, dialect, name)
+        self.dialect = find_dialect(template, options.tool_call_parser, options.reasoning_parser)
 
     async def close(self) -> None:
         await self.encoder.close()

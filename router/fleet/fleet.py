@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.request_cost import TYPICAL
 from pdserve.throughput import Throughput
@@ -23,11 +25,17 @@ from router.fleet.policy import (
 )
 from router.fleet.prefix_index import CachedBlocks, PromptPrefix
 from router.fleet.serve_stream import ServeStream
-from router.generation.job import JobLimits
 from router.metrics import RouterMetrics
 
 _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
 _TYPICAL_SECONDS = 1.0  # between two computations of the mean throughput
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """Limits of a model's decode nodes."""
+
+    max_model_len: int  # tokens
+    vocab_size: int
 
 
 class NodePair:
@@ -78,7 +86,7 @@ class Fleet:
     def snapshot(self) -> FleetSnapshot:
         return FleetSnapshot(self._model, self._nodes.views(), self._nodes.turn)
 
-    def limits(self) -> JobLimits:
+    def limits(self) -> ModelLimits:
         """The smallest limits of the ready decode nodes. Raises Overloaded when none is ready."""
         limits = self._current_members().limits
         if limits is None:
@@ -177,6 +185,6 @@ class Members:
                 self.cached.setdefault(size, {})[node.cached] = description.node_id
             if node.role == "decode" and node.ready:
                 described.append(description)
-        self.limits: JobLimits | None = None  # the smallest, of a node that is ready
+        self.limits: ModelLimits | None = None  # the smallest, of a node that is ready
         if described:
-            self.limits = JobLimits(min(d.max_model_len for d in described), min(d.vocab_size for d in described))
+            self.limits = ModelLimits(min(d.max_model_len for d in described), min(d.vocab_size for d in described))

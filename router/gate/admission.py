@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from time import perf_counter
 
 from pdserve.errors import DeadlineExceeded, Draining, Overloaded
+from router.errors import ClientDisconnected
 from router.gate.admission_queue import AdmissionQueue, Ticket
 from router.gate.keys import Client
 from router.gate.rate_limits import Headers, RateLimits
-from router.http.http_errors import ClientGone
 from router.metrics import RouterMetrics
 
 
@@ -47,7 +47,7 @@ class Gate:
 
     @contextmanager
     def enter(self, client: Client) -> Iterator[Visit]:
-        """A request whose body is yet to be read. Raises Overloaded or LimitExceeded."""
+        """A request whose body is yet to be read. Raises Overloaded or RateLimitExceeded."""
         if self._closed:
             raise _draining()
         arriving = len(self._visits) - self._line.num_admitted - self._line.num_waiting
@@ -101,8 +101,8 @@ class Visit:
     ) -> Headers:
         """Returns once the request has a place at the nodes, which it keeps to its end, with headers for its response.
 
-        ``num_tokens`` are its prompts', ``patience`` is in seconds. Raises LimitExceeded, Overloaded,
-        DeadlineExceeded or ClientGone.
+        ``num_tokens`` are its prompts', ``patience`` is in seconds. Raises RateLimitExceeded, Overloaded,
+        DeadlineExceeded or ClientDisconnected.
         """
         started = perf_counter()
         self._allowance.take_prompt(num_tokens, started)
@@ -135,7 +135,7 @@ class Visit:
 async def _wait(turn: asyncio.Future[Overloaded | None], patience: float, client_gone: asyncio.Future[None]) -> None:
     await asyncio.wait((turn, client_gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
     if client_gone.done():
-        raise ClientGone
+        raise ClientDisconnected
     if not turn.done():
         raise DeadlineExceeded(f"no place was free within {patience:.3g} s; send the request again later")
     if (error := turn.result()) is not None:

@@ -33,7 +33,7 @@ class Client(msgspec.Struct, frozen=True):
     best_priority: int | None = None
 
 
-ANYONE = Client()
+ANONYMOUS = Client()
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

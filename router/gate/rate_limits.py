@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from router.errors import RateLimitExceeded
 from router.gate.admission_queue import Stays
 from router.gate.keys import Client
 from router.gate.token_bucket import TokenBucket
-from router.http.http_errors import LimitExceeded
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -29,7 +29,7 @@ class RateLimits:
         self._tokens = _bucket(self._tokens, client.tokens_per_minute, now)
 
     def enter(self, now: float) -> None:
-        """Count a request, until ``leave``. Raises LimitExceeded where it is one too many."""
+        """Count a request, until ``leave``. Raises RateLimitExceeded where it is one too many."""
         limit = self.client.max_concurrent
         if limit is not None and self.running >= limit:
             wait = self._stays.mean / limit
@@ -46,7 +46,7 @@ class RateLimits:
         self._stays.add(seconds)
 
     def take_prompt(self, num_tokens: int, now: float) -> None:
-        """Raises LimitExceeded where the tokens per minute do not allow this prompt now."""
+        """Raises RateLimitExceeded where the tokens per minute do not allow this prompt now."""
         if self._tokens is None:
             return
         if wait := self._tokens.wait_for(num_tokens, now):
@@ -74,8 +74,8 @@ class RateLimits:
                     found.append((b"x-ratelimit-" + what + b"-" + name, value))
         return found
 
-    def _exceeded(self, what: str, wait: float, now: float) -> LimitExceeded:
-        return LimitExceeded(f"{what}; come back in {math.ceil(wait) or 1} s", wait, self.headers(now))
+    def _exceeded(self, what: str, wait: float, now: float) -> RateLimitExceeded:
+        return RateLimitExceeded(f"{what}; come back in {math.ceil(wait) or 1} s", wait, self.headers(now))
 
 
 def _bucket(before: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:

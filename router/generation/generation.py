@@ -20,7 +20,7 @@ from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.migration import Accepts, Migration
 from router.generation.prompt_scores import PromptScores
-from router.http.response_formats import Usage
+from router.generation.usage import Usage
 from router.metrics import RouterMetrics
 from router.text.tokenizer import Tokenizer
 

@@ -15,20 +15,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import Draining, Overloaded, PdserveError
+from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
+from router.errors import ClientDisconnected, ErrorInfo, ResponseNotStored, encode_error
 from router.fleet.policy import no_decode_node
-from router.gate.authentication import Authentication
+from router.http.authentication import Authentication
+from router.http.error_responses import SERVER_ERROR, http_error, send_error
 from router.http.generate_endpoint import GenerateEndpoint
-from router.http.http_errors import ClientGone, HttpError, NotStored, error_object, http_error, send_answer
 from router.http.openapi.document import openapi_document
-from router.http.request_bodies import parse_chat, parse_completion
 from router.http.token_endpoints import add_token_routes, json_response
-from router.responses_api.items_body import parse_items
+from router.responses_api.request import parse_items
 from router.served_model import ServedModel
 from router.service import Service
 
 VERSION = version("pdserve")
-FAULT = error_object("the router failed at this request; its log says why", "server_error")
 
 
 class Shortcut:
@@ -50,7 +50,7 @@ class Shortcut:
             await endpoint(scope, receive, send)
         except Exception:
             with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection then
-                await send_answer(send, HttpError(500, FAULT, [(b"content-type", b"application/json")]))
+                await send_error(send, SERVER_ERROR)
             raise  # for the log
 
 
@@ -81,7 +81,7 @@ def create_app(service: Service) -> ASGIApp:
     if service.keys is None:
         return whole
     open_paths = {"/health", *PAGE} | (set() if service.options.protect_metrics else {"/metrics"})
-    return Authentication(whole, service.keys.client_of, open_paths, refused=service.metrics.unauthorized.inc)
+    return Authentication(whole, service.keys.client_of, open_paths, on_unauthorized=service.metrics.unauthorized.inc)
 
 
 def _add_stored_responses(app: FastAPI) -> None:
@@ -89,7 +89,7 @@ def _add_stored_responses(app: FastAPI) -> None:
     @app.get("/v1/responses/{name}/input_items")
     @app.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])
     async def stored_response(name: str) -> Response:
-        raise NotStored(f"response {name!r} is not here: responses are not stored", "response_id")
+        raise ResponseNotStored(f"response {name!r} is not here: responses are not stored", "response_id")
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -152,13 +152,14 @@ def _add_error_handlers(app: FastAPI) -> None:
             404: f"there is nothing at {request.url.path}; the endpoints are under /v1",
             405: f"{request.method} is not allowed at {request.url.path}; use another method",
         }
-        body = error_object(messages.get(exc.status_code, str(exc.detail)), "invalid_request_error")
+        message = messages.get(exc.status_code, str(exc.detail))
+        body = encode_error(ErrorInfo(message, "invalid_request_error"))
         return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
 
     async def on_fault(request: Request, exc: Exception) -> Response:
-        return Response(FAULT, 500, media_type="application/json")
+        return Response(SERVER_ERROR.body, SERVER_ERROR.status, media_type="application/json")
 
     app.add_exception_handler(PdserveError, on_error)
-    app.add_exception_handler(ClientGone, on_client_gone)
+    app.add_exception_handler(ClientDisconnected, on_client_gone)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_fault)

@@ -13,18 +13,19 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.rpc.http_connections import hang_up
+from router.completions_api.prompts import add_echo, encode_prompts
+from router.completions_api.request_bodies import GenerateBody, Parser
+from router.completions_api.response_writers import BodyResponse, EventResponse, Response
+from router.completions_api.sampling import make_job
+from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
 from router.gate.admission import Visit
-from router.gate.authentication import client_of
 from router.gate.rate_limits import Headers
 from router.generation.generation import GenerationOptions, RequestGeneration
-from router.generation.job import make_job, truncated
-from router.http.answerer import shown_tokens
-from router.http.http_errors import BodyTooLarge, ClientGone, kind_of, send_error
+from router.http.authentication import client_of
+from router.http.error_responses import http_error, send_error
 from router.http.request_accounting import RequestAccount
-from router.http.request_bodies import GenerateBody, Parser
-from router.http.response_writers import BodyResponse, EventResponse, Response
+from router.http.response_factory import make_response, output_grammar, output_reading, visible_special_tokens
 from router.service import Service
-from router.text.prompt_echo import with_echo
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class GenerateEndpoint:
                 account.answered(await self._serve(receive, send, visit, account))
         except PdserveError as exc:
             account.refused(exc)
-            await send_error(send, exc)
-        except ClientGone:
+            await send_error(send, http_error(exc))
+        except ClientDisconnected:
             account.left()
             hang_up(scope)
         finally:
@@ -78,12 +79,12 @@ class GenerateEndpoint:
         model = service.find(body.model)
         account.takes(model.name)
         limits = model.fleet.limits()
-        prompts = [truncated(prompt, body, limits) for prompt in await model.encoder.encode(body)]
-        structure = model.answerer.structure(body, prompts[0])
+        prompts = await encode_prompts(body, model.encoder, limits)
+        structure = output_grammar(model, body, prompts[0])
         await model.grammars.check(structure)
-        prompts = await with_echo(prompts, body, model.tokenizer)
+        prompts = await add_echo(prompts, body, model.tokenizer)
         jobs = [make_job(prompt, body, limits, structure.grammar) for prompt in prompts]
-        reading = model.answerer.reading(body, prompts[0])
+        reading = output_reading(model, body, prompts[0])
         options = GenerationOptions(
             request_id=account.request_id,
             arrived=account.arrived,
@@ -93,7 +94,7 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             priority=visit.priority(body.priority),
             continues_prompt=body.continues_prompt,
-            shown_tokens=shown_tokens(body, reading),
+            shown_tokens=visible_special_tokens(body, reading),
             span=account.span,
         )
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -101,7 +102,7 @@ class GenerateEndpoint:
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         account.admitted()
         headers.append((b"x-request-id", options.request_id.encode()))
-        response = model.answerer.response(body, jobs, options.request_id, reading)
+        response = make_response(model, body, jobs, options.request_id, reading)
         generation = RequestGeneration(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation
         await generation.prepare(model.fleet)
@@ -120,7 +121,7 @@ class GenerateEndpoint:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLarge beyond ``limit`` bytes, DeadlineExceeded, ClientGone."""
+    """The whole body. Raises BodyTooLarge beyond ``limit`` bytes, DeadlineExceeded, ClientDisconnected."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT):
             return await _read_chunks(receive, limit)
@@ -134,7 +135,7 @@ async def _read_chunks(receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
@@ -167,7 +168,7 @@ async def _answer(send: Send, response: Response, options: GenerationOptions, he
     except TimeoutError as exc:
         text = "request %s: the client reads too slowly; its connection is closed"
         logger.warning(text, options.request_id, extra=options.about)
-        raise ClientGone from exc
+        raise ClientDisconnected from exc
 
 
 async def _whole(send: Send, response: BodyResponse, headers: Headers) -> str:
@@ -177,7 +178,7 @@ async def _whole(send: Send, response: BodyResponse, headers: Headers) -> str:
     if response.error is not None:
         raise response.error
     if response.gone:
-        raise ClientGone
+        raise ClientDisconnected
     body = response.body()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -194,6 +195,6 @@ async def _stream(send: Send, response: EventResponse, headers: Headers) -> str:
         data = response.take()
         await send({"type": "http.response.body", "body": data, "more_body": not response.ended})
         if response.ended:
-            return "ok" if response.error is None else kind_of(response.error)[1]
+            return "ok" if response.error is None else status_and_type(response.error)[1]
         await response.wake.wait()
-    raise ClientGone
+    raise ClientDisconnected

@@ -17,10 +17,11 @@ from starlette.types import Scope
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
+from router.completions_api.response_formats import new_request_id
+from router.errors import status_and_type
 from router.gate.keys import Client
 from router.generation.generation import RequestGeneration
-from router.http.http_errors import kind_of
-from router.http.response_formats import Usage, new_request_id
+from router.generation.usage import Usage
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RequestAccount:
 
     def refused(self, error: PdserveError) -> None:
         """The answer is an error."""
-        self._status, self._outcome = kind_of(error)
+        self._status, self._outcome = status_and_type(error)
         self._failure = error if self._status >= 500 else ""
 
     def left(self) -> None:

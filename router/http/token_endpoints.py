@@ -8,9 +8,9 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from pdserve.errors import RequestError
-from router.http.body_parsing import convert, parse_json
+from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.request_bodies import ChatBody
 from router.http.generate_endpoint import read_body
-from router.http.request_bodies import ChatBody
 from router.service import Service
 from router.text.prompt_encoder import PromptEncoder
 
@@ -69,7 +69,7 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
             add_special_tokens=body.add_special_tokens is True,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        prompt = await encoder.encode_chat(chat)
+        prompt = await encoder.encode_chat(chat.render_order, chat.add_special_tokens)
     return list(prompt.token_ids)
 
 

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from router.generation.job import Prompt
-from router.http.request_bodies import CompletionBody, GenerateBody
+from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
 _INLINE_TOKENS = 1024  # of all prompts: a millisecond
 
 
-async def with_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts with what ``echo`` needs of them, where the body asks for it."""
-    if not (isinstance(body, CompletionBody) and body.echo):
-        return prompts
-    scored, special = body.num_logprobs >= 0, body.add_special_tokens
+async def with_echo(prompts: list[Prompt], scored: bool, special: bool, tokenizer: Tokenizer) -> list[Prompt]:
+    """Add texts, and token offsets where ``scored``. ``special``: the texts were encoded with special tokens."""
     if sum(len(prompt.token_ids) for prompt in prompts) <= _INLINE_TOKENS:
         return [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts]
     return await asyncio.to_thread(lambda: [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from pdserve.errors import RequestError, RequestTooLong
-from router.generation.job import Prompt
-from router.http.request_bodies import ChatBody, CompletionBody, GenerateBody
-from router.text.chat.messages import check_messages
 from router.text.chat.renderers import Order, Renderers
 from router.text.chat.template import RESERVED
+from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing
@@ -35,17 +33,13 @@ class PromptEncoder:
             await self._renderers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, body: GenerateBody) -> list[Prompt]:
-        """The prompts of a body. Raises RequestError for messages that cannot become one."""
-        if isinstance(body, ChatBody):
-            return [await self.encode_chat(body)]
-        assert isinstance(body, CompletionBody)
-        prompts, special = body.prompts, body.add_special_tokens
+    async def encode_completion(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
+        """Tokenize the prompts that are text. Raises RequestTooLong."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self._check_length(text, "prompt")
         num_chars = sum(map(len, texts))
-        return await self._run(num_chars, lambda: [self._encode_one(prompt, special) for prompt in prompts])
+        return await self._run(num_chars, lambda: [self._encode_one(prompt, add_special_tokens) for prompt in prompts])
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """Whatever the model could take."""
@@ -63,23 +57,16 @@ class PromptEncoder:
             return Prompt(self._tokenizer.encode(prompt, add_special_tokens), prompt)
         return Prompt(prompt)
 
-    async def encode_chat(self, body: ChatBody) -> Prompt:
+    async def encode_chat(self, order: Order, add_special_tokens: bool) -> Prompt:
+        """Render and tokenize a chat. Raises RequestError."""
         if self._renderers is None:
             raise RequestError("the model has no chat template; use /v1/completions", "messages")
-        reserved = RESERVED.intersection(body.chat_template_kwargs)
+        reserved = RESERVED.intersection(order.variables)
         if reserved:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
-        order = Order(
-            check_messages(body.messages),
-            body.opens_message,
-            body.template_variables,
-            body.tool_use.tools,
-            body.documents,
-            body.continue_final_message,
-        )
         text = await self._renderers.render(order)
         self._check_length(text, "messages")
-        return await self._run(len(text), lambda: Prompt(self._tokenizer.encode(text, body.add_special_tokens), text))
+        return await self._run(len(text), lambda: Prompt(self._tokenizer.encode(text, add_special_tokens), text))
 
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         if num_chars <= _INLINE_CHARS:

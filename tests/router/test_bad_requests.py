@@ -15,8 +15,10 @@ from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import RequestError
-from router.generation.job import JobLimits, Prompt, make_job
-from router.http.request_bodies import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
+from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
+from router.completions_api.sampling import make_job
+from router.fleet.fleet import ModelLimits
+from router.text.prompt import Prompt
 
 LIMIT = 1000  # of the scripted node
 VOCABULARY = 506
@@ -176,7 +178,7 @@ FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__,
 
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
 def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
-    limits = JobLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
     parsers: list[Callable[[bytes], GenerateBody]] = [parse_completion, parse_chat]
     for parse in parsers:
         message = ""
@@ -190,7 +192,7 @@ def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
 
 @given(st.integers(1, 1200), st.none() | st.integers(1, 1200), st.booleans())
 def test_a_job_fits_the_model_or_is_refused(prompt_len: int, max_tokens: int | None, chat: bool) -> None:
-    limits = JobLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
+    limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
     body: GenerateBody
     body = ChatBody(messages=[], max_tokens=max_tokens) if chat else CompletionBody(prompt="", max_tokens=max_tokens)
     needed = max_tokens or 1

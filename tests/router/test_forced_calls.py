@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary
-from router.http.request_bodies import parse_chat
+from router.completions_api.request_bodies import parse_chat
 from router.text.chat.forced_calls import Marker, after_reasoning, forced_calls_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.output_formats import json_schema_grammar, regex_grammar

@@ -9,12 +9,13 @@ import weakref
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
+from router.completions_api.response_formats import CompletionFormat
+from router.completions_api.response_writers import ResponseOptions, StreamResponse
 from router.generation.choice import Choice
 from router.generation.generation import GenerationOptions, RequestGeneration
-from router.generation.job import Job, Prompt
-from router.http.response_formats import CompletionFormat
-from router.http.response_writers import ResponseOptions, StreamResponse
+from router.generation.job import Job
 from router.metrics import RouterMetrics
+from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)

@@ -15,9 +15,9 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.responses_api.items_body import parse_items
-from router.responses_api.items_input import messages_of
-from router.responses_api.items_writer import ItemWriter
+from router.responses_api.input_messages import messages_of
+from router.responses_api.output_items import ItemWriter
+from router.responses_api.request import parse_items
 from router.text.chat.pieces import OutputPiece, PieceKind
 from router.text.tokenizer import Tokenizer
 

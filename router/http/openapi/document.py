@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from router.http.body_parsing import other_fields
+from router.completions_api.body_parsing import other_fields
+from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.http.openapi import answers
-from router.http.request_bodies import ChatBody, CompletionBody
 from router.http.token_endpoints import DetokenizeBody, TokenizeBody
-from router.responses_api.items_body import CHAT_ONLY, ItemsRequest
+from router.responses_api.request import CHAT_ONLY, ItemsRequest
 
 Fields = dict[str, Any]
 

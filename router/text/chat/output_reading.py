@@ -1,4 +1,4 @@
-"""What to look for in the output of a chat request, and the outputs while they are read."""
+"""What to look for in the output of a chat request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.pb import pdserve_pb2 as pb
-from router.generation.choice import Choice
-from router.http.response_formats import Usage
 from router.text.chat.dialect import Dialect, Opening
-from router.text.chat.pieces import OutputParser, OutputPiece, PieceKind
+from router.text.chat.pieces import OutputParser
 from router.text.chat.reasoning import PlainText, ReasoningReader
 from router.text.chat.tool_calls import ListReader, NamedReader
 from router.text.chat.tools import ToolUse
@@ -64,27 +61,3 @@ def _parser(use: ToolUse, dialect: Dialect, opening: Opening) -> OutputParser:
         calls = dialect.tools.reader(use.names, use.parallel)
     form = opening.reasoning
     return calls if form is None else ReasoningReader(form.start, form.end, opening.opened, calls)
-
-
-class ReadChoice:
-    """One choice of a response whose output is read."""
-
-    def __init__(self, reading: OutputReading) -> None:
-        self._parser = reading.new_parser()
-        self._include_reasoning = reading.include_reasoning
-        self._called = False
-
-    def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> list[OutputPiece]:
-        """What this text tells. A choice that ends by itself after a call ends with "tool_calls"."""
-        reasoned = self._parser.reasoning
-        pieces = self._parser.push(text)
-        if output.has_token and (reasoned or self._parser.reasoning):
-            usage.reasoning_tokens += 1
-        if choice.finish_reason:
-            pieces += self._parser.flush()
-        self._called = self._called or any(piece.kind is PieceKind.CALL for piece in pieces)
-        if self._called and choice.finish_reason == "stop":
-            choice.finish_reason = "tool_calls"
-        if not self._include_reasoning:
-            pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
-        return pieces

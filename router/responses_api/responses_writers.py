@@ -10,15 +10,17 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.chat_responses import ReadChoice
+from router.completions_api.logprob_formats import chat_logprobs
+from router.completions_api.response_writers import BodyResponse, EventResponse, Response
+from router.errors import status_and_type
 from router.generation.choice import Choice
 from router.generation.job import Job
-from router.http.http_errors import kind_of
-from router.http.logprob_formats import TokenLogprob, chat_logprobs
-from router.http.response_formats import Usage
-from router.http.response_writers import BodyResponse, EventResponse, Response
-from router.responses_api.items_body import ItemsBody
-from router.responses_api.items_writer import ItemWriter
-from router.text.chat.output_reading import OutputReading, ReadChoice
+from router.generation.token_logprob import TokenLogprob
+from router.generation.usage import Usage
+from router.responses_api.output_items import ItemWriter
+from router.responses_api.request import ItemsBody
+from router.text.chat.output_reading import OutputReading
 from router.text.tokenizer import Tokenizer
 
 Fields = dict[str, Any]
@@ -141,6 +143,6 @@ class ItemsStream(EventResponse):
             answer = self._head.ended(self._finish_reason, items, self.generation.usage)
             self._writer.event(f"response.{answer['status']}", response=answer)
         elif self.started:
-            told = {"code": kind_of(error)[1], "message": str(error)}
+            told = {"code": status_and_type(error)[1], "message": str(error)}
             self._writer.event("response.failed", response=self._head.to_json("failed", items, error=told))
         super().on_end(error)

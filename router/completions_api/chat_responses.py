@@ -11,12 +11,37 @@ from typing import Any
 import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.response_formats import ChatFormat, FinishedChoice, Format
+from router.completions_api.response_writers import ResponseOptions, StreamResponse, WholeResponse
 from router.generation.choice import Choice
 from router.generation.job import Job
-from router.http.response_formats import ChatFormat, FinishedChoice, Format
-from router.http.response_writers import ResponseOptions, StreamResponse, WholeResponse
-from router.text.chat.output_reading import OutputReading, ReadChoice
+from router.generation.usage import Usage
+from router.text.chat.output_reading import OutputReading
 from router.text.chat.pieces import Message, OutputPiece, PieceKind, message_of
+
+
+class ReadChoice:
+    """One choice of a response whose output is read."""
+
+    def __init__(self, reading: OutputReading) -> None:
+        self._parser = reading.new_parser()
+        self._include_reasoning = reading.include_reasoning
+        self._called = False
+
+    def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> list[OutputPiece]:
+        """What this text tells. A choice that ends by itself after a call ends with "tool_calls"."""
+        reasoned = self._parser.reasoning
+        pieces = self._parser.push(text)
+        if output.has_token and (reasoned or self._parser.reasoning):
+            usage.reasoning_tokens += 1
+        if choice.finish_reason:
+            pieces += self._parser.flush()
+        self._called = self._called or any(piece.kind is PieceKind.CALL for piece in pieces)
+        if self._called and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+        if not self._include_reasoning:
+            pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
+        return pieces
 
 
 class ReadChatFormat(ChatFormat):

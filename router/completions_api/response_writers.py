@@ -11,12 +11,12 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.response_formats import DONE, FinishedChoice, Format
+from router.errors import error_body
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
 from router.generation.job import Job
-from router.http.http_errors import error_event
-from router.http.logprob_formats import TokenLogprob
-from router.http.response_formats import DONE, FinishedChoice, Format
+from router.generation.token_logprob import TokenLogprob
 
 MAX_BUFFERED = 1024 * 1024  # bytes that a slow client may leave unread before it is cut off
 
@@ -191,7 +191,7 @@ class StreamResponse(EventResponse):
                 self._append(self.form.usage_chunk(self.generation.usage))
             self._append(DONE)
         elif self.started:
-            self._append(error_event(error))
+            self._append(b"data: " + error_body(error) + b"\n\n")
         super().on_end(error)
 
     def _open(self, index: int) -> None:

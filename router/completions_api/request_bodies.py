@@ -10,7 +10,9 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.records import MAX_PROMPT_LOGPROBS
-from router.http.body_parsing import convert, parse_json
+from router.completions_api.body_parsing import convert, parse_json
+from router.text.chat.messages import check_messages
+from router.text.chat.renderers import Order
 from router.text.chat.tools import ToolUse, tool_use
 from router.text.structured.output_formats import StructuredOutputs, Wanted, wanted_of
 
@@ -160,6 +162,18 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
         if effort == "none":  # the names of Qwen3 and DeepSeek
             variables |= {"enable_thinking": False, "thinking": False}
         return variables | self.chat_template_kwargs
+
+    @property
+    def render_order(self) -> Order:
+        """The arguments of the chat template. Raises RequestError for malformed messages."""
+        return Order(
+            check_messages(self.messages),
+            self.opens_message,
+            self.template_variables,
+            self.tool_use.tools,
+            self.documents,
+            self.continue_final_message,
+        )
 
     @property
     def output_limit(self) -> int | None:

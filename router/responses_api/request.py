@@ -7,9 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from pdserve.errors import RequestError
-from router.http.body_parsing import convert, parse_json
-from router.http.request_bodies import ChatBody, check_chat
-from router.responses_api.items_input import messages_of
+from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.request_bodies import ChatBody, check_chat
+from router.responses_api.input_messages import messages_of
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is in the open here

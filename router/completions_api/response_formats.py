@@ -14,32 +14,26 @@ from uuid import uuid4
 
 import msgspec
 
+from router.completions_api.logprob_formats import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.generation.prompt_scores import PromptScores
-from router.http.logprob_formats import TokenLogprob, chat_logprobs, completion_logprobs
+from router.generation.token_logprob import TokenLogprob
+from router.generation.usage import Usage
 from router.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-class Usage(msgspec.Struct):
-    """Tokens of a request so far."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-        if self.reasoning_tokens:
-            fields["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return fields
+def usage_json(usage: Usage) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+    if usage.reasoning_tokens:
+        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return fields
 
 
 class FinishedChoice(msgspec.Struct):
@@ -102,7 +96,7 @@ class Format(ABC):
         if token_ids is not None:
             parts += [b',"token_ids":', _encode(token_ids)]
         parts.append(b"}")
-        parts.append(self._no_usage if usage is None else b'],"usage":' + _encode(usage.to_json()) + b"}\n\n")
+        parts.append(self._no_usage if usage is None else b'],"usage":' + _encode(usage_json(usage)) + b"}\n\n")
         return b"".join(parts)
 
     def text_chunk(self, index: int, text: str) -> bytes:
@@ -111,10 +105,10 @@ class Format(ABC):
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk before the end, without choices."""
-        return self._chunk_head + b'],"usage":' + _encode(usage.to_json()) + b"}\n\n"
+        return self._chunk_head + b'],"usage":' + _encode(usage_json(usage)) + b"}\n\n"
 
     def prompt_logprobs(self, scores: PromptScores, num_top: int) -> list[dict[str, Any] | None]:
-        return scores.to_json(self._tokenizer, num_top)
+        return prompt_logprobs(self._tokenizer, scores, num_top)
 
     def whole(
         self,
@@ -126,7 +120,7 @@ class Format(ABC):
         """A response in one piece. ``prompts`` are their token ids, ``prompt_logprobs`` of each what
         ``prompt_logprobs`` makes of it; where they were asked for.
         """
-        body: dict[str, Any] = {**self._head, "object": self.whole_object, "usage": usage.to_json()}
+        body: dict[str, Any] = {**self._head, "object": self.whole_object, "usage": usage_json(usage)}
         body["choices"] = []
         for choice in choices:
             entry = {"index": choice.index, "finish_reason": choice.finish_reason, **self._whole_choice(choice)}

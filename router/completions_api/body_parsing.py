@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError
-from router.http.body_limits import check_lengths, check_shape
+from router.completions_api.body_limits import check_lengths, check_shape
 
 # OpenAI's own fields that change nothing here.
 _IGNORED = frozenset(

@@ -5,36 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.pb import pdserve_pb2 as pb
+from router.generation.prompt_scores import PromptScores
+from router.generation.token_logprob import TokenLogprob
 from router.text.tokenizer import Tokenizer
-
-LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
-
-
-class TokenLogprob:
-    """One token: its id, where its text begins (in characters), its log-probability and the best alternatives.
-
-    The first token of a prompt has no log-probability.
-    """
-
-    __slots__ = ("alternatives", "logprob", "offset", "token_id")
-
-    def __init__(
-        self, token_id: int, offset: int, logprob: float | None, alternatives: Sequence[tuple[int, float]]
-    ) -> None:
-        self.token_id = token_id
-        self.offset = offset
-        self.logprob = logprob
-        self.alternatives = alternatives
-
-    @classmethod
-    def of_output(cls, output: pb.Output, offset: int) -> TokenLogprob:
-        found = output.logprobs
-        alternatives = [
-            (token_id, max(logprob, LOWEST))
-            for token_id, logprob in zip(found.top_ids, found.top_logprobs, strict=True)
-        ]
-        return cls(output.token_id, offset, max(found.logprob, LOWEST), alternatives)
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
@@ -50,6 +23,22 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], nu
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
     """The chat format: one object per token, with its bytes."""
     return {"content": [_chat_token(tokenizer, token, num_top) for token in tokens], "refusal": None}
+
+
+def prompt_logprobs(tokenizer: Tokenizer, scores: PromptScores, num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's format: for each token an object of its own id and the ``num_top`` best ids."""
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
+        entries = {str(token_id): _prompt_token(tokenizer, token_id, own, rank)}
+        for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
+            entries.setdefault(str(other), _prompt_token(tokenizer, other, logprob, top_rank))
+        found.append(entries)
+    return found
+
+
+def _prompt_token(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+    text = tokenizer.token_bytes(token_id).decode(errors="replace")
+    return {"logprob": logprob, "rank": rank, "decoded_token": text}
 
 
 def _top(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, float] | None:

@@ -1,0 +1,88 @@
+"""From a request body and a tokenized prompt to sampling parameters within the model's limits."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from pdserve.errors import RequestError, RequestTooLong
+from pdserve.records import SamplingParams
+from router.completions_api.request_bodies import ChatBody, GenerateBody
+from router.fleet.fleet import ModelLimits
+from router.generation.job import Job
+from router.text.prompt import Prompt
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat may fill the model's length
+_SEED_BITS = 63
+_SEED_RANGE = 2**64  # negative seeds are taken modulo this
+
+
+def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: str = "") -> Job:
+    """Resolve every default; ``grammar`` constrains each output. Raises RequestError beyond the model's limits."""
+    _check_vocabulary("prompt", prompt.token_ids, limits)
+    _check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
+    bias = _logit_bias(body.logit_bias)
+    _check_vocabulary("logit_bias", list(bias), limits)
+    max_tokens = _max_tokens(len(prompt.token_ids), body, limits.max_model_len)
+    if body.min_tokens > max_tokens:
+        raise RequestError(f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}; lower it", "min_tokens")
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        n=body.n,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_k=max(body.top_k, 0),  # -1 also means off
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=bias,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        logprobs=body.num_logprobs,
+        grammar=grammar,
+        prompt_logprobs=body.most_prompt_logprobs,
+    )
+    return Job(prompt, sampling, body.output_limit == 0)
+
+
+def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
+    """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token."""
+    if prompt_len == 0:
+        raise RequestError("the prompt has 0 tokens; give at least one", _prompt_field(body))
+    room = limit - prompt_len
+    wanted = None if body.output_limit is None else max(body.output_limit, 1)
+    if wanted is None:
+        wanted = max(room, 1) if isinstance(body, ChatBody) else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
+    if wanted > room:
+        remedy = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+        raise RequestTooLong(
+            f"prompt {prompt_len} tokens + max_tokens {wanted} > limit {limit}; {remedy}",
+            "max_tokens" if room > 0 else _prompt_field(body),
+            "context_length_exceeded",
+        )
+    return wanted
+
+
+def _prompt_field(body: GenerateBody) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
+        return
+    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)
+    raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {limits.vocab_size - 1}", field)
+
+
+def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        ids = {int(token_id): value for token_id, value in bias.items()}
+    except ValueError as exc:
+        raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from exc
+    if not all(math.isfinite(value) for value in ids.values()):
+        raise RequestError("logit_bias holds a value that is not finite", "logit_bias")
+    return ids

@@ -1,0 +1,92 @@
+"""Errors that only the router raises, and the HTTP status, type and JSON body of every error.
+
+PdserveError
+├── Unauthorized               401  no API key, or an unknown one
+├── RateLimitExceeded          429  a limit of this client
+└── RequestError               400
+    ├── BodyTooLarge           413
+    └── ResponseNotStored      404
+ClientDisconnected (no PdserveError: there is no response)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.errors import DeadlineExceeded, ModelNotFound, NodeError, Overloaded, PdserveError, RequestError
+
+
+class Unauthorized(PdserveError):
+    """The request has no API key, or an unknown one."""
+
+    code = "invalid_api_key"
+
+
+class RateLimitExceeded(PdserveError):
+    """A client exceeds one of its own limits. ``retry_after`` is in seconds, ``headers`` are OpenAI's x-ratelimit-*."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.headers = headers
+
+
+class BodyTooLarge(RequestError):
+    """The request body exceeds --max-body-bytes."""
+
+
+class ResponseNotStored(RequestError):
+    """The request names an earlier response; the router stores none."""
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection."""
+
+
+# The first match counts.
+_STATUSES: tuple[tuple[type[PdserveError], int, str], ...] = (
+    (Unauthorized, 401, "invalid_request_error"),
+    (RateLimitExceeded, 429, "rate_limit_error"),
+    (BodyTooLarge, 413, "invalid_request_error"),
+    (ModelNotFound, 404, "invalid_request_error"),
+    (ResponseNotStored, 404, "invalid_request_error"),
+    (RequestError, 400, "invalid_request_error"),
+    (Overloaded, 503, "overloaded_error"),
+    (DeadlineExceeded, 504, "timeout_error"),
+    (NodeError, 502, "node_error"),
+)
+_DEFAULT_CODES = {"overloaded_error": "overloaded", "timeout_error": "timeout"}
+
+
+class ErrorInfo(msgspec.Struct):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorInfo
+
+
+def status_and_type(error: PdserveError) -> tuple[int, str]:
+    """HTTP status and OpenAI type of an error."""
+    for kind, status, name in _STATUSES:
+        if isinstance(error, kind):
+            return status, name
+    return 500, "server_error"
+
+
+def error_body(error: PdserveError) -> bytes:
+    """The JSON of an ErrorResponse."""
+    _, name = status_and_type(error)
+    code = getattr(error, "code", None) or _DEFAULT_CODES.get(name)
+    return encode_error(ErrorInfo(str(error), name, getattr(error, "param", None), code))
+
+
+def encode_error(info: ErrorInfo) -> bytes:
+    return msgspec.json.encode(ErrorResponse(info))

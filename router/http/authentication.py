@@ -1,0 +1,62 @@
+"""ASGI middleware that rejects requests without a known API key before it reads their body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.errors import Unauthorized
+from router.gate.keys import ANONYMOUS, Client
+from router.http.error_responses import http_error, send_error
+
+_CLIENT = "pdserve.client"  # key in the ASGI scope
+
+
+class Authentication:
+    """ASGI middleware. ``client_of(scope)`` is the authenticated client of an accepted request."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        find_client: Callable[[bytes], Client | None],
+        public_paths: Iterable[str],
+        on_unauthorized: Callable[[], None],
+    ) -> None:
+        self._app = app
+        self._find_client = find_client
+        self._public_paths = frozenset(public_paths)
+        self._on_unauthorized = on_unauthorized
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._public_paths:
+            key = _bearer_token(scope["headers"])
+            client = None if key is None else self._find_client(key)
+            if client is None:
+                self._on_unauthorized()
+                await send_error(send, http_error(_unauthorized(key)))
+                return
+            scope[_CLIENT] = client
+        await self._app(scope, receive, send)
+
+
+def client_of(scope: Scope) -> Client:
+    client = scope.get(_CLIENT, ANONYMOUS)
+    assert isinstance(client, Client)
+    return client
+
+
+def _bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key as RFC 6750 writes it; None unless there is exactly one."""
+    found = [value for name, value in headers if name == b"authorization"]
+    if len(found) != 1:
+        return None
+    scheme, _, key = found[0].partition(b" ")
+    return key.strip() or None if scheme.lower() == b"bearer" else None
+
+
+def _unauthorized(key: bytes | None) -> Unauthorized:
+    if key is None:
+        return Unauthorized("this router requires an API key; send it as 'Authorization: Bearer KEY'")
+    # LiteLLM recognizes a wrong key by OpenAI's own words, which these are.
+    return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")
