@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVConnectorOutput, KVRead, ReadResult
 from pdserve.transports import Connected
@@ -16,20 +16,18 @@ class CompletionQueue:
         self.on_progress: Callable[[], None] = _nobody_listens
         self._lock = threading.Lock()
         self._results: list[ReadResult] = []
-        self._invalid: set[int] = set()
         self._connected: list[Connected] = []
         self._failed: list[tuple[str, str]] = []
 
-    def ended(self, result: ReadResult, invalid_blocks: Iterable[int] = ()) -> None:
+    def ended(self, result: ReadResult) -> None:
         """A read has ended and no byte of it can land any more."""
         with self._lock:
             self._results.append(result)
-            self._invalid.update(invalid_blocks)
         self.on_progress()
 
     def refused(self, read: KVRead, reason: str) -> None:
         """A read that was never begun; its local blocks hold nothing of use."""
-        self.ended(ReadResult(read.read_id, error=reason), read.local_blocks)
+        self.ended(ReadResult(read.read_id, error=reason))
 
     def connected(self, connection: Connected) -> None:
         with self._lock:
@@ -46,10 +44,8 @@ class CompletionQueue:
         with self._lock:
             if not (self._results or self._connected or self._failed):
                 return EMPTY_CONNECTOR_OUTPUT
-            output = KVConnectorOutput(
-                tuple(self._results), frozenset(self._invalid), tuple(self._connected), tuple(self._failed)
-            )
-            self._results, self._invalid, self._connected, self._failed = [], set(), [], []
+            output = KVConnectorOutput(tuple(self._results), tuple(self._connected), tuple(self._failed))
+            self._results, self._connected, self._failed = [], [], []
             return output
 
 

@@ -271,20 +271,19 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):
-    """What one rank's connector has to tell since it was last asked.
+    """Events of one rank's connector since the last poll.
 
-    ``invalid_block_ids`` are local blocks whose read ended without success; every other block of an ended read is
-    good. ``connected`` and ``failed_peers`` answer connect orders; ``failed_peers`` also names a connection that broke
-    later, so that somebody orders it anew.
+    A failed read has one error and no list of invalid blocks: D drops the whole read and computes the prompt itself.
+    ``connected`` and ``failed_peers`` answer connect orders. ``failed_peers`` also names a connection that broke later,
+    so that the node connects again.
     """
 
     finished_recving: tuple[ReadResult, ...] = ()
-    invalid_block_ids: frozenset[int] = frozenset()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
 
     def __bool__(self) -> bool:
-        return bool(self.finished_recving or self.invalid_block_ids or self.connected or self.failed_peers)
+        return bool(self.finished_recving or self.connected or self.failed_peers)
 
 
 EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()

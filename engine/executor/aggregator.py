@@ -19,7 +19,6 @@ from pdserve.kv import KVShare
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     KVConnectorOutput,
-    KVRead,
     ModelRunnerOutput,
     ReadResult,
     StepOutput,
@@ -32,10 +31,8 @@ from pdserve.transports import Connected, joined
 class _Read:
     """One that not every rank has ended yet."""
 
-    order: KVRead
     result: ReadResult  # of the ranks that have
     ended: set[int] = field(default_factory=set)  # ranks
-    invalid: set[int] = field(default_factory=set)  # blocks
 
     def add(self, rank: int, result: ReadResult, name: str) -> None:
         so_far, error = self.result, self.result.error or (f"{name}: {result.error}" if result.error else "")
@@ -61,7 +58,6 @@ class Aggregator:
         self._reads: dict[int, _Read] = {}
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
         self._results: list[ReadResult] = []  # from here on, what nobody was told of yet
-        self._invalid: set[int] = set()
         self._connected: list[Connected] = []
         self._failed: list[tuple[str, str]] = []
 
@@ -71,7 +67,7 @@ class Aggregator:
         """Every rank is about to be given this plan."""
         self._steps[plan.step] = {}
         for read in plan.connector.reads:
-            self._reads[read.read_id] = _Read(read, ReadResult(read.read_id))
+            self._reads[read.read_id] = _Read(ReadResult(read.read_id))
         for epoch in plan.connector.disconnect:
             self._peers.pop(epoch, None)
         for peer in plan.connector.connect:
@@ -88,10 +84,6 @@ class Aggregator:
             self._add_news(rank, output.connector)
 
     def _add_news(self, rank: int, news: KVConnectorOutput) -> None:
-        for block in news.invalid_block_ids:
-            for read in self._reads.values():
-                if block in read.order.local_blocks:
-                    read.invalid.add(block)
         for result in news.finished_recving:
             self._add_result(rank, result)
         for connection in news.connected:
@@ -108,7 +100,6 @@ class Aggregator:
         if len(read.ended) == len(self._ranks):
             del self._reads[result.read_id]
             self._results.append(read.result)
-            self._invalid |= read.invalid
 
     def _add_connected(self, rank: int, connection: Connected) -> None:
         ranks = self._peers.get(connection.epoch)
@@ -159,10 +150,8 @@ class Aggregator:
         """All news since the last call."""
         if not self.has_news:
             return EMPTY_CONNECTOR_OUTPUT
-        news = KVConnectorOutput(
-            tuple(self._results), frozenset(self._invalid), tuple(self._connected), tuple(self._failed)
-        )
-        self._results, self._invalid, self._connected, self._failed = [], set(), [], []
+        news = KVConnectorOutput(tuple(self._results), tuple(self._connected), tuple(self._failed))
+        self._results, self._connected, self._failed = [], [], []
         return news
 
 

@@ -36,7 +36,6 @@ class Reader:
         self.layout = layout
         self.connector = connector
         self.blocks = np.full((layout.num_blocks, layout.block_bytes), UNTOUCHED, dtype=np.uint8)
-        self.invalid: set[int] = set()
         self._progress = threading.Event()
         self._read_ids = itertools.count()
         region = KVRegion(self.blocks.ctypes.data, self.blocks.nbytes, "cpu", 0)
@@ -50,7 +49,6 @@ class Reader:
             self._progress.wait(deadline - time.monotonic())
             self._progress.clear()
             outputs.append(self.connector.poll())
-            self.invalid |= outputs[-1].invalid_block_ids
             if enough(outputs[-1]):
                 return outputs
         raise AssertionError(f"not within {timeout} s; so far: {outputs}")
@@ -77,7 +75,6 @@ class Reader:
 
     def reset(self) -> None:
         self.blocks[:] = UNTOUCHED
-        self.invalid.clear()
 
     def wait_for_first_bytes(self) -> None:
         deadline = time.monotonic() + 10

@@ -70,7 +70,6 @@ def test_a_source_killed_during_a_read(make_source: MakeSource, make_reader: Mak
     reader.wait_for_first_bytes()
     source.kill()
     assert "connection broke" in reader.result(read_id, timeout=10).error
-    assert reader.invalid == set(ALL)
     reader.assert_nothing_lands()
 
 
@@ -82,7 +81,6 @@ def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: Mak
     output = reader.wait(lambda output: bool(output.finished_recving))[-1]
     assert output.finished_recving[0].error
     assert output.finished_recving[0].read_id == read.read_id
-    assert output.invalid_block_ids == {1, 2}
     assert output.failed_peers[0][0] == source.epoch, "a broken connection is told, so that somebody connects again"
 
 
@@ -94,7 +92,6 @@ def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: Ma
     reader.wait_for_first_bytes()
     source.send(signal.SIGSTOP)
     assert "hangs" in reader.result(read_id, timeout=10).error
-    assert reader.invalid == set(ALL)
     source.send(signal.SIGCONT)
     reader.assert_nothing_lands()
     assert reader.connect(source.peer) == "", "it goes on in the same life, though nobody waits for its answers"

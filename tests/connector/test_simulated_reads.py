@@ -33,14 +33,12 @@ def news_of(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
     """What it tells of its next reads, together."""
     end = time.monotonic() + 5.0
     results: list[ReadResult] = []
-    invalid: frozenset[int] = frozenset()
     while len(results) < num_reads:
         assert time.monotonic() < end
         output = connector.poll()
         results += output.finished_recving
-        invalid |= output.invalid_block_ids
         time.sleep(0.001)
-    return KVConnectorOutput(tuple(results), invalid)
+    return KVConnectorOutput(tuple(results))
 
 
 def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
@@ -52,7 +50,6 @@ def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
         assert time.monotonic() - start > 0.0879
     assert [result.read_id for result in output.finished_recving] == [1, 2]
     assert [result.num_bytes for result in output.finished_recving] == [2 * LAYOUT.block_bytes, LAYOUT.block_bytes]
-    assert not output.invalid_block_ids
     assert all(result.error == "" for result in output.finished_recving)
 
 
@@ -64,7 +61,6 @@ def test_reads_of_a_peer_that_is_given_up_end_with_an_error_and_others_go_on() -
         connector.disconnect("epoch")
         output = news_of(connector, 2)
     assert [(result.read_id, bool(result.error)) for result in output.finished_recving] == [(1, True), (2, False)]
-    assert output.invalid_block_ids == {4}
 
 
 def test_a_read_from_a_stranger_is_refused() -> None:
@@ -73,7 +69,6 @@ def test_a_read_from_a_stranger_is_refused() -> None:
         connector.read(KVRead(1, "epoch", (4,), (7,)))
         output = news_of(connector, 1)
     assert "epoch" in output.finished_recving[0].error
-    assert output.invalid_block_ids == {4}
 
 
 def test_it_closes_with_reads_under_way() -> None:

@@ -42,8 +42,8 @@ def aggregator_of(split: ParallelConfig) -> Aggregator:
     return Aggregator(split, split.shares(NUM_KV_HEADS))
 
 
-def news(*results: ReadResult, invalid: tuple[int, ...] = ()) -> ModelRunnerOutput:
-    return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(results, frozenset(invalid)))
+def news(*results: ReadResult) -> ModelRunnerOutput:
+    return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(results))
 
 
 def connected(transport: str, epoch: str = "e") -> ModelRunnerOutput:
@@ -94,16 +94,8 @@ def scripts(draw: st.DrawFn) -> Script:
                 if at in ends:
                     ends[at].append(result)
                 else:
-                    late.append(news(result, invalid=(10 * read.read_id,) if failed else ()))
-        reports = [
-            ModelRunnerOutput(
-                output,
-                KVConnectorOutput(
-                    tuple(ends[output.step]), frozenset(10 * end.read_id for end in ends[output.step] if end.error)
-                ),
-            )
-            for output in steps
-        ]
+                    late.append(news(result))
+        reports = [ModelRunnerOutput(output, KVConnectorOutput(tuple(ends[output.step]))) for output in steps]
         script.reports.append(reports + late)
     return script
 
@@ -116,7 +108,6 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
     waiting = [list(reports) for reports in script.reports]
     given_out: list[tuple[int, ModelRunnerOutput]] = []
     ended: Counter[int] = Counter()
-    invalid: set[int] = set()
     steps_of: dict[int, set[int]] = {plan.step: set() for plan in script.plans}
     reads_of: dict[int, set[int]] = {read.read_id: set() for plan in script.plans for read in plan.connector.reads}
 
@@ -128,9 +119,7 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
             assert bool(result.error) == bool(failing)
             assert (result.num_bytes, result.num_descriptors) == tuple(n * script.split.num_ranks for n in (8, 2))
             assert result.seconds == 0.5 + script.split.num_ranks - 1
-            assert (10 * result.read_id in output.invalid_block_ids) == bool(failing)
             assert any(result.error == f"{script.split.place(rank)}: broken" for rank in failing) or not failing
-        invalid.update(output.invalid_block_ids)
 
     for plan in script.plans:
         aggregator.expect(plan)
@@ -157,7 +146,6 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
         assert output.step == StepOutput(plan.step, (Sample(sampling),))
         check(output.connector)
     assert ended == dict.fromkeys(reads_of, 1)
-    assert invalid == {10 * read for read, _ in script.failing}
     for rank, report in given_out:  # of steps and reads that are over by now
         aggregator.add(rank, report)
     assert aggregator.waits_for == ""

@@ -133,7 +133,7 @@ class PeerConnection:
         if error:
             seconds = self._traffic.end(0, 0, failed=True)
             result = ReadResult(read.read_id, f"{self._name}: {error}", seconds=seconds)
-            self._outbox.ended(result, read.local_blocks)
+            self._outbox.ended(result)
             return
         num_bytes = len(read.local_blocks) * self._block_bytes
         seconds = self._traffic.end(num_bytes, num_descriptors, failed=False)
