@@ -16,7 +16,7 @@ async def encode_prompts(body: GenerateBody, encoder: PromptEncoder, limits: Mod
         prompts = [await encoder.encode_chat(body.render_order, body.add_special_tokens)]
     else:
         assert isinstance(body, CompletionBody)
-        prompts = await encoder.encode_completion(body.prompts, body.add_special_tokens)
+        prompts = await encoder.encode_completion(body.pack_prompts(), body.add_special_tokens)
     return [_truncated(prompt, body, limits) for prompt in prompts]
 
 
@@ -25,10 +25,10 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Promp
     most = body.truncate_prompt_tokens
     if most == -1:
         most = max(1, limits.max_model_len - (body.output_limit or 1))
-    if most is None or len(prompt.token_ids) <= most:
+    if most is None or prompt.num_tokens <= most:
         return prompt
     # A chat keeps its text: the end of it says whether the prompt opens reasoning.
-    return Prompt(prompt.token_ids[-most:], prompt.text if isinstance(body, ChatBody) else None)
+    return Prompt(prompt.last(most), prompt.text if isinstance(body, ChatBody) else None)
 
 
 async def add_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokenizer) -> list[Prompt]:

@@ -14,6 +14,7 @@ from router.completions_api.body_parsing import convert, parse_json
 from router.text.chat.messages import check_messages
 from router.text.chat.renderers import Order
 from router.text.chat.tools import ToolUse, tool_use
+from router.text.prompt import pack_prompt
 from router.text.structured.output_formats import StructuredOutputs, Wanted, wanted_of
 
 MAX_CHOICES = 128
@@ -110,19 +111,21 @@ class CompletionBody(GenerateBody, kw_only=True, frozen=True):
         return max(super().most_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one; a list of ids is one prompt."""
+    def num_prompts(self) -> int:
+        """A list of token ids is one prompt."""
+        if not self.prompt and not isinstance(self.prompt, str):
+            raise RequestError("prompt is empty; give at least one token", "prompt")
+        return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
+
+    def pack_prompts(self) -> list[str | bytes]:
+        """The prompts one by one: texts, or packed token ids. Raises RequestError for a mixture."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt:
-            raise RequestError("prompt is empty; give at least one token", "prompt")
-        if all(isinstance(item, int) for item in self.prompt):
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        prompts = [item for item in self.prompt if isinstance(item, str | list)]
-        kinds = {type(item) for item in self.prompt}
-        if len(kinds) != 1 or len(prompts) != len(self.prompt):
-            raise RequestError("prompt must be a string, token ids, or a list of only one of these kinds", "prompt")
-        return prompts
+        if isinstance(self.prompt[0], str):
+            texts = [item for item in self.prompt if isinstance(item, str)]
+            if len(texts) == len(self.prompt):
+                return [*texts]
+        return [pack_prompt(ids) for ids in (self.prompt if isinstance(self.prompt[0], list) else [self.prompt])]
 
 
 class ChatBody(GenerateBody, kw_only=True, frozen=True):
@@ -191,9 +194,9 @@ def parse_completion(data: bytes) -> CompletionBody:
         _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
-    num_choices = len(body.prompts) * body.n
+    num_choices = body.num_prompts * body.n
     if num_choices > 8 * MAX_CHOICES:
-        raise RequestError(f"{len(body.prompts)} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
+        raise RequestError(f"{body.num_prompts} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
     return body
 
 

@@ -147,7 +147,7 @@ class WholeResponse(BodyResponse):
         for whole, texts in zip(self._choices, self._texts, strict=True):
             whole.text = "".join(texts)
         self._prepend_prompts()
-        prompts = [job.prompt.token_ids for job in self.jobs] if self.options.return_token_ids else None
+        prompts = [job.prompt.unpacked().tolist() for job in self.jobs] if self.options.return_token_ids else None
         return self.form.whole(self._choices, self.generation.usage, prompts, self._prompt_logprobs())
 
     def _prepend_prompts(self) -> None:
@@ -198,7 +198,7 @@ class StreamResponse(EventResponse):
         """What precedes a choice. Not counted as buffered: it is as large as the prompt, however fast the client."""
         self._opened.add(index)
         job = self.jobs[self._prompt_of(index)]
-        prompt_ids = list(job.prompt.token_ids) if self.options.return_token_ids else None
+        prompt_ids = job.prompt.unpacked().tolist() if self.options.return_token_ids else None
         self._chunks.append(self.form.first(index, prompt_ids))
         echoed = self._echoed(self.options, index)
         tokens = self._echoed_tokens(self.options, self._prompt_of(index))

@@ -20,11 +20,13 @@ _SEED_RANGE = 2**64  # negative seeds are taken modulo this
 
 def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: str = "") -> Job:
     """Resolve every default; ``grammar`` constrains each output. Raises RequestError beyond the model's limits."""
-    _check_vocabulary("prompt", prompt.token_ids, limits)
+    wrong = prompt.first_outside(limits.vocab_size)
+    if wrong is not None:
+        raise _outside_vocabulary("prompt", wrong, limits)
     _check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
     bias = _logit_bias(body.logit_bias)
     _check_vocabulary("logit_bias", list(bias), limits)
-    max_tokens = _max_tokens(len(prompt.token_ids), body, limits.max_model_len)
+    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len)
     if body.min_tokens > max_tokens:
         raise RequestError(f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}; lower it", "min_tokens")
     sampling = SamplingParams(
@@ -72,10 +74,13 @@ def _prompt_field(body: GenerateBody) -> str:
 
 
 def _check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
-    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
-        return
-    wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)
-    raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {limits.vocab_size - 1}", field)
+    for token_id in token_ids:
+        if not 0 <= token_id < limits.vocab_size:
+            raise _outside_vocabulary(field, token_id, limits)
+
+
+def _outside_vocabulary(field: str, token_id: int, limits: ModelLimits) -> RequestError:
+    return RequestError(f"token id {token_id} is outside the vocabulary 0 … {limits.vocab_size - 1}", field)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

@@ -12,7 +12,7 @@ import msgspec
 from pdserve.errors import NodeError, PdserveError
 from pdserve.logs import request_fields
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb
+from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
 from router.fleet.fleet import Fleet, NodePair
 from router.fleet.prefix_index import PromptPrefix
@@ -78,7 +78,7 @@ class RequestGeneration:
         metrics: RouterMetrics,
     ) -> None:
         self.options = options
-        self.usage = Usage(prompt_tokens=sum(len(job.prompt.token_ids) for job in jobs))
+        self.usage = Usage(prompt_tokens=sum(job.prompt.num_tokens for job in jobs))
         self.consumer = consumer
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token
@@ -101,7 +101,7 @@ class RequestGeneration:
             except PdserveError as exc:
                 self.fail(exc)
                 return
-            self.metrics.prompt_tokens.inc(len(run.job.prompt.token_ids))
+            self.metrics.prompt_tokens.inc(run.job.prompt.num_tokens)
 
     def fail(self, error: PdserveError) -> None:
         """End with an error; calls under way are cancelled. Does nothing after the end."""
@@ -142,13 +142,13 @@ class PromptRun:
         self._cut = False  # a stop string ended a choice, of which the node knows nothing
         self._accounted = False
         options = generation.options
-        self.prefix = PromptPrefix(pack_tokens(job.prompt.token_ids), options.cache_salt)
-        context = job.prompt.token_ids[-_CONTEXT_TOKENS:] if options.continues_prompt else ()
+        self.prefix = PromptPrefix(job.prompt.token_ids, options.cache_salt)
+        context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
             Choice(first_index + choice, tokenizer.detokenizer(context, options.shown_tokens), options.stops)
             for choice in range(job.sampling.n)
         ]
-        self.scores = PromptScores(job.prompt.token_ids) if job.sampling.prompt_logprobs >= 0 else None
+        self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
         self._span = NO_SPAN  # of the present attempt at a node
         self._migration = Migration(

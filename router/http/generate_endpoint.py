@@ -97,7 +97,7 @@ class GenerateEndpoint:
             shown_tokens=visible_special_tokens(body, reading),
             span=account.span,
         )
-        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
         account.waits()
         headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
         account.admitted()

@@ -70,7 +70,7 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
             chat_template_kwargs=body.chat_template_kwargs,
         )
         prompt = await encoder.encode_chat(chat.render_order, chat.add_special_tokens)
-    return list(prompt.token_ids)
+    return prompt.unpacked().tolist()
 
 
 def json_response(value: Any) -> Response:

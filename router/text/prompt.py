@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
+
+from pdserve.errors import RequestError
+from pdserve.rpc.protobuf import TOKEN_BYTES, pack_tokens, unpack_tokens
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """``text`` is the client's text, or the decoded text to echo; ``offsets`` are where each token begins in it."""
+    """Token ids are packed once, as soon as they are known, and reach the decode node as these bytes.
 
-    token_ids: Sequence[int]
+    ``text`` is the client's text, or the decoded text to echo; ``offsets`` are where each token begins in it.
+    """
+
+    token_ids: bytes  # little-endian uint32
     text: str | None = None
     offsets: Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def last(self, num_tokens: int) -> bytes:
+        """The last token ids, packed."""
+        return self.token_ids[-num_tokens * TOKEN_BYTES :]
+
+    def unpacked(self) -> array[int]:
+        return unpack_tokens(self.token_ids)
+
+    def first_outside(self, vocab_size: int) -> int | None:
+        """The first token id that the vocabulary lacks."""
+        ids = np.frombuffer(self.token_ids, "<u4")
+        outside = ids >= vocab_size
+        return int(ids[outside.argmax()]) if outside.any() else None
+
+
+def pack_prompt(token_ids: Any) -> bytes:
+    """Pack a JSON list of token ids. Raises RequestError for items that are no uint32."""
+    try:
+        return pack_tokens(token_ids)
+    except TypeError as exc:
+        raise RequestError(
+            "prompt must be a string, token ids, or a list of only one of these kinds", "prompt"
+        ) from exc
+    except OverflowError as exc:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 2**32)
+        raise RequestError(f"token id {wrong} is outside the vocabulary; ids begin at 0", "prompt") from exc

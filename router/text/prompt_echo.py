@@ -15,7 +15,7 @@ _INLINE_TOKENS = 1024  # of all prompts: a millisecond
 
 async def with_echo(prompts: list[Prompt], scored: bool, special: bool, tokenizer: Tokenizer) -> list[Prompt]:
     """Add texts, and token offsets where ``scored``. ``special``: the texts were encoded with special tokens."""
-    if sum(len(prompt.token_ids) for prompt in prompts) <= _INLINE_TOKENS:
+    if sum(prompt.num_tokens for prompt in prompts) <= _INLINE_TOKENS:
         return [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts]
     return await asyncio.to_thread(lambda: [_with_echo(prompt, scored, special, tokenizer) for prompt in prompts])
 
@@ -24,8 +24,9 @@ def _with_echo(prompt: Prompt, scored: bool, special: bool, tokenizer: Tokenizer
     if prompt.text is not None:
         offsets = tokenizer.offsets(prompt.text, special) if scored else ()
         return msgspec.structs.replace(prompt, offsets=offsets)
-    text = tokenizer.decode(prompt.token_ids, skip_special_tokens=True)
-    return Prompt(prompt.token_ids, text, _offsets(prompt.token_ids, tokenizer) if scored else ())
+    token_ids = prompt.unpacked()
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Prompt(prompt.token_ids, text, _offsets(token_ids, tokenizer) if scored else ())
 
 
 def _offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:

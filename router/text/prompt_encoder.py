@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from pdserve.errors import RequestError, RequestTooLong
+from pdserve.rpc.protobuf import pack_tokens
 from router.text.chat.renderers import Order, Renderers
 from router.text.chat.template import RESERVED
 from router.text.prompt import Prompt
@@ -33,8 +34,8 @@ class PromptEncoder:
             await self._renderers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode_completion(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
-        """Tokenize the prompts that are text. Raises RequestTooLong."""
+    async def encode_completion(self, prompts: Sequence[str | bytes], add_special_tokens: bool) -> list[Prompt]:
+        """Tokenize the prompts that are text; the others are packed token ids. Raises RequestTooLong."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self._check_length(text, "prompt")
@@ -52,9 +53,9 @@ class PromptEncoder:
             what = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
             raise RequestTooLong(f"{what} {limit}; shorten it", field, "context_length_exceeded")
 
-    def _encode_one(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+    def _encode_one(self, prompt: str | bytes, add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):
-            return Prompt(self._tokenizer.encode(prompt, add_special_tokens), prompt)
+            return Prompt(pack_tokens(self._tokenizer.encode(prompt, add_special_tokens)), prompt)
         return Prompt(prompt)
 
     async def encode_chat(self, order: Order, add_special_tokens: bool) -> Prompt:
@@ -66,7 +67,7 @@ class PromptEncoder:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
         text = await self._renderers.render(order)
         self._check_length(text, "messages")
-        return await self._run(len(text), lambda: Prompt(self._tokenizer.encode(text, add_special_tokens), text))
+        return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
 
     async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
         if num_chars <= _INLINE_CHARS:

@@ -15,6 +15,7 @@ from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import RequestError
+from pdserve.rpc.protobuf import pack_tokens
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
 from router.completions_api.sampling import make_job
 from router.fleet.fleet import ModelLimits
@@ -30,9 +31,14 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": ""}, "prompt", "0 tokens"),
     ({"prompt": ["a", [1]]}, "prompt", "only one"),
     ({"prompt": [1, "a"]}, "prompt", "only one"),
+    ({"prompt": ["a", 1]}, "prompt", "only one"),
+    ({"prompt": [[1], "a"]}, "prompt", "only one"),
+    ({"prompt": [[1], 2]}, "prompt", "only one"),
     ({"prompt": [[1, "a"]]}, "prompt", "expected int"),
     ({"prompt": [VOCABULARY]}, "prompt", "506 is outside the vocabulary 0 … 505"),
     ({"prompt": [-1]}, "prompt", "-1 is outside"),
+    ({"prompt": [1, 2**32]}, "prompt", "4294967296 is outside"),
+    ({"prompt": [2**32 - 1]}, "prompt", "4294967295 is outside the vocabulary 0 … 505"),
     ({"prompt": [10**30]}, "prompt", "outside"),
     ({"prompt": [1], "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"prompt": [1], "max_tokens": 1.5}, "max_tokens", "expected int"),
@@ -183,7 +189,7 @@ def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
     for parse in parsers:
         message = ""
         try:
-            make_job(Prompt([1, 2, 3]), parse(json.dumps(fields).encode()), limits)
+            make_job(Prompt(pack_tokens([1, 2, 3])), parse(json.dumps(fields).encode()), limits)
         except RequestError as exc:
             message = str(exc)
         assert not re.search(r"[`$]", message)  # of the library that checks types
@@ -198,8 +204,8 @@ def test_a_job_fits_the_model_or_is_refused(prompt_len: int, max_tokens: int | N
     needed = max_tokens or 1
     if prompt_len + needed > LIMIT:
         with pytest.raises(RequestError, match=rf"prompt {prompt_len} tokens \+ max_tokens {needed} > limit {LIMIT}"):
-            make_job(Prompt([1] * prompt_len), body, limits)
+            make_job(Prompt(pack_tokens([1] * prompt_len)), body, limits)
         return
-    job = make_job(Prompt([1] * prompt_len), body, limits)
+    job = make_job(Prompt(pack_tokens([1] * prompt_len)), body, limits)
     default = LIMIT - prompt_len if chat else min(16, LIMIT - prompt_len)
     assert job.sampling.max_tokens == (max_tokens or default)

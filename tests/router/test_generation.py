@@ -9,6 +9,7 @@ import weakref
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
+from pdserve.rpc.protobuf import pack_tokens
 from router.completions_api.response_formats import CompletionFormat
 from router.completions_api.response_writers import ResponseOptions, StreamResponse
 from router.generation.choice import Choice
@@ -22,7 +23,7 @@ TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 
 
 def test_a_request_that_is_over_leaves_no_work_to_the_garbage_collector() -> None:
-    jobs = [Job(Prompt([1, 2, 3]), SamplingParams(max_tokens=4, n=2))]
+    jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2))]
     form = CompletionFormat(TOKENIZER, "model", "id", 0, False)
     response = StreamResponse(form, ResponseOptions(-1, False, False), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
