@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
 from engine.ipc.channel import Channel
@@ -67,8 +65,7 @@ class Engine:
         for message in messages:
             match message:
                 case Submit():
-                    resume = {choice: _tokens(output) for choice, output in message.resume.items()}
-                    self._scheduler.submit(message, _tokens(message.token_ids), resume)
+                    self._scheduler.submit(message)
                 case StartRead():
                     self._scheduler.reservations.start_read(message)
                 case KVConfirmed(rid, outputs):
@@ -92,7 +89,3 @@ class Engine:
         report = self._scheduler.take_report()
         if report is not None:
             self._channel.send(report)
-
-
-def _tokens(data: bytes) -> list[int]:
-    return array("I", data).tolist()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from engine.ipc.messages import Mode
 from engine.scheduler.grammar_workers import Constraint
 from pdserve.grammar import Grammar
 from pdserve.hashing import BlockHashes
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence
+from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +17,7 @@ class Request:
     """``prompt`` is shared by all choices; ``sequences`` are the live ones, by choice."""
 
     rid: int
-    prompt: list[int]
+    prompt: bytes  # token ids, uint32
     sampling: SamplingParams
     mode: Mode
     cache_salt: str
@@ -27,7 +28,7 @@ class Request:
     waits_since: float = 0.0  # a moment of the scheduler's clock
     queued: float = 0.0  # seconds that it has waited for blocks, and a step to compute its prompt in
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    branches: dict[int, list[int]] = field(default_factory=dict)  # output of each choice that waits for the prompt's KV
+    branches: dict[int, array[int]] = field(default_factory=dict)  # output of each choice without KV yet
     announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
     reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
@@ -35,17 +36,21 @@ class Request:
     grammar: Grammar | None = None  # that of its sampling parameters, compiled
 
     @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES
+
+    @property
     def max_length(self) -> int:
         """Tokens of a choice when it ends here at the latest. On P a single choice may go ahead of its peer."""
         most = self.sampling.max_tokens
         if self.mode is Mode.LEASE:
             most = min(most, 1 + self.ahead) if self.sampling.n == 1 else 1
-        return len(self.prompt) + most
+        return self.prompt_len + most
 
     @property
     def must_score(self) -> bool:
         """Whether log-probabilities of its prompt are still to be told."""
-        return self.sampling.prompt_logprobs >= 0 and self.num_scored < len(self.prompt)
+        return self.sampling.prompt_logprobs >= 0 and self.num_scored < self.prompt_len
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,7 @@ class Sequence:
     seq: int
     request: Request
     choice: int
-    token_ids: list[int]
+    token_ids: array[int]  # uint32: prompt, then output
     hashes: BlockHashes
     prompt_len: int
     max_length: int
@@ -126,7 +131,7 @@ class Sequence:
         """What a runner must know to take it up."""
         return NewSequence(
             seq=self.seq,
-            token_ids=tuple(self.token_ids),
+            token_ids=self.token_ids.tobytes(),
             prompt_len=self.prompt_len,
             num_computed=self.num_computed,
             block_ids=tuple(self.blocks),

@@ -6,15 +6,15 @@ those of a prompt, to know who has how much of it.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
+from pdserve.records import TOKEN_BYTES
+
 NUMBER_BYTES = 8  # of a digest, that stand for it between nodes and routers
 
 _DIGEST_BYTES = 16
-_TOKEN_BYTES = 4
 
 
 def root_digest(salt: str) -> bytes:
@@ -22,9 +22,9 @@ def root_digest(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"pdserve").digest()
 
 
-def next_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Digest of a full block holding ``token_ids`` after everything ``parent`` stands for."""
-    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+def next_digest(parent: bytes, token_ids: bytes | array[int]) -> bytes:
+    """Return the digest of a full block, given as uint32 token ids, that follows the tokens of ``parent``."""
+    return blake2b(parent + token_ids, digest_size=_DIGEST_BYTES).digest()
 
 
 def prefix_numbers(token_ids: bytes, block_size: int, salt: str) -> list[int]:
@@ -32,10 +32,10 @@ def prefix_numbers(token_ids: bytes, block_size: int, salt: str) -> list[int]:
 
     Takes a microsecond for each block.
     """
-    size = block_size * _TOKEN_BYTES
+    size = block_size * TOKEN_BYTES
     digest, numbers = root_digest(salt), []
     for end in range(size, len(token_ids) + 1, size):
-        digest = blake2b(digest + token_ids[end - size : end], digest_size=_DIGEST_BYTES).digest()
+        digest = next_digest(digest, token_ids[end - size : end])
         numbers.append(int.from_bytes(digest[:NUMBER_BYTES], "little"))
     return numbers
 
@@ -44,8 +44,6 @@ def unpack_numbers(data: bytes) -> array[int]:
     """Numbers of NUMBER_BYTES each, little-endian. Raises ValueError where that is no whole number of them."""
     numbers = array("Q")
     numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
     return numbers
 
 
@@ -56,19 +54,19 @@ class BlockHashes:
         self._block_size = block_size
         self._chain = [root_digest(salt), *digests]
 
-    def upto(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
+    def upto(self, token_ids: array[int], num_tokens: int) -> list[bytes]:
         """Digests of the full blocks within the first ``num_tokens`` tokens."""
         count = num_tokens // self._block_size
         self._extend(token_ids, count)
         return self._chain[1 : count + 1]
 
-    def one_by_one(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[bytes]:
+    def one_by_one(self, token_ids: array[int], num_tokens: int) -> Iterator[bytes]:
         """``upto``, computing no more of them than are taken."""
         for index in range(1, num_tokens // self._block_size + 1):
             self._extend(token_ids, index)
             yield self._chain[index]
 
-    def _extend(self, token_ids: Sequence[int], count: int) -> None:
+    def _extend(self, token_ids: array[int], count: int) -> None:
         chain, size = self._chain, self._block_size
         for index in range(len(chain) - 1, count):
             chain.append(next_digest(chain[-1], token_ids[index * size : (index + 1) * size]))

@@ -5,12 +5,15 @@ Nothing here knows torch, NIXL or gRPC. A record that has been handed over is ne
 
 from __future__ import annotations
 
+from array import array
 from enum import StrEnum
 
 import msgspec
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.transports import Connected
+
+TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
 
 
 class FinishReason(StrEnum):
@@ -185,13 +188,21 @@ class NewSequence(msgspec.Struct, frozen=True):
     """
 
     seq: int  # unique in this engine's life
-    token_ids: tuple[int, ...]
+    token_ids: bytes  # uint32
     prompt_len: int
     num_computed: int
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     choice: int = 0
     num_scored: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Return the token ids of positions ``start`` to ``end - 1``."""
+        return array("I", self.token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):

@@ -138,7 +138,7 @@ class SimulatedSequence:
     """
 
     def __init__(self, new: NewSequence) -> None:
-        self._digest = hashlib.blake2b(array("I", new.token_ids).tobytes(), digest_size=8)
+        self._digest = hashlib.blake2b(new.token_ids, digest_size=8)
         self._sampling = new.sampling
         self._choice = new.choice
 

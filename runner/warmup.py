@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -57,7 +57,7 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     new = []
     for index, length in enumerate(lengths):
         blocks = tuple((index + at) % num_blocks for at in range((length + 2) // block_size + 1))
-        new.append(NewSequence(-1 - index, (0,) * length, length, 0, blocks, sampling))
+        new.append(NewSequence(-1 - index, bytes(length * TOKEN_BYTES), length, 0, blocks, sampling))
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence(seq, 1, 1) for seq in seqs)

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import threading
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import PendingStep
 from pdserve.records import ModelRunnerOutput, Sample, SamplingParams, StepOutput, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 
 _ROOT = Path(__file__).parent.parent
 _HEADER = struct.Struct("<I")
@@ -79,8 +79,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
     while waiting or not (scheduler.idle and pipeline.empty):
         while waiting and waiting[0][0] < at_once + turns:
             rid, request = waiting.pop(0)
-            prompt = array("I", request.prompt)
-            scheduler.submit(Submit(rid, prompt.tobytes(), request.sampling, Mode.LOCAL), prompt.tolist(), {})
+            scheduler.submit(Submit(rid, pack_tokens(request.prompt), request.sampling, Mode.LOCAL))
         plan = scheduler.plan()
         pipeline.launch(plan)
         taken = pipeline.take(plan)

@@ -9,6 +9,7 @@ from itertools import islice
 
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -75,7 +76,7 @@ class Stepper:
                 new.append(
                     NewSequence(
                         seq=seq,
-                        token_ids=tuple(sequence.tokens),
+                        token_ids=pack_tokens(sequence.tokens),
                         prompt_len=sequence.prompt_len,
                         num_computed=sequence.computed,
                         block_ids=tuple(sequence.blocks),

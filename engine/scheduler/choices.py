@@ -12,7 +12,8 @@ first one computes the prompt and its own output, and the others branch off it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Iterable
 
 from engine.ipc.event_batch import EventBatch
 from engine.ipc.messages import Output, Outputs
@@ -42,7 +43,7 @@ class ChoiceManager:
         if sampling.grammar or not sampling.ignore_eos:
             request.stop_ids |= self._eos_token_ids
         choice = min(request.branches, default=0)
-        return self._sequence(request, choice, [*request.prompt, *request.branches.pop(choice, ())])
+        return self._sequence(request, choice, request.branches.pop(choice, ()))
 
     def take(self, sequence: Sequence, sample: Sample) -> bool:
         """Report the next token of a sequence that has some already. Returns whether the sequence goes on."""
@@ -69,7 +70,7 @@ class ChoiceManager:
             reason = self._reason(request, sample.token_id, 1)
             self._report_first(request, choice, sample, reason)
             if reason is None:
-                request.branches[choice] = [sample.token_id]
+                request.branches[choice] = array("I", (sample.token_id,))
         sequence.token_ids.append(samples[0].token_id)
         if request.branches.pop(sequence.choice, None) is None:
             return False
@@ -99,7 +100,7 @@ class ChoiceManager:
         """
         request = sequence.request
         live = {
-            choice: list(tokens)
+            choice: array("I", tokens)
             for choice, tokens in enumerate(outputs)
             if self._reason(request, tokens[-1], len(tokens)) is None
         }
@@ -109,7 +110,7 @@ class ChoiceManager:
         sequence.choice = min(live)
         request.sequences[sequence.choice] = sequence
         tokens = live.pop(sequence.choice)
-        sequence.token_ids += tokens
+        sequence.token_ids.extend(tokens)
         sequence.length += len(tokens)
         self._constraints.drawn(sequence, len(tokens))
         request.branches = live
@@ -119,18 +120,17 @@ class ChoiceManager:
         """The choices that wait for the prompt's KV, now that ``sequence`` has it, as sequences to be admitted."""
         request = sequence.request
         digests = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
-        branches = [
-            self._sequence(request, choice, [*request.prompt, *output], digests)
-            for choice, output in request.branches.items()
-        ]
+        branches = [self._sequence(request, choice, output, digests) for choice, output in request.branches.items()]
         request.branches = {}
         return branches
 
     def _sequence(
-        self, request: Request, choice: int, token_ids: list[int], digests: Collection[bytes] = ()
+        self, request: Request, choice: int, output: Iterable[int], digests: Collection[bytes] = ()
     ) -> Sequence:
+        token_ids = array("I", request.prompt)
+        token_ids.extend(output)
         hashes = BlockHashes(self._block_size, request.cache_salt, tuple(digests))
-        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, len(request.prompt), request.max_length)
+        sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, request.prompt_len, request.max_length)
         self._next_seq += 1
         self._constraints.begin(sequence)
         request.sequences[choice] = sequence

@@ -17,6 +17,7 @@ Everything here is plain Python over plain values: no device, no transfer; nothi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain, islice
 
@@ -92,14 +93,18 @@ class Scheduler:
 
     # ------------------------------------------------------------ commands
 
-    def submit(self, message: Submit, prompt: list[int], resume: dict[int, list[int]]) -> None:
-        """Queue a request, or refuse it at once when the queue is full or it can never fit.
-
-        ``resume`` has the output so far of each choice that goes on.
-        """
-        needed = self._kv.blocks_for(len(prompt) + max(map(len, resume.values()), default=0) + 1)
+    def submit(self, message: Submit) -> None:
+        """Queue a request, or refuse it at once when the queue is full or it can never fit."""
+        sampling, mode, salt = message.sampling, message.mode, message.cache_salt
+        request = Request(
+            *(message.rid, message.token_ids, sampling, mode, salt),
+            *(message.priority, message.skip_tokens, message.ahead),
+        )
+        request.branches = {choice: array("I", output) for choice, output in message.resume.items()}
+        longest_output = max(map(len, request.branches.values()), default=0)
+        needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
-            text = f"a prompt of {len(prompt)} tokens needs {needed} KV blocks, this node has {self.pool.total}"
+            text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.report.refuse(message.rid, "RequestTooLong", text)
             return
         num_waiting = len(self._waiting) + self._constraints.num_waiting
@@ -107,11 +112,6 @@ class Scheduler:
             text = f"{num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
             self.report.refuse(message.rid, "Overloaded", text)
             return
-        sampling, mode, salt = message.sampling, message.mode, message.cache_salt
-        request = Request(
-            message.rid, prompt, sampling, mode, salt, message.priority, message.skip_tokens, message.ahead
-        )
-        request.branches = resume
         request.waits_since = self._clock()
         if not self._constraints.holds(request):
             self._queue(request)

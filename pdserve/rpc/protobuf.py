@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -16,11 +15,8 @@ from pdserve.errors import (
 )
 from pdserve.kv import KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
 from pdserve.throughput import LinearCost, Throughput
-
-TOKEN_BYTES = 4
-_SWAP = sys.byteorder == "big"
 
 _SCALARS = (
     "max_tokens",
@@ -43,21 +39,14 @@ _SCALARS = (
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32."""
-    tokens = array("I", token_ids)
-    if _SWAP:
-        tokens.byteswap()
-    return tokens.tobytes()
+    return array("I", token_ids).tobytes()
 
 
 def unpack_tokens(data: bytes) -> array[int]:
     """The token ids of ``pack_tokens``. Raises RequestError when the bytes are no whole number of ids."""
     if len(data) % TOKEN_BYTES:
         raise RequestError(f"token_ids has {len(data)} bytes, which is not a multiple of {TOKEN_BYTES}", "token_ids")
-    tokens = array("I")
-    tokens.frombytes(data)
-    if _SWAP:
-        tokens.byteswap()
-    return tokens
+    return array("I", data)
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:

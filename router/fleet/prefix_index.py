@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.hashing import prefix_numbers
-from pdserve.rpc.protobuf import TOKEN_BYTES
+from pdserve.records import TOKEN_BYTES
 
 _SLACK = 1024  # numbers that a node's list may hold beyond twice those it has
 

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from pdserve.errors import RequestError
-from pdserve.rpc.protobuf import TOKEN_BYTES, pack_tokens, unpack_tokens
+from pdserve.records import TOKEN_BYTES
+from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
 
 
 class Prompt(msgspec.Struct, frozen=True):

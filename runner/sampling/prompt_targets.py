@@ -7,6 +7,7 @@ targets                          ▒  ▒  ▒
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class Targets:
 
     seq: int
     first: int  # index in the prompt of the first of them
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     rows: range
     num_top: int
 
@@ -61,4 +62,4 @@ class PromptTargets:
         if end == new.prompt_len:
             self.forget(new.seq)
         rows = range(row + first - 1 - begin, row + end - 1 - begin)
-        return Targets(new.seq, first, new.token_ids[first:end], rows, new.sampling.prompt_logprobs)
+        return Targets(new.seq, first, new.tokens(first, end), rows, new.sampling.prompt_logprobs)

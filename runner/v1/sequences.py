@@ -34,8 +34,8 @@ class SequenceTable:
         row = self._free.pop()
         self._row_of[new.seq] = row
         self.records[row] = new
-        self.token_ids[row, : len(new.token_ids)] = new.token_ids
-        self.num_tokens[row] = len(new.token_ids)
+        self.token_ids[row, : new.num_tokens] = np.frombuffer(new.token_ids, dtype=np.int32)
+        self.num_tokens[row] = new.num_tokens
         self.num_computed[row] = new.num_computed
         self.num_pages[row] = 0
         self.add_blocks(new.seq, new.block_ids)

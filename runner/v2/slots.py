@@ -82,8 +82,8 @@ class Slots:
         self._forms.clear()
         self._records[slot] = new
         state, write = self._state, self._uploader.write
-        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, len(new.token_ids), 0
-        write(state.offset(state.token_ids, slot, 0), np.array(new.token_ids, dtype=np.int32))
+        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
+        write(state.offset(state.token_ids, slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
         write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
         write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
         self.add_blocks(new.seq, new.block_ids)

@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.cli import main
 from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.exits import run_command
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -184,3 +185,13 @@ def test_traceback_on_demand() -> None:
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "Traceback" not in run("explain", "/no/such/model", PDSERVE_TRACEBACK="0").stderr
+
+
+def test_big_endian_machine_is_refused_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert run_command(lambda: 0) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "pdserve: error: this machine is big-endian; pdserve runs on little-endian machines only"
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +54,7 @@ def test_cached_blocks_are_found_until_they_are_needed() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3)
     assert blocks is not None
-    hashes = BlockHashes(2, "").upto([1, 2, 3, 4, 5, 6], 6)
+    hashes = BlockHashes(2, "").upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
     for digest, block in zip(hashes, blocks, strict=True):
         pool.remember(digest, block)
     pool.drop(blocks, Use.HELD)
@@ -66,10 +68,10 @@ def test_cached_blocks_are_found_until_they_are_needed() -> None:
 
 
 def test_salts_keep_prefixes_apart() -> None:
-    tokens = list(range(8))
+    tokens = array("I", range(8))
     assert BlockHashes(4, "a").upto(tokens, 8) != BlockHashes(4, "b").upto(tokens, 8)
     assert BlockHashes(4, "a").upto(tokens, 8) == BlockHashes(4, "a").upto(tokens, 8)
-    assert next_digest(root_digest(""), [1, 2]) != next_digest(root_digest(""), [2, 1])
+    assert next_digest(root_digest(""), array("I", [1, 2])) != next_digest(root_digest(""), array("I", [2, 1]))
 
 
 @given(

@@ -15,6 +15,7 @@ from engine.executor.rank_processes import RankChannel, RankProcesses
 from engine.ipc.frames import Frames, framed
 from pdserve.config.parallel import ParallelConfig
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 
 # How a crew's thread ends here after a failure; of an engine, the process does.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -58,7 +59,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_a_rank_that_does_not_read_holds_nobody_up(ranks: Ranks) -> None:
-    prompt = NewSequence(1, tuple(range(10_000)), 10_000, 0, (), SamplingParams(max_tokens=1))
+    prompt = NewSequence(1, pack_tokens(range(10_000)), 10_000, 0, (), SamplingParams(max_tokens=1))
     plans = [Step(StepPlan(number, new=(prompt,))) for number in range(1, 101)]
     for plan in plans:
         ranks.crew.send(plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +13,12 @@ from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
 from pdserve.hashing import BlockHashes
 from pdserve.records import SamplingParams
+from pdserve.rpc.protobuf import pack_tokens
 
 
 def sequence(number: int, priority: int) -> Sequence:
-    request = Request(number, [1], SamplingParams(max_tokens=1), Mode.LOCAL, "", priority)
-    return Sequence(number, request, 0, [1], BlockHashes(4, ""), 1, 2)
+    request = Request(number, pack_tokens([1]), SamplingParams(max_tokens=1), Mode.LOCAL, "", priority)
+    return Sequence(number, request, 0, array("I", [1]), BlockHashes(4, ""), 1, 2)
 
 
 @given(

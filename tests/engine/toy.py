@@ -126,7 +126,8 @@ class ToyRunner:
         for new in plan.new:
             assert new.seq not in self._states
             assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
-            state = _State(new.seq, list(new.token_ids), new.num_computed, list(new.block_ids), new.choice)
+            tokens = new.tokens(0, new.num_tokens).tolist()
+            state = _State(new.seq, tokens, new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = new.num_computed
             self._states[new.seq] = state
             self._targets.add(new)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +68,7 @@ def test_a_place_is_used_again_and_lists_stay_short() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(1, 9), st.text(max_size=4))
 def test_a_router_names_blocks_as_engines_do(tokens: list[int], block_size: int, salt: str) -> None:
-    digests = BlockHashes(block_size, salt).upto(tokens, len(tokens))
+    digests = BlockHashes(block_size, salt).upto(array("I", tokens), len(tokens))
     cut = unpack_numbers(b"".join(digest[:8] for digest in digests))
     assert prefix_numbers(pack_tokens(tokens), block_size, salt) == list(cut)
 

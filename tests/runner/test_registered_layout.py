@@ -20,6 +20,7 @@ from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import DigestOrder, KVRegion, NewSequence, ScheduledSequence, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 from runner.kv_digest import KVDigester
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
@@ -114,7 +115,7 @@ def test_a_step_leaves_the_same_bytes_everywhere(checkpoint: Path, block_size: i
     ends = (BLOCK_SIZES[block_size], block_size)  # of a page, of a block
     lengths = [end + NEW // 2 for end in ends]
     new = tuple(
-        NewSequence(seq, tuple(at % 100 for at in range(length)), length, length - NEW, blocks, GREEDY)
+        NewSequence(seq, pack_tokens([at % 100 for at in range(length)]), length, length - NEW, blocks, GREEDY)
         for seq, (length, blocks) in enumerate(zip(lengths, [(3, 0), (4, 1)], strict=True))
     )
     plan = StepPlan(0, new=new, scheduled=tuple(ScheduledSequence(seq, NEW, 1) for seq in range(len(new))))
@@ -135,7 +136,7 @@ def test_digests_are_of_what_a_peer_would_read(checkpoint: Path, version: str, b
     """Of the same step's tokens, too; a step that computes nothing can be asked for them as well."""
     config = configure(checkpoint, "cpu", version, backend, 16)
     order = DigestOrder((3, 1), 16 + NEW)
-    new = NewSequence(0, tuple(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)
+    new = NewSequence(0, pack_tokens(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)
     with built(config) as model_runner:
         plan = StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 16 + NEW, 1),), digests=(order,))
         first = model_runner.launch(plan).result()

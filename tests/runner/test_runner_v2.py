@@ -15,6 +15,7 @@ from stepper import GREEDY, Stepper
 import runner
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
@@ -75,7 +76,7 @@ class Overlapped:
 
 def introduce(seq: int, prompt: tuple[int, ...], first_block: int, sampling: SamplingParams = GREEDY) -> NewSequence:
     blocks = tuple(range(first_block, first_block + (len(prompt) + 24) // BLOCK + 1))
-    return NewSequence(seq, prompt, len(prompt), 0, blocks, sampling)
+    return NewSequence(seq, pack_tokens(prompt), len(prompt), 0, blocks, sampling)
 
 
 def one(seq: int) -> ScheduledSequence:

@@ -18,6 +18,7 @@ import runner
 from pdserve.errors import CapacityError
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 from runner.warmup import run_largest_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
@@ -56,7 +57,7 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
 def test_the_kv_of_a_step_is_there_with_its_result_though_it_samples_nothing(checkpoint: Path, version: str) -> None:
     """A peer reads it as soon as the engine has applied the step, through no stream of ours."""
     model_runner = build_runner(checkpoint, version, device=DEVICE)
-    new = NewSequence(0, tuple(prompt_of(300)), 300, 0, tuple(range(20)), SamplingParams(max_tokens=1))
+    new = NewSequence(0, pack_tokens(prompt_of(300)), 300, 0, tuple(range(20)), SamplingParams(max_tokens=1))
     torch.cuda._sleep(1 << 28)  # cycles: what follows on the stream is computed long after it was launched
     pending = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 256, 0),)))
     assert version == "V1" or not torch.cuda.current_stream().query()  # V1 may wait as early as in its launch
@@ -116,7 +117,8 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> No
     seq = stepper.add(prompt_of(32))
     stepper.step()
     blocks, token = stepper.live[seq].blocks, stepper.live[seq].output[0]
-    hit = NewSequence(100, tuple(prompt_of(32)), 32, 16, (blocks[0], stepper.free[0]), SamplingParams(1, temperature=0))
+    prompt, sampling = pack_tokens(prompt_of(32)), SamplingParams(1, temperature=0)
+    hit = NewSequence(100, prompt, 32, 16, (blocks[0], stepper.free[0]), sampling)
     output = stepper.runner.launch(StepPlan(9, new=(hit,), scheduled=(ScheduledSequence(100, 16, 1),))).result()
     assert output.samples[0].token_id == token
 

@@ -17,6 +17,7 @@ from test_simulated_runner import build as build_simulated
 
 import runner
 from pdserve.records import NewSequence, PromptLogprobs, SamplingParams, ScheduledSequence
+from pdserve.rpc.protobuf import pack_tokens
 from runner.sampling.prompt_targets import PromptTargets
 
 VOCAB = 128
@@ -103,7 +104,7 @@ def test_every_token_is_told_once(chunks: list[int], num_computed: int, num_scor
     """Chunks that follow ``num_computed`` tokens tell of those tokens that they predict and nobody has told of."""
     end = num_computed + sum(chunks)
     prompt_len = max(1, end - 2)  # the last two have been generated already
-    new = NewSequence(7, tuple(range(end)), prompt_len, num_computed, (), asking(3), num_scored=num_scored)
+    new = NewSequence(7, pack_tokens(range(end)), prompt_len, num_computed, (), asking(3), num_scored=num_scored)
     targets = PromptTargets()
     targets.add(new)
     told: list[int] = []

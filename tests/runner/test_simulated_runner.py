@@ -16,6 +16,7 @@ from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.rpc.protobuf import pack_tokens
 
 EOS = {0, 2}  # of the embedded model
 
@@ -95,7 +96,7 @@ def test_logprobs_are_of_a_distribution_with_the_token_drawn_on_top() -> None:
 def test_a_step_is_launched_while_another_runs_and_takes_its_time_after_it() -> None:
     model_runner = build("step=0.1", "prompt-token=0.002", "decode=0.04", speed=2.0)
     start = time.monotonic()
-    new = NewSequence(0, tuple(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
+    new = NewSequence(0, pack_tokens(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
     first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 50, 1),)))
     second = model_runner.launch(StepPlan(2, scheduled=(ScheduledSequence(0, 1, 1),)))
     assert len(first.result().samples) == 1

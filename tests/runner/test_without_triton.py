@@ -10,6 +10,7 @@ from checkpoints import make_checkpoint
 
 SCRIPT = """
 import sys
+from array import array
 
 sys.modules["triton"] = sys.modules["transformers"] = None  # importing them fails
 from pdserve.config.node_config import NodeOptions
@@ -21,7 +22,7 @@ import runner
 options = NodeOptions(model=sys.argv[1], device="cpu", kv_cache_memory=1 << 22)
 config = resolve(options, detect_device("cpu"), {"PDSERVE_USE_V2_MODEL_RUNNER": "0"})
 model = runner.build(config, lambda stage, fraction: None)
-new = NewSequence(0, (1, 2, 3), 3, 0, (0,), SamplingParams(max_tokens=1))
+new = NewSequence(0, array("I", (1, 2, 3)).tobytes(), 3, 0, (0,), SamplingParams(max_tokens=1))
 output = model.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 3, 1),))).result()
 print(len(output.samples))
 """

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,7 +125,7 @@ def received_bytes(metadata: bytes) -> int:
     for connection in _connections_to(metadata):
         with connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
-            total += int.from_bytes(info[_BYTES_RECEIVED:], sys.byteorder)
+            total += int.from_bytes(info[_BYTES_RECEIVED:], "little")
     return total
 
 
