@@ -24,7 +24,7 @@ from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_split, num_parameters
 from runner.distributed.parallel_state import ParallelState
 from runner.models.decoder import Decoder
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, RopeConfig
 from pdserve.kv import KVLayout
-from runner.attention import AttentionBackend, AttentionBatch, HeadNorms, RotaryCosSin
+from runner.attention import AttentionBackend
 from runner.attention.build import build_backend
+from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 _ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
 _MAX_SEQS = 64
@@ -33,6 +35,7 @@ class Shape:
     windows: tuple[int | None, ...] = (None,)
     has_norms: bool = False
     num_pages: int = 160
+    spec: AttentionSpec | None = None  # of all layers, in place of ``windows``
 
     def config(self) -> ModelConfig:
         return ModelConfig(
@@ -49,8 +52,13 @@ class Shape:
             max_position_embeddings=4096,
             dtype="float32",
             qk_norm=self.has_norms,
-            sliding_windows=self.windows,
+            attention=self.specs(),
         )
+
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        if self.spec is not None:
+            return (self.spec,) * len(self.windows)
+        return tuple(AttentionSpec(scale=self.head_dim**-0.5, window=window) for window in self.windows)
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         return KVLayout(
@@ -75,7 +83,7 @@ class Inputs:
     tokens: int
     batch: AttentionBatch = field(init=False)
     qkv: list[Tensor] = field(init=False)  # per layer
-    turn: RotaryCosSin = field(init=False)
+    rotary: RotaryCosSin = field(init=False)
 
     def __post_init__(self) -> None:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
@@ -84,7 +92,7 @@ class Inputs:
         width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
         half = self.shape.head_dim // 2
         self.qkv = [zeros(self.tokens, width, dtype=self.dtype) for _ in self.shape.windows]
-        self.turn = RotaryCosSin(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
+        self.rotary = RotaryCosSin(*(zeros(self.tokens, half, dtype=torch.float32) for _ in range(2)))
         self.batch = AttentionBatch(
             query_starts=np.zeros(1, dtype=np.int32),
             seq_lens=np.zeros(0, dtype=np.int32),
@@ -116,9 +124,9 @@ class Inputs:
         generator = torch.Generator().manual_seed(seed)
         for qkv in self.qkv:
             qkv.copy_(torch.randn(qkv.shape, generator=generator))
-        angles = torch.randn(self.turn.cos.shape, generator=generator)
-        self.turn.cos.copy_(angles.cos())
-        self.turn.sin.copy_(angles.sin())
+        angles = torch.randn(self.rotary.cos.shape, generator=generator)
+        self.rotary.cos.copy_(angles.cos())
+        self.rotary.sin.copy_(angles.sin())
         batch = self.batch
         batch.device_query_starts.copy_(torch.from_numpy(starts))
         batch.device_seq_lens.copy_(torch.from_numpy(lens))
@@ -136,7 +144,7 @@ class Inputs:
     def _tensors(self) -> list[Tensor]:
         batch = self.batch
         of_batch = [batch.device_query_starts, batch.device_seq_lens, batch.page_table, batch.slots]
-        return [*self.qkv, self.turn.cos, self.turn.sin, *of_batch]
+        return [*self.qkv, self.rotary.cos, self.rotary.sin, *of_batch]
 
 
 def make_inputs(
@@ -169,10 +177,11 @@ class Side:
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """What every layer makes of planned inputs, [tokens, heads * head_dim] each."""
-        return [
-            self.backend.run(layer, qkv.to(self.compute), inputs.turn, self.norms)
-            for layer, qkv in enumerate(inputs.qkv)
-        ]
+        outputs = []
+        for layer, qkv in enumerate(inputs.qkv):
+            q = self.backend.prepare_and_store(layer, qkv.to(self.compute), inputs.rotary, self.norms)
+            outputs.append(self.backend.attend(layer, q))
+        return outputs
 
 
 def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 
 import msgspec
 
+from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
 from pdserve.kv import choose_kernel_block_size
 
@@ -61,16 +62,23 @@ def fits_triton(head_dim: int) -> bool:
     return head_dim >= _TRITON_MIN_HEAD_DIM and head_dim & (head_dim - 1) == 0
 
 
-def problems(backend: str, platform: Platform, dtype: str, head_dim: int) -> list[str]:
-    """Why a backend cannot serve a model of this dtype and head size here; empty where it can."""
-    found: list[str | None] = []
+def problems(
+    backend: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
+) -> list[str]:
+    """Return why a back end cannot serve layers of these specs, dtype and head size here; empty if it can."""
+    if backend == "torch":
+        return []
+    found = [
+        None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores",
+        None if not any(spec.has_sinks for spec in specs) else "it has no attention sinks",
+    ]
     if backend == "triton":
-        found = [
+        found += [
             platform.triton_problem,
             None if fits_triton(head_dim) else f"head_dim {head_dim} is no power of two of at least 16",
         ]
     elif backend == "flashinfer":
-        found = [
+        found += [
             None if platform.device == "cuda" else "it needs a CUDA GPU",
             None if platform.has_flashinfer else "the package flashinfer is not installed",
             None if platform.has_triton else "the package triton, for what is between its kernels, is not installed",
@@ -80,23 +88,27 @@ def problems(backend: str, platform: Platform, dtype: str, head_dim: int) -> lis
     return [problem for problem in found if problem]
 
 
-def check_backend(name: str, platform: Platform, dtype: str, head_dim: int) -> None:
-    """Raise ConfigError for a backend that is unknown or cannot run, saying why and what can."""
+def check_backend(
+    name: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
+) -> None:
+    """Raise ConfigError for a back end that is unknown or cannot run; the error says why, and what can run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    found = problems(name, platform, dtype, head_dim)
+    found = problems(name, platform, dtype, head_dim, specs)
     if found:
-        able = [other for other in ATTENTION_BACKENDS if not problems(other, platform, dtype, head_dim)]
+        able = [other for other in ATTENTION_BACKENDS if not problems(other, platform, dtype, head_dim, specs)]
         raise ConfigError(
             f"attention_backend {name!r} cannot run this: {'; '.join(found)}. Choose auto or {', '.join(able)}"
         )
 
 
-def choose_backend(platform: Platform, dtype: str, head_dim: int, v1_forced: bool) -> tuple[str, str]:
-    """The backend that "auto" stands for, and the reason.
+def choose_backend(
+    platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec], v1_forced: bool
+) -> tuple[str, str]:
+    """Return the back end that "auto" stands for, and the reason.
 
-    On a GPU that is the fastest that can run. On a CPU it is torch's, unless Triton's interpreter was asked for: then
-    V2 can run, for tests, and needs a backend that stays on the device.
+    On a GPU: the fastest one that can run. On a CPU: torch, except under Triton's interpreter, where V2 runs for tests
+    and needs a back end that stays on the device.
     """
     if platform.device == "cuda":
         preferred, reason = ["flashinfer", "triton"], "the fastest on a GPU"
@@ -106,7 +118,7 @@ def choose_backend(platform: Platform, dtype: str, head_dim: int, v1_forced: boo
         preferred, reason = [], ""
     refused: list[str] = []
     for name in preferred:
-        found = problems(name, platform, dtype, head_dim)
+        found = problems(name, platform, dtype, head_dim, specs)
         if not found:
             return name, ", ".join(refused) or reason
         refused.append(f"{name} cannot run ({'; '.join(found)})")

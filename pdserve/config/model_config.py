@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import CheckpointError
 
 
@@ -37,9 +38,14 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; None: full attention
+    attention: tuple[AttentionSpec, ...] = ()  # per layer
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Return each layer's window in tokens; None is full attention."""
+        return tuple(spec.window for spec in self.attention)
 
 
 # Architectures with the values transformers assumes where config.json leaves a field out.
@@ -98,7 +104,10 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         attention_bias=(is_llama or is_qwen) and bool(fields.get("attention_bias", False)),
         mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
         qk_norm=is_qwen,
-        sliding_windows=_sliding_windows(fields, architecture, num_layers),
+        attention=tuple(
+            AttentionSpec(scale=head_dim**-0.5, window=window)
+            for window in _sliding_windows(fields, architecture, num_layers)
+        ),
         bos_token_id=fields.get("bos_token_id"),
         eos_token_ids=_eos_token_ids(model_dir, fields),
     )

@@ -149,7 +149,7 @@ def shard_of(model: ModelConfig, place: RankPosition) -> ModelConfig:
         num_heads=model.num_heads // tp,
         num_kv_heads=max(1, model.num_kv_heads // tp),
         intermediate_size=model.intermediate_size // tp,
-        sliding_windows=model.sliding_windows[layers.start : layers.stop],
+        attention=model.attention[layers.start : layers.stop],
     )
 
 

@@ -97,9 +97,9 @@ def _choose_backend(
     if options.simulated:
         return NO_BACKEND
     if options.attention_backend != "auto":
-        check_backend(options.attention_backend, platform, dtype, model.head_dim)
+        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention)
         return options.attention_backend
-    backend, reason = choose_backend(platform, dtype, model.head_dim, v1_forced)
+    backend, reason = choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced)
     choices.append(f"attention_backend={backend}: {reason}")
     return backend
 

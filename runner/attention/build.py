@@ -1,29 +1,31 @@
-"""From a backend's name to the backend. Each is imported only when it is asked for."""
+"""Build the attention back end of a rank. Each is imported only where it is used."""
 
 from __future__ import annotations
 
 from pdserve.config.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 
 def build_backend(
-    name: str, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int, max_num_keys: int
+    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
-    """The backend of ``ATTENTION_BACKENDS`` (pdserve) called ``name``, for layers that write to ``cache``.
+    """Return the back end ``name`` of pdserve's ``ATTENTION_BACKENDS`` for layers that write to ``cache``.
 
-    ``max_num_seqs`` bounds the rows of a step. A backend may keep memory for ``max_num_keys`` of a layer, in tokens.
+    ``config`` is the rank's part of the model. ``max_num_seqs`` bounds the rows of a step. A back end may keep memory
+    for ``max_num_keys`` tokens of one layer.
     """
+    specs, num_heads = config.attention, config.num_heads
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 
-        return PagedTorchAttention(config, cache, place)
+        return PagedTorchAttention(specs, num_heads, cache, placement)
     if name == "triton":
         from runner.attention.paged_triton import PagedTritonAttention
 
-        return PagedTritonAttention(config, cache, place, max_num_seqs)
+        return PagedTritonAttention(specs, num_heads, cache, placement, max_num_seqs)
     assert name == "flashinfer", name
     from runner.attention.paged_flashinfer import PagedFlashInferAttention
 
-    return PagedFlashInferAttention(config, cache, place, max_num_seqs, max_num_keys)
+    return PagedFlashInferAttention(specs, num_heads, cache, placement, max_num_seqs, max_num_keys)

@@ -21,6 +21,8 @@ from flashinfer.utils import (
 )
 from torch import Tensor
 
+from pdserve.config.attention_spec import AttentionSpec
+
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan
 _TILE = 128  # query rows
 _PLANS_UNDER_WAY = 2  # steps whose plans may be on their way to the device
@@ -68,11 +70,11 @@ class Sizes:
 
 
 class FlashInferPrefill:
-    """FlashInfer's attention for one sliding window, and the plan it runs by."""
+    """FlashInfer's attention of one AttentionSpec, and its current plan."""
 
-    def __init__(self, sizes: Sizes, workspace: Tensor, window: int | None) -> None:
+    def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
         """Compiles the kernel where FlashInfer has not cached it yet, which takes up to a minute."""
-        device, dtype = workspace.device, sizes.dtype
+        device, dtype, window = workspace.device, sizes.dtype, spec.window
         no_encoding = PosEncodingMode.NONE.value
         self._name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
         self._module: Any = get_batch_prefill_module(
@@ -88,7 +90,7 @@ class FlashInferPrefill:
             False,  # soft cap of scores
             False,  # float16 products of queries and keys
         )
-        self._sizes = sizes
+        self._sizes, self._scale = sizes, spec.scale
         self._window_left = -1 if window is None else window - 1  # keys before a query's own that it sees
         self._workspace = workspace
         self._has_pdl = device_support_pdl(device)
@@ -180,7 +182,7 @@ class FlashInferPrefill:
             self._has_pdl,
             *(None,) * 6,  # custom mask and its starts, ALiBi slopes, prefix lengths, positions in items, item lengths
             0.0,  # soft cap of scores
-            self._sizes.head_dim**-0.5,
+            self._scale,
         )
 
 

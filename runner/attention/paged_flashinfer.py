@@ -12,6 +12,7 @@ time. For few queries, or where only a window of the keys is seen, copying costs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
+from pdserve.config.attention_spec import AttentionSpec
+from runner.attention import AttentionBackend
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
+from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.gather import GatheredKeys
 from runner.kernels.pages import PageLists
-from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 _QUERIES_PER_KEY = 1024  # on average, from which on it pays to gather keys
 _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's memory
@@ -46,27 +47,32 @@ class _Chunks:
     pages: Pages  # filled where a kernel does not gather
 
 
-class PagedFlashInferAttention:
-    """Implements AttentionBackend in bfloat16 and float16, with grouped queries and sliding windows."""
+class PagedFlashInferAttention(AttentionBackend):
+    """Supports grouped queries and sliding windows in bfloat16 and float16."""
 
     def __init__(
-        self, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int, max_num_keys: int
+        self,
+        specs: Sequence[AttentionSpec],
+        num_heads: int,
+        cache: KVCache,
+        placement: TensorPlacement,
+        max_num_seqs: int,
+        max_num_keys: int,
     ) -> None:
         layout, device = cache.layout, cache.tensor.device
-        self._triton = PagedTritonAttention(config, cache, place, max_num_seqs)
+        self._triton = PagedTritonAttention(specs, num_heads, cache, placement, max_num_seqs)
         self._layers = cache.layers
-        self._windows = config.sliding_windows
-        self._heads, self._page = config.num_heads, layout.kernel_block_size
+        self._specs = specs
+        self._page = layout.kernel_block_size
         self._lists = PageLists(max_num_seqs, self._page, device)
-        sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, place.dtype)
-        # Kernels of a step run one after the other, so they can share what they hold between their own two phases.
+        sizes = Sizes(num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
+        # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
-        self._kernels = {window: FlashInferPrefill(sizes, workspace, window) for window in set(config.sliding_windows)}
+        self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in set(specs)}
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         capacity = min(max_num_keys, room * layout.num_layers // layout.bytes_per_token) if gathers else 0
-        self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, place.dtype, device)
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._gathered = GatheredKeys(capacity, layout.num_kv_heads, layout.head_dim, placement.dtype, device)
         self._chunks: _Chunks | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
@@ -78,7 +84,6 @@ class PagedFlashInferAttention:
             return
         first, rows = int(longer[0]), len(lengths)
         begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
-        self._slots = batch.slots
         page_starts = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(-(-batch.seq_lens // self._page), out=page_starts[1:])
         seq_lens = batch.seq_lens[first:]
@@ -107,12 +112,17 @@ class PagedFlashInferAttention:
             ),
         )
 
-    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
+    def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
+        return self._triton.prepare_and_store(layer, qkv, rotary, norms)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._triton.store(layer, k, v)
+
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         chunks = self._chunks
         if chunks is None:
-            return self._triton.run(layer, qkv, turn, norms)
-        cache, kernel = self._layers[layer], self._kernels[self._windows[layer]]
-        q = rope_store(qkv, self._heads, turn, norms, self._slots, cache)
+            return self._triton.attend(layer, q)
+        cache, kernel = self._layers[layer], self._kernels[self._specs[layer]]
         out = torch.empty_like(q)
         if chunks.has_singles:
             self._triton.attend_singles(layer, q, out)
@@ -125,9 +135,6 @@ class PagedFlashInferAttention:
         else:
             kernel.run_paged(queries, cache, chunks.pages, results)
         return out.view(out.shape[0], -1)
-
-    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
-        self._triton.store(layer, qkv, turn, norms)
 
 
 def _pays(lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:

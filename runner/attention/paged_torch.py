@@ -1,16 +1,16 @@
-"""Attention in plain torch over strided page views: the reference for every other backend, on any device.
+"""Attention in plain torch over strided page views: the reference for all back ends, on any device.
 
 A step is cut into two kinds of work. Sequences with one new token are attended together, in groups of similar length,
 so that padding at most doubles the work. Longer chunks are attended one sequence at a time, in tiles of queries, so
 that neither masks nor wasted work above the diagonal grow with the square of the prompt.
 
-Everything is read from the cache, the new tokens too: a result does not depend on how its prompt was cut into chunks,
-nor on what a prefix cache or another node had computed before.
+All keys and values are read from the cache, also this step's. So a result does not depend on the chunks of its prompt,
+nor on whether a prefix cache or another node computed the tokens before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
+from pdserve.config.attention_spec import AttentionSpec
+from runner.attention import AttentionBackend
+from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
-from runner.models.layers.norm import rms_norm
-from runner.models.layers.rotary import apply_rotary, widen
+from runner.placement import TensorPlacement
 
 # Queries attended at once within a chunk, a multiple of _ROWS. On a CPU 64, 128, 256 take 30, 27, 32 ms for 1,024.
 _TILE = 128
-# Tiles begin and end at multiples of it: torch compiles a product for each number of queries or keys, and keeps it.
+# Tiles begin and end at multiples of it: torch compiles and keeps a product for each number of queries or keys.
 _ROWS = 16
 
 
@@ -44,9 +44,9 @@ class _DecodeGroup:
 @dataclass(frozen=True)
 class _Tile:
     rows: slice  # tokens
-    before: int  # queries that are none
-    after: int
-    num_keys: int  # of the chunk's gathered keys, those up to the last query
+    before: int  # padding queries before the tokens
+    after: int  # padding queries after them
+    num_keys: int  # gathered keys of the chunk up to the last query
     mask: Tensor  # [1, 1, queries, num_keys], 0 or -inf
 
 
@@ -60,7 +60,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _WindowPlan:
-    """The work of all layers that have one sliding window (or none)."""
+    """The work of all layers with the same sliding window (or none)."""
 
     decodes: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
@@ -68,25 +68,27 @@ class _WindowPlan:
 
 @dataclass(frozen=True)
 class _HostBatch:
-    """An AttentionBatch as numpy sees it."""
+    """An AttentionBatch as numpy arrays."""
 
     query_starts: NDArray[np.int64]  # [num_seqs + 1]
     seq_lens: NDArray[np.int64]  # [num_seqs]
     page_table: NDArray[np.int32]  # [num_seqs, max_pages]
-    num_tokens: int  # of the device's batch, padding and all
+    num_tokens: int  # of the device's batch, with padding
 
 
-class PagedTorchAttention:
-    """Implements AttentionBackend. Supports any page size, grouped queries and sliding windows, but no CUDA graphs."""
+class PagedTorchAttention(AttentionBackend):
+    """Supports all of AttentionSpec, any page size and grouped queries, but no CUDA graphs."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, place: TensorPlacement) -> None:
+    def __init__(
+        self, specs: Sequence[AttentionSpec], num_heads: int, cache: KVCache, placement: TensorPlacement
+    ) -> None:
         layout = cache.layout
         self._cache = cache
-        self._place = place
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, layout.num_kv_heads, layout.head_dim
+        self._placement = placement
+        self._specs = specs
+        self._heads, self._kv_heads, self._head_dim = num_heads, layout.num_kv_heads, layout.head_dim
         self._page = layout.kernel_block_size
-        self._group = config.num_heads // config.num_kv_heads
-        self._windows = config.sliding_windows
+        self._group = num_heads // layout.num_kv_heads
         self._kv_dtype = cache.tensor.dtype
         head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * 2
         self._rows_per_page = layout.num_kv_heads * layout.num_layers * 2  # page rows from one page to the next
@@ -95,8 +97,8 @@ class PagedTorchAttention:
         self._slot_rows = kv_head_rows * self._page  # [2 * num_kv_heads]
         self._norms: dict[int, _FusedNorms] = {}
         self._bands: dict[int | None, _BandMask] = {}
-        self._turn: tuple[Tensor, Tensor] | None = None  # of this step, once its first layer has run
-        self._num_tokens = 0  # of sequences, those that pad the batch not counted
+        self._cos_sin: tuple[Tensor, Tensor] | None = None  # expanded for this step by its first layer
+        self._num_tokens = 0  # of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
         self._slots = torch.empty(0, dtype=torch.int64)  # [stored tokens * 2 * num_kv_heads]
         self._plans: dict[int | None, _WindowPlan] = {}
@@ -106,51 +108,48 @@ class PagedTorchAttention:
         query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)
         host = _HostBatch(query_starts, seq_lens, batch.page_table.cpu().numpy(), batch.slots.shape[0])
-        self._turn, self._num_tokens = None, int(query_starts[-1])
+        self._cos_sin, self._num_tokens = None, int(query_starts[-1])
         self._plan_stores(batch.slots.cpu().numpy())
         self._plans = {
             window: _WindowPlan(
                 decodes=tuple(self._plan_decodes(host, np.flatnonzero(lengths == 1), window)),
                 chunks=tuple(self._plan_chunk(host, int(row), window) for row in np.flatnonzero(lengths > 1)),
             )
-            for window in set(self._windows)
+            for window in {spec.window for spec in self._specs}
         }
 
-    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        q, k, v = self._turned_heads(layer, qkv, turn, norms)
-        self._store(layer, k, v)
-        plan = self._plans[self._windows[layer]]
-        if len(plan.decodes) == 1 and not plan.chunks and isinstance(plan.decodes[0].rows, slice):
-            return self._decode(layer, plan.decodes[0], q)
-        out = q.new_empty(q.shape[0], self._heads * self._head_dim)
-        out[self._num_tokens :] = 0
-        for group in plan.decodes:
-            out[group.rows] = self._decode(layer, group, q[group.rows])
-        for chunk in plan.chunks:
-            self._attend_chunk(layer, chunk, q, out)
-        return out
-
-    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
-        _, k, v = self._turned_heads(layer, qkv, turn, norms)
-        self._store(layer, k, v)
-
-    # ------------------------------------------------------------ before attention
-
-    def _turned_heads(
-        self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, head_dim], normed and turned."""
+    def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-        turned, v = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
+        qk, v = torch.split(heads, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         if norms is not None:
             fused = self._norms.get(layer)
             if fused is None or fused.source is not norms:
                 fused = self._norms[layer] = _FusedNorms(norms, self._heads, self._kv_heads)
-            turned = rms_norm(turned, fused.weight, fused.eps)
-        if self._turn is None:
-            self._turn = widen(turn, self._place.dtype)
-        q, k = torch.split(apply_rotary(turned, *self._turn), [self._heads, self._kv_heads], dim=1)
-        return q, k, v
+            qk = rms_norm(qk, fused.weight, fused.eps)
+        if self._cos_sin is None:
+            self._cos_sin = expand_cos_sin(rotary, self._placement.dtype)
+        q, k = torch.split(apply_rotary(qk, *self._cos_sin), [self._heads, self._kv_heads], dim=1)
+        self.store(layer, k, v)
+        return q
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        both = torch.cat((k, v), dim=1)
+        if self._stored is not None:
+            both = both[self._stored]
+        rows = both.to(self._kv_dtype).view(-1, self._head_dim)
+        self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
+
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        plan = self._plans[self._specs[layer].window]
+        if len(plan.decodes) == 1 and not plan.chunks and isinstance(plan.decodes[0].rows, slice):
+            return self._decode(layer, plan.decodes[0], q, sinks)
+        out = q.new_empty(q.shape[0], self._heads * self._head_dim)
+        out[self._num_tokens :] = 0
+        for group in plan.decodes:
+            out[group.rows] = self._decode(layer, group, q[group.rows], sinks)
+        for chunk in plan.chunks:
+            self._attend_chunk(layer, chunk, q, out, sinks)
+        return out
 
     def _plan_stores(self, slots: NDArray[np.int64]) -> None:
         held = slots >= 0
@@ -161,13 +160,6 @@ class PagedTorchAttention:
         # A slot counts the tokens of one head; the cache has other heads and layers between two pages.
         rows = slots + slots // self._page * ((self._rows_per_page - 1) * self._page)
         self._slots = self._index(rows[:, None] + self._slot_rows)
-
-    def _store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        both = torch.cat((k, v), dim=1)
-        if self._stored is not None:
-            both = both[self._stored]
-        rows = both.to(self._kv_dtype).view(-1, self._head_dim)
-        self._cache.token_rows[layer].index_copy_(0, self._slots, rows)
 
     # ------------------------------------------------------------ one token per sequence
 
@@ -190,14 +182,15 @@ class PagedTorchAttention:
             yield _DecodeGroup(
                 rows=slice(None) if everything else self._index(tokens[members]),
                 pages=self._page_index(pages),
-                mask=torch.from_numpy(mask).to(self._place.device, self._place.dtype),
+                mask=torch.from_numpy(mask).to(self._placement.device, self._placement.dtype),
             )
 
-    def _decode(self, layer: int, group: _DecodeGroup, q: Tensor) -> Tensor:
+    def _decode(self, layer: int, group: _DecodeGroup, q: Tensor, sinks: Tensor | None) -> Tensor:
         size = q.shape[0]
         keys, values = self._gather(layer, group.pages, size)
         grouped = q.view(size, self._kv_heads, self._group, self._head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask).reshape(size, -1)
+        sinks = None if sinks is None else sinks.view(self._kv_heads, self._group, 1)
+        return _attention(grouped, keys, values, group.mask, self._specs[layer], sinks).reshape(size, -1)
 
     # ------------------------------------------------------------ several tokens of one sequence
 
@@ -209,7 +202,7 @@ class PagedTorchAttention:
         last_page = (length - 1) // self._page
         first_key = first_page * self._page
         gathered_keys = (last_page - first_page + 1) * self._page
-        band = self._bands.setdefault(window, _BandMask(window, self._place))
+        band = self._bands.setdefault(window, _BandMask(window, self._placement))
         tiles = []
         for first in range(start // _ROWS * _ROWS, length, _TILE):  # positions
             last = min(first + _TILE, -(-length // _ROWS) * _ROWS)
@@ -221,19 +214,22 @@ class PagedTorchAttention:
         pages = batch.page_table[row : row + 1, first_page : last_page + 1]
         return _Chunk(self._page_index(pages), tuple(tiles))
 
-    def _attend_chunk(self, layer: int, chunk: _Chunk, q: Tensor, out: Tensor) -> None:
+    def _attend_chunk(self, layer: int, chunk: _Chunk, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         keys, values = self._gather(layer, chunk.pages, 1)
+        sinks = None if sinks is None else sinks.view(self._kv_heads, self._group).t()[:, :, None, None]
         shape = (self._group, -1, -1, -1)  # the queries of a group become a batch that shares keys and values
         for tile in chunk.tiles:
             rows = q[tile.rows]
             if tile.before or tile.after:
                 rows = F.pad(rows, (0, 0, 0, 0, tile.before, tile.after))
             queries = rows.view(-1, self._kv_heads, self._group, self._head_dim).permute(2, 1, 0, 3)
-            attended = F.scaled_dot_product_attention(
+            attended = _attention(
                 queries,
                 keys[:, :, : tile.num_keys].expand(shape),
                 values[:, :, : tile.num_keys].expand(shape),
-                attn_mask=tile.mask,
+                tile.mask,
+                self._specs[layer],
+                sinks,
             )
             attended = attended.permute(2, 1, 0, 3).reshape(-1, out.shape[1])
             out[tile.rows] = attended[tile.before : attended.shape[0] - tile.after]
@@ -241,19 +237,36 @@ class PagedTorchAttention:
     # ------------------------------------------------------------ pages
 
     def _page_index(self, pages: NDArray[np.int32]) -> Tensor:
-        """Page rows of pages [size, n], in the order [2 (K, V), size, num_kv_heads, n]."""
+        """Return the page rows of pages [size, n], in the order [2 (K, V), size, num_kv_heads, n]."""
         index = pages.astype(np.int64)[:, None] * self._rows_per_page + self._head_rows[:, None]
         return self._index(np.stack((index, index + 1)))
 
     def _gather(self, layer: int, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [size, num_kv_heads, tokens, head_dim], in the dtype of computing."""
-        gathered = self._cache.page_rows[layer].index_select(0, pages).to(self._place.dtype)
+        """Return keys and values, each [size, num_kv_heads, tokens, head_dim], in the compute dtype."""
+        gathered = self._cache.page_rows[layer].index_select(0, pages).to(self._placement.dtype)
         both = gathered.view(2, size, self._kv_heads, -1, self._head_dim)
         keys, values = both.unbind()
         return keys, values
 
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows.reshape(-1)).to(self._place.device, non_blocking=True)
+        return torch.from_numpy(rows.reshape(-1)).to(self._placement.device, non_blocking=True)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Return softmax(soft_cap(scale * q kᵀ) + mask) v for q, k, v [..., tokens, head_dim] and an additive mask.
+
+    ``sinks`` broadcast against [..., queries, 1]: one more score per query, without a value.
+    """
+    if spec.soft_cap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
+    scores = (q @ k.transpose(-1, -2)).float() * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[-2]]
+    return weights.to(v.dtype) @ v
 
 
 class _FusedNorms:
@@ -269,18 +282,19 @@ class _FusedNorms:
 class _BandMask:
     """Causal masks (with a window, banded ones) of any chunk, as views of one matrix.
 
-    What a query sees depends on its distance to a key alone. Row i of the matrix is the mask of the query whose own key
-    is column ``width - _TILE + i``; a tile takes its first rows, and of the columns those that end with its last key.
+    Whether a query sees a key depends on their distance alone. Row i of the matrix is the mask of the query whose own
+    key is column ``width - _TILE + i``. A tile takes the first rows, and the columns that end with its last key.
     """
 
-    def __init__(self, window: int | None, place: TensorPlacement) -> None:
+    def __init__(self, window: int | None, placement: TensorPlacement) -> None:
         self._window = window
-        self._place = place
+        self._placement = placement
         self._matrix = torch.empty(_TILE, 0)
 
     def view(self, queries: int, keys: int, num_keys: int) -> Tensor:
-        """[1, 1, queries, num_keys]: 0 where a query sees a key, else -inf. The last query's own key is the last of
-        ``keys``, of which only the first ``num_keys`` are there.
+        """Return [1, 1, queries, num_keys]: 0 where a query sees a key, else -inf.
+
+        The last query's own key is the last of ``keys``; the mask covers the first ``num_keys`` of them.
         """
         if self._matrix.shape[1] < keys + _TILE - queries:
             self._grow(keys + _TILE)
@@ -291,17 +305,17 @@ class _BandMask:
 
     def _grow(self, width: int) -> None:
         width = 1 << (width - 1).bit_length()
-        queries = torch.arange(width - _TILE, width, device=self._place.device)[:, None]
-        keys = torch.arange(width, device=self._place.device)
+        queries = torch.arange(width - _TILE, width, device=self._placement.device)[:, None]
+        keys = torch.arange(width, device=self._placement.device)
         hidden = keys > queries
         if self._window is not None:
             hidden |= keys <= queries - self._window
-        zeros = torch.zeros(_TILE, width, device=self._place.device, dtype=self._place.dtype)
+        zeros = torch.zeros(_TILE, width, device=self._placement.device, dtype=self._placement.dtype)
         self._matrix = zeros.masked_fill_(hidden, float("-inf"))
 
 
 def _groups_of_similar_size(sizes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Indices grouped so that no size is less than half of the largest in its group."""
+    """Yield indices in groups in which no size is less than half of the largest."""
     if not len(sizes):
         return
     if sizes.min() * 2 >= sizes.max():

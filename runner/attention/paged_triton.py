@@ -1,11 +1,12 @@
-"""Attention as Triton kernels: for GPUs without FlashInfer, and on CPU tensors in Triton's interpreter.
+"""Attention as Triton kernels: on GPUs without FlashInfer, and on CPU tensors in Triton's interpreter.
 
-Sequences with one new token, or a few, are attended by one kernel, longer chunks by another; a mixed batch runs both,
-each of which passes over the other's sequences. Lengths and pages are read on the device.
+One kernel attends sequences with one new token, or a few; another attends longer chunks. A mixed batch runs both, and
+each skips the other's sequences. Kernels read lengths and pages on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 
 from pdserve.config.attention_backends import fits_triton
-from pdserve.config.model_config import ModelConfig
-from runner.attention import AttentionBatch, HeadNorms, RotaryCosSin
+from pdserve.config.attention_spec import AttentionSpec
+from runner.attention import AttentionBackend
+from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.decode_attention import SplitDecode
 from runner.kernels.prefill_attention import prefill_attention
 from runner.kernels.rope_store import rope_store
+from runner.kernels.store_kv import store_kv
 from runner.kernels.tiles import choose_tiles
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 
 @dataclass(frozen=True)
@@ -31,52 +34,56 @@ class _Step:
     has_chunks: bool  # sequences with more
 
 
-class PagedTritonAttention:
-    """Implements AttentionBackend, with grouped queries and sliding windows. Heads hold 16 numbers or a larger power of
-    two."""
+class PagedTritonAttention(AttentionBackend):
+    """Supports grouped queries and sliding windows. head_dim is a power of two of at least 16."""
 
-    def __init__(self, config: ModelConfig, cache: KVCache, place: TensorPlacement, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        num_heads: int,
+        cache: KVCache,
+        placement: TensorPlacement,
+        max_num_seqs: int,
+    ) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
         self._layers = cache.layers
-        self._windows = config.sliding_windows
-        self._heads = config.num_heads
-        self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, place)
+        self._specs = specs
+        self._heads = num_heads
+        self._tiles = choose_tiles(num_heads // layout.num_kv_heads, layout.head_dim, placement)
         self._decode = SplitDecode(
-            (config.num_heads, layout.num_kv_heads),
-            layout.head_dim,
-            config.sliding_windows,
-            self._tiles,
-            max_num_seqs,
-            cache.tensor.device,
+            (num_heads, layout.num_kv_heads), layout.head_dim, specs, self._tiles, max_num_seqs, cache.tensor.device
         )
-        self._step: _Step | None = None
+        self._current: _Step | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
         lengths, few = np.diff(batch.query_starts), self._tiles.few
         is_mixed = bool((lengths > 1).any())
         if graph:  # replayed with other lengths
-            self._step = _Step(batch, True, is_mixed, is_mixed)
+            self._current = _Step(batch, True, is_mixed, is_mixed)
         else:
-            self._step = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
+            self._current = _Step(batch, bool((lengths <= few).any()), is_mixed, bool((lengths > few).any()))
 
-    def run(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        step = self._step
-        assert step is not None, "plan comes first"
-        cache, window = self._layers[layer], self._windows[layer]
-        q = rope_store(qkv, self._heads, turn, norms, step.batch.slots, cache)
+    def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
+        return rope_store(qkv, self._heads, rotary, norms, self._step.batch.slots, self._layers[layer])
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        store_kv(k, v, self._step.batch.slots, self._layers[layer])
+
+    def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        step, cache = self._step, self._layers[layer]
         out = torch.empty_like(q)
         if step.has_few:
             self._decode(layer, q, cache, step.batch, out, step.has_several)
         if step.has_chunks:
-            prefill_attention(q, cache, step.batch, window, self._tiles, out)
+            prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out)
         return out.view(out.shape[0], -1)
 
-    def store(self, layer: int, qkv: Tensor, turn: RotaryCosSin, norms: HeadNorms | None) -> None:
-        assert self._step is not None, "plan comes first"
-        rope_store(qkv, self._heads, turn, norms, self._step.batch.slots, self._layers[layer])
-
     def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Write to ``out`` what queries of sequences with one token see, both [tokens, num_heads, head_dim]."""
-        assert self._step is not None, "plan comes first"
+        """Write the attention output of sequences with one token to ``out``; both [tokens, num_heads, head_dim]."""
         self._decode(layer, q, self._layers[layer], self._step.batch, out, several=False)
+
+    @property
+    def _step(self) -> _Step:
+        assert self._current is not None, "plan comes first"
+        return self._current

@@ -15,13 +15,15 @@ any lengths. The program that is done last with a sequence puts its parts togeth
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention import AttentionBatch
+from pdserve.config.attention_spec import AttentionSpec
+from runner.batch import AttentionBatch
 from runner.kernels.dependent_launch import chained, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
@@ -228,17 +230,17 @@ class SplitDecode:
         self,
         heads: tuple[int, int],
         head_dim: int,
-        windows: tuple[int | None, ...],
+        specs: Sequence[AttentionSpec],
         tiles: AttentionTiles,
         max_seqs: int,
         device: torch.device,
     ) -> None:
-        """``heads``: of queries, of keys; ``windows``: of each layer."""
+        """``heads``: of queries, of keys; ``specs``: of each layer."""
         num_heads, self._kv_heads = heads
         self._group, self._head_dim = num_heads // self._kv_heads, head_dim
         self._tiles = tiles
-        self._windows = windows
-        self._scale = head_dim**-0.5 * math.log2(math.e)
+        self._windows = [spec.window for spec in specs]
+        self._scales = [spec.scale * math.log2(math.e) for spec in specs]
         at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
         self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
         self._max_seqs = max_seqs
@@ -247,7 +249,7 @@ class SplitDecode:
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        self._parts = {window: ints(most, _FIELDS.value) for window in set(windows)}
+        self._parts = {window: ints(most, _FIELDS.value) for window in set(self._windows)}
         rows = self._kv_heads * tiles.decode["BLOCK_ROWS"]
         self._results = torch.empty(most, rows, head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(most, rows, dtype=torch.float32, device=device)
@@ -275,7 +277,7 @@ class SplitDecode:
             self._results,
             self._weights,
             self._done,
-            self._scale,
+            self._scales[layer],
             KV_HEADS=self._kv_heads,
             GROUP=self._group,
             HEAD_DIM=self._head_dim,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention import AttentionBatch
+from runner.batch import AttentionBatch
 
 _PAGE_CHUNK = 1024
 _ROW_CHUNK = 256

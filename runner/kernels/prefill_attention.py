@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention import AttentionBatch
+from pdserve.config.attention_spec import AttentionSpec
+from runner.batch import AttentionBatch
 from runner.kernels.tiles import AttentionTiles
 
 
@@ -150,7 +151,7 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention(
-    q: Tensor, cache: Tensor, batch: AttentionBatch, window: int | None, tiles: AttentionTiles, out: Tensor
+    q: Tensor, cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, tiles: AttentionTiles, out: Tensor
 ) -> None:
     """Write to ``out`` what queries ``q`` of sequences with more than a few tokens (``tiles.few``) see.
 
@@ -167,13 +168,13 @@ def prefill_attention(
         batch.device_query_starts,
         batch.device_seq_lens,
         out,
-        head_dim**-0.5 * math.log2(math.e),
+        spec.scale * math.log2(math.e),
         rows,
         KV_HEADS=kv_heads,
         GROUP=q.shape[1] // kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
-        WINDOW=window or 0,
+        WINDOW=spec.window or 0,
         FEW=tiles.few,
         **tiles.prefill,
     )

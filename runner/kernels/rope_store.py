@@ -6,14 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.attention import HeadNorms, RotaryCosSin
+from runner.batch import HeadNorms, RotaryCosSin
 from runner.kernels.dependent_launch import chained, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program, in whole heads
 
 
 @triton.jit
-def _store_turned(
+def _store_rotated(
     source,  # heads of this token, HEAD_DIM apart
     first_head,
     num_heads,
@@ -67,9 +67,9 @@ def _store_plain(
 @triton.jit
 def _rope_store_kernel(
     qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
-    cos,  # [tokens, HEAD_DIM / 2] float32, rows turn_stride apart
+    cos,  # [tokens, HEAD_DIM / 2] float32, rows rotary_stride apart
     sin,
-    turn_stride,
+    rotary_stride,
     slots,  # [tokens] int64
     q_weight,  # [HEAD_DIM], read if HAS_NORMS
     k_weight,
@@ -96,19 +96,19 @@ def _rope_store_kernel(
     keys = queries + HEADS * HEAD_DIM
     values = keys + KV_HEADS * HEAD_DIM
     wait_for_predecessor(CHAINED)
-    cos += token * turn_stride
-    sin += token * turn_stride
+    cos += token * rotary_stride
+    sin += token * rotary_stride
     slot = tl.load(slots + token)
     num_stored = tl.where(slot >= 0, KV_HEADS, 0)
     slot = tl.maximum(slot, 0)
     k = cache + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * HEAD_DIM
     v = k + v_stride
     if block < Q_BLOCKS:
-        _store_turned(queries, block * BLOCK_HEADS, HEADS, cos, sin, q_weight, eps,
+        _store_rotated(queries, block * BLOCK_HEADS, HEADS, cos, sin, q_weight, eps,
                       q + token * HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
     elif block < Q_BLOCKS + KV_BLOCKS:
         first = (block - Q_BLOCKS) * BLOCK_HEADS
-        _store_turned(keys, first, num_stored, cos, sin, k_weight, eps,
+        _store_rotated(keys, first, num_stored, cos, sin, k_weight, eps,
                       k, head_stride, HEAD_DIM, BLOCK_HEADS, HAS_NORMS)  # fmt: skip
     else:
         first = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_HEADS
@@ -116,7 +116,7 @@ def _rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor, num_heads: int, turn: RotaryCosSin, norms: HeadNorms | None, slots: Tensor, cache: Tensor
+    qkv: Tensor, num_heads: int, rotary: RotaryCosSin, norms: HeadNorms | None, slots: Tensor, cache: Tensor
 ) -> Tensor:
     """Query heads [tokens, num_heads, head_dim], normed and turned; keys likewise, and values, go into the cache.
 
@@ -134,9 +134,9 @@ def rope_store(
     blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)
     _rope_store_kernel[(tokens, blocks)](
         qkv,
-        turn.cos,
-        turn.sin,
-        turn.cos.stride(0),
+        rotary.cos,
+        rotary.sin,
+        rotary.cos.stride(0),
         slots,
         q_weight,
         k_weight,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 _INTERPRETED_PROCESSORS = 4
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
@@ -29,18 +29,20 @@ class AttentionTiles:
     prefill: dict[str, Any]
 
 
-def choose_tiles(group: int, head_dim: int, place: TensorPlacement) -> AttentionTiles:
-    """For ``group`` query heads per key head, and products in the dtype of ``place``."""
+def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> AttentionTiles:
+    """For ``group`` query heads per key head, and products in the dtype of ``placement``."""
     processors, large = _INTERPRETED_PROCESSORS, True
-    if place.device.type == "cuda":
-        index = torch.cuda.current_device() if place.device.index is None else place.device.index
+    if placement.device.type == "cuda":
+        index = torch.cuda.current_device() if placement.device.index is None else placement.device.index
         properties = triton.runtime.driver.active.utils.get_device_properties(index)
         processors = properties["multiprocessor_count"]
         large = properties["max_shared_mem"] >= _LARGE_SHARED_MEMORY
-    exact = place.dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
-    keys = min(max(_KEY_TILE_BYTES // (head_dim * place.dtype.itemsize), 16), 128)
+    exact = (
+        placement.dtype == torch.float32
+    )  # multiplied without tensor cores, out of registers: small tiles, no pipeline
+    keys = min(max(_KEY_TILE_BYTES // (head_dim * placement.dtype.itemsize), 16), 128)
     # numpy, in which the interpreter multiplies, has no bfloat16.
-    dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[place.dtype]
+    dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
     queries = max(rows // block_group, 1)

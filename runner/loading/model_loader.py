@@ -12,7 +12,8 @@ from runner.distributed.parallel_state import ParallelState
 from runner.loading.memory_check import check_room
 from runner.loading.weights import fill_random, load_weights
 from runner.models.decoder import Decoder
-from runner.models.layers.linear import TensorPlacement, compute_dtype, held_dtype
+from runner.models.layers.linear import held_dtype
+from runner.placement import TensorPlacement, compute_dtype
 
 
 class LoadedModel:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
-from runner.attention import AttentionBackend, HeadNorms, RotaryCosSin
+from runner.attention import AttentionBackend
+from runner.batch import HeadNorms, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.weights import TensorShard
-from runner.models.layers.linear import TensorPlacement
 from runner.models.layers.parallel_linear import ColumnParallel, Parts, RowParallel, WeightRange
 from runner.models.layers.pointwise_ops import Ops, build_ops
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.vocabulary import Embedding, OutputProjection
+from runner.placement import TensorPlacement
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -46,11 +47,12 @@ class Attention:
 
     def attend(self, x: Tensor, turn: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """What the heads of each token see, before ``out``: [tokens, num_heads * head_dim]. Stores keys and values."""
-        return backend.run(self._layer, self.qkv(x), turn, self._norms)
+        q = backend.prepare_and_store(self._layer, self.qkv(x), turn, self._norms)
+        return backend.attend(self._layer, q)
 
     def store(self, x: Tensor, turn: RotaryCosSin, backend: AttentionBackend) -> None:
         """Store keys and values alone."""
-        backend.store(self._layer, self.qkv(x), turn, self._norms)
+        backend.prepare_and_store(self._layer, self.qkv(x), turn, self._norms)
 
     def parts(self) -> Parts:
         yield from self.qkv.parts()

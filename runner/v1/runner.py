@@ -14,8 +14,8 @@ from pdserve.config.parallel import LateMLPs, shard_of
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
-from runner.attention import AttentionBatch
 from runner.attention.build import build_backend
+from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.distributed.token_return import TokenReturn

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.kv import KVLayout
-from runner.attention import AttentionBatch
+from runner.batch import AttentionBatch
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
 from runner.v2.graphs import StepShape
 from runner.v2.slots import ScheduledBatch

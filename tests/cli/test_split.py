@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters, shard_of, vocabulary_of
 from pdserve.errors import ConfigError
@@ -26,7 +27,7 @@ def model(layers: int = 8, heads: int = 8, kv_heads: int = 4, intermediate: int 
         num_kv_heads=kv_heads,
         intermediate_size=intermediate,
         vocab_size=vocab,
-        sliding_windows=tuple(range(layers)),
+        attention=tuple(AttentionSpec(scale=1.0, window=layer) for layer in range(layers)),
     )
 
 

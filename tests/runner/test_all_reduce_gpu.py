@@ -31,7 +31,7 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
     import torch.distributed as dist
 
     from runner.distributed.peer_memory import map_memory
-    from runner.models.layers.norm import rms_norm
+    from runner.kernels.reference import rms_norm
 
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")

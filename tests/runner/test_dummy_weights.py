@@ -61,5 +61,5 @@ def test_a_runner_with_dummy_weights_needs_config_json_alone(tmp_path: Path) -> 
         if file.name != "config.json":
             file.unlink()
     runner.build(node_config(checkpoint, load_format="dummy"), lambda stage, fraction: None).close()
-    with pytest.raises(CheckpointError, match=r"holds no \*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has no \*.safetensors"):
         runner.build(node_config(checkpoint), lambda stage, fraction: None)

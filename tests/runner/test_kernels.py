@@ -9,19 +9,18 @@ from torch import Tensor
 
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
-from runner.attention import HeadNorms, RotaryCosSin
+from runner.batch import HeadNorms, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.embedding import embed
 from runner.kernels.gather import TILE, GatheredKeys
 from runner.kernels.gemv import gemv
 from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
+from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
 from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.models.layers.linear import TensorPlacement
-from runner.models.layers.norm import rms_norm
 from runner.models.layers.pointwise_ops import TorchOps
-from runner.models.layers.rotary import apply_rotary, widen
+from runner.placement import TensorPlacement
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALONE = ParallelState(ParallelConfig(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
@@ -100,19 +99,19 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, page: int, has_nor
     slots = torch.tensor([3 * page, -1, 5 * page - 1, 1, -1], device=DEVICE)
     qkv = random(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # as in a table: a row holds cos, then sin
-    turn = RotaryCosSin(*angles.chunk(2, dim=1))
+    rotary = RotaryCosSin(*angles.chunk(2, dim=1))
     weights = random(2, head_dim, dtype=dtype, seed=2)
     norms = HeadNorms(weights[0], weights[1], EPS) if has_norms else None
     pages = random(6, kv_heads, 3, 2, page, head_dim, dtype=dtype, seed=3)  # of three layers
     expected_pages = pages.clone()
 
-    q = rope_store(qkv, heads, turn, norms, slots, pages[:, :, 1])
+    q = rope_store(qkv, heads, rotary, norms, slots, pages[:, :, 1])
 
     expected, k, v = torch.split(qkv.view(len(slots), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         eps = torch.tensor(EPS, device=DEVICE)
         expected, k = rms_norm(expected, norms.q_weight, eps), rms_norm(k, norms.k_weight, eps)
-    cos, sin = widen(turn, dtype)
+    cos, sin = expand_cos_sin(rotary, dtype)
     expected, k = apply_rotary(expected, cos, sin), apply_rotary(k, cos, sin)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.models.layers.linear import Linear, TensorPlacement, padded_tokens
+from runner.models.layers.linear import Linear, padded_tokens
+from runner.placement import TensorPlacement
 
 CPU = torch.device("cpu")
 

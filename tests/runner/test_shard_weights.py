@@ -18,7 +18,7 @@ from pdserve.config.parallel import RankPosition, choose_split, num_parameters
 from pdserve.errors import CheckpointError
 from runner.loading.weights import TensorShard, fill_random, load_weights
 from runner.models.decoder import Decoder
-from runner.models.layers.linear import TensorPlacement
+from runner.placement import TensorPlacement
 
 CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
 

@@ -22,37 +22,15 @@ takes longer than the padding, since results must be joined.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runner.placement import TensorPlacement
+
 _PACK_BATCH_HINT = 32  # tokens; oneDNN picks the blocking for it, and takes any other number too
 _FLOAT16_TOP = 15  # exponent of the largest float16 numbers
-
-
-@dataclass(frozen=True)
-class TensorPlacement:
-    """Where tensors live, what they are stored as, and what they compute in."""
-
-    device: torch.device
-    stored: torch.dtype  # of embeddings and linear weights as loaded: the dtype a model is served in
-    dtype: torch.dtype
-    use_triton: bool = False
-
-
-def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in for a model served in ``dtype``; see the module's docstring."""
-    if device.type != "cpu" or dtype == torch.float32:
-        return dtype
-    cpu: Any = torch.cpu
-    if dtype == torch.bfloat16 and (cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported()):
-        return dtype
-    if dtype == torch.float16 and cpu._is_amx_fp16_supported():
-        return dtype
-    return torch.float32
 
 
 def held_dtype(place: TensorPlacement) -> torch.dtype:

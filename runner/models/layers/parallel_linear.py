@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pdserve.config.parallel import RankPosition
 from runner.loading.weights import TensorShard
-from runner.models.layers.linear import Linear, TensorPlacement
+from runner.models.layers.linear import Linear
+from runner.placement import TensorPlacement
 
 Parts = Iterator[tuple[str, TensorShard]]  # by name in the checkpoint
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.distributed.parallel_state import ParallelState
-from runner.models.layers.linear import TensorPlacement
-from runner.models.layers.norm import rms_norm
+from runner.kernels.reference import rms_norm
+from runner.placement import TensorPlacement
 
 
 class Ops(Protocol):

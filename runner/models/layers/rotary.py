@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.config.model_config import RopeConfig
-from runner.attention import RotaryCosSin
-from runner.models.layers.linear import TensorPlacement
+from runner.batch import RotaryCosSin
+from runner.placement import TensorPlacement
 
 
 class RotaryEmbedding:
@@ -55,18 +55,6 @@ class RotaryEmbedding:
         theta = self._rope.theta * stretch ** (dim / (dim - 2))
         inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
         return inv_freq
-
-
-def widen(turn: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for ``apply_rotary``, each [tokens, 1, head_dim] in ``dtype``."""
-    cos = torch.cat((turn.cos, turn.cos), -1)[:, None]
-    sin = torch.cat((-turn.sin, turn.sin), -1)[:, None]
-    return cos.to(dtype), sin.to(dtype)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads x [tokens, heads, head_dim], whose first half pairs with its second; cos, sin of ``widen``."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

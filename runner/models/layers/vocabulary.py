@@ -13,7 +13,8 @@ from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition, vocabulary_of
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.weights import TensorShard
-from runner.models.layers.linear import Linear, TensorPlacement
+from runner.models.layers.linear import Linear
+from runner.placement import TensorPlacement
 
 
 class Embedding:

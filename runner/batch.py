@@ -1,0 +1,49 @@
+"""Device tensors of one step that models, attention back ends and kernels share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The tokens of one step.
+
+    Sequence r owns tokens ``query_starts[r] … query_starts[r + 1] - 1``: the last of its ``seq_lens[r]`` tokens. All
+    earlier tokens are in the cache.
+
+    A batch may be padded for CUDA graphs. Then the device tensors have rows without tokens, and tokens with slot -1
+    that belong to no sequence. The attention output of such tokens is unspecified.
+    """
+
+    query_starts: NDArray[np.int32]  # [num_seqs + 1], host
+    seq_lens: NDArray[np.int32]  # [num_seqs], host: tokens in the cache, including this step's
+    device_query_starts: Tensor  # [rows + 1] int32, device
+    device_seq_lens: Tensor  # [rows] int32, device
+    # [rows, max_pages] int32, device: pages from position 0; entries behind a sequence's pages are undefined
+    page_table: Tensor
+    slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
+
+
+@dataclass(frozen=True)
+class RotaryCosSin:
+    """Rotary cos and sin of a step's positions, the same for all layers."""
+
+    cos: Tensor  # [tokens, head_dim / 2] float32, device
+    sin: Tensor  # [tokens, head_dim / 2] float32, device
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms of each query and key head, applied before the rotary embedding (Qwen3).
+
+    A weight reload creates a new object, so a back end may cache what it derives from one.
+    """
+
+    q_weight: Tensor  # [head_dim]
+    k_weight: Tensor  # [head_dim]
+    eps: float

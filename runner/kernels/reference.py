@@ -1,0 +1,40 @@
+"""Plain torch forms of the small kernels: they run on every device, and tests compare the Triton kernels with them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runner.batch import RotaryCosSin
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension, computed in float32 (arXiv 1910.07467).
+
+    x [..., size]; the weight broadcasts against it; eps [] float32, on the same device.
+
+    ``F.rms_norm`` has no CPU kernel and becomes seven operations. These five take half of its time, for one token (13
+    instead of 23 µs for 512 values) and for a thousand (0.4 instead of 0.85 ms).
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up [tokens, size] from gate_up [tokens, 2 * size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def expand_cos_sin(rotary: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for ``apply_rotary``, each [tokens, 1, head_dim] in ``dtype``."""
+    cos = torch.cat((rotary.cos, rotary.cos), -1)[:, None]
+    sin = torch.cat((-rotary.sin, rotary.sin), -1)[:, None]
+    return cos.to(dtype), sin.to(dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [tokens, heads, head_dim], whose first half pairs with its second; see ``expand_cos_sin``."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
