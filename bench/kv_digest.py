@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder
 from runner.kv_cache import KVCache
 
@@ -46,8 +46,8 @@ def parse_options() -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, tokens: int) -> dict[str, float]:
     num_blocks = -(-tokens // args.block_size)
-    shape = args.block_size, args.block_size, args.layers, args.kv_heads, args.head_dim
-    layout = KVLayout(2 * num_blocks, *shape, args.dtype)
+    spec = FullAttentionSpec(args.kv_heads, args.head_dim, args.dtype)
+    layout = KVLayout(2 * num_blocks, args.block_size, args.block_size, args.layers, spec)
     device = torch.device(args.device)
     cache = KVCache(layout, device)
     cache.tensor.normal_()

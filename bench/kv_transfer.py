@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.backends.nixl.nixl_connector import NixlConnector
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import KVRead, KVRegion, Peer
 
 
@@ -235,7 +235,7 @@ def serve(device: str, layout: KVLayout, pipe: Connection) -> None:
 
 def layout_of(block_bytes: int, num_blocks: int) -> KVLayout:
     head_dim = block_bytes // (2 * 16 * 2)  # one layer, one head, K and V, 16 tokens of 2 bytes
-    return KVLayout(num_blocks, 16, 16, 1, 1, head_dim, "bfloat16")
+    return KVLayout(num_blocks, 16, 16, 1, FullAttentionSpec(1, head_dim, "bfloat16"))
 
 
 def scattered_runs(rng: np.random.Generator, total: int, wanted: int, run: int) -> NDArray[np.int64]:

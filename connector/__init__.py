@@ -41,9 +41,9 @@ def build(
         from connector.backends.simulated import SimulatedConnector
 
         return SimulatedConnector(agent, costs or SimulatedCosts())
-    from connector.planning.rank_mapping import OwnRanks
+    from connector.planning.rank_mapping import LocalRank
 
-    own = OwnRanks(shares, rank)
+    own = LocalRank(shares, rank)
     if kind == "nixl":
         from connector.backends.nixl.nixl_connector import NixlConnector
 

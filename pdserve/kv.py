@@ -1,25 +1,86 @@
-"""The KV cache as bytes: one allocation per rank, described once, re-derived nowhere.
+"""The KV cache in bytes: what a layer keeps per token, and the geometry of one rank's allocation.
 
-The allocation has the shape ``[num_pages, num_kv_heads, num_layers, 2 (K, V), kernel_block_size, head_dim]`` and the
-pages of a block are adjacent, so a block is one contiguous range of bytes that holds every layer:
+A rank has one allocation of shape ``[num_pages, num_kv_heads, num_layers, planes, kernel_block_size, head_dim]``.
+The pages of a block are adjacent, so a block is one contiguous range of bytes that holds every layer:
 
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
-    layer l = cache[:, :, l]                 a strided view [num_pages, num_kv_heads, 2, kernel_block_size, head_dim]
+    layer l = cache[:, :, l]                 a view [num_pages, num_kv_heads, planes, kernel_block_size, head_dim]
 
-Where a node has several ranks, the layout of each counts the layers and heads that this rank holds, and its ``KVShare``
-says which of the model's they are.
+``KVCacheSpec`` says what one layer keeps, ``KVLayout`` how many pages, blocks and layers a rank has. All sizes in bytes
+come from these two. On a node with several ranks, a rank's layout counts the layers and heads of that rank, and its
+``KVShare`` names them within the model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import msgspec
 
 from pdserve.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True):
+    """What one layer keeps per token: ``planes`` rows of ``head_dim`` elements for each KV head."""
+
+    num_kv_heads: int
+    head_dim: int  # elements
+    dtype: str  # a key of DTYPE_BYTES
+
+    planes: ClassVar[int]
+    packed: ClassVar[bool] = False  # stored and logical block differ (compressed, padded): a block is never split
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+
+    @property
+    def kind(self) -> str:
+        """Name of the spec's class in messages between nodes."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one head and one plane."""
+        return self.head_dim * self.element_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of ``page_size`` tokens in one layer."""
+        return page_size * self.planes * self.num_kv_heads * self.row_bytes
+
+
+class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full_attention"):
+    """Keys (plane 0) and values (plane 1) of every token."""
+
+    planes: ClassVar[int] = 2
+
+
+# Every kind of spec. A second kind makes this a union: msgspec decodes each by its tag.
+AnyKVCacheSpec = FullAttentionSpec
+KV_CACHE_SPECS = {"full_attention": FullAttentionSpec}
+
+
+class KVCacheGroup(msgspec.Struct, frozen=True):
+    """Layers with equal specs. Each sequence has one block table per group; there is one group for now."""
+
+    spec: AnyKVCacheSpec
+    layers: tuple[int, ...]  # indices in the model
+
+
+def group_layers(specs: Sequence[AnyKVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Group the layers of a model by spec; ``specs`` has one entry per layer."""
+    layers: dict[AnyKVCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        layers.setdefault(spec, []).append(layer)
+    return tuple(KVCacheGroup(spec, tuple(of_spec)) for spec, of_spec in layers.items())
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -29,18 +90,31 @@ class KVLayout(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     kernel_block_size: int  # tokens
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # a key of DTYPE_BYTES
+    spec: AnyKVCacheSpec
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if self.kernel_block_size < 1 or self.block_size % self.kernel_block_size:
             raise ConfigError(
                 f"kernel_block_size {self.kernel_block_size} does not divide block_size {self.block_size}; "
                 f"choose one of {', '.join(map(str, _divisors(self.block_size)))}"
             )
+        if self.spec.packed and self.kernel_block_size != self.block_size:
+            raise ConfigError(
+                f"a {self.spec.kind} block cannot be split into pages: kernel_block_size {self.kernel_block_size} must "
+                f"equal block_size {self.block_size}"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.spec.head_dim
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
 
     @property
     def pages_per_block(self) -> int:
@@ -52,7 +126,11 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        return (self.num_pages, self.num_kv_heads, self.num_layers, 2, self.kernel_block_size, self.head_dim)
+        spec = self.spec
+        return (
+            *(self.num_pages, spec.num_kv_heads, self.num_layers),
+            *(spec.planes, self.kernel_block_size, spec.head_dim),
+        )
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -62,7 +140,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def page_bytes(self) -> int:
-        return self.strides[0] * DTYPE_BYTES[self.dtype]
+        return self.num_layers * self.spec.page_bytes(self.kernel_block_size)
 
     @property
     def block_bytes(self) -> int:
@@ -76,18 +154,17 @@ class KVLayout(msgspec.Struct, frozen=True):
     def total_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
-    def block_offset(self, block_id: int) -> int:
-        """Byte offset of a block from the start of the allocation."""
-        if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"block {block_id} is outside 0 … {self.num_blocks - 1}")
-        return block_id * self.block_bytes
+    def resized(self, num_layers: int, num_kv_heads: int) -> KVLayout:
+        """The same layout with other numbers of layers and KV heads, for another part of the model."""
+        spec = msgspec.structs.replace(self.spec, num_kv_heads=num_kv_heads)
+        return msgspec.structs.replace(self, num_layers=num_layers, spec=spec)
 
 
 class KVShare(msgspec.Struct, frozen=True):
-    """Which part of the model's KV a rank holds: a run of its layers and a run of its KV heads.
+    """The part of the model's KV that a rank holds: consecutive layers and consecutive KV heads.
 
-    Pipeline stages split the layers, tensor shards the heads. Where there are more shards than heads, neighbouring
-    shards hold the same head:
+    Pipeline stages split the layers, tensor shards the heads. With more shards than heads, neighbouring shards hold the
+    same head:
 
                       2 shards                  8 shards
         heads         0 1 | 2 3                 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3
@@ -110,15 +187,15 @@ class KVShare(msgspec.Struct, frozen=True):
 
     @classmethod
     def whole(cls, layout: KVLayout) -> KVShare:
-        """All of the model: the share of a node's only rank."""
+        """The whole model: the share of a node with one rank."""
         return cls(0, layout.num_layers, 0, layout.num_kv_heads, layout.num_layers, layout.num_kv_heads)
 
     @classmethod
     def of_rank(cls, stage: int, stage_layers: Sequence[int], shard: int, num_shards: int, total_heads: int) -> KVShare:
         """The share of one tensor shard of one pipeline stage.
 
-        ``stage_layers`` is the number of layers of each stage. Raises ConfigError where the heads can neither be split
-        evenly among the shards nor repeated evenly.
+        ``stage_layers`` has the number of layers of each stage. Raises ConfigError unless the shards can split or
+        repeat the heads evenly.
         """
         assert 0 <= stage < len(stage_layers)
         assert 0 <= shard < num_shards
@@ -142,10 +219,10 @@ class KVShare(msgspec.Struct, frozen=True):
 def choose_kernel_block_size(
     block_size: int, requested: int | None, supported: Sequence[tuple[str, Iterable[int] | None]]
 ) -> int:
-    """The page size for a group of attention backends.
+    """Choose the page size in tokens for a group of attention backends.
 
-    ``supported`` names each backend with the page sizes it can index; ``None`` means any. Without a request the
-    largest size that all support and that divides ``block_size`` is chosen. Raises ConfigError naming both numbers.
+    ``supported`` names each backend with its page sizes; ``None`` means any. If ``requested`` is None, the largest size
+    that divides ``block_size`` and that all backends support wins. Raises ConfigError naming both numbers.
     """
     sizes = set(_divisors(block_size))
     for _, backend_sizes in supported:

@@ -1,13 +1,13 @@
-"""Digests of KV blocks: one number that every rank of every layout computes alike, to compare what was read.
+"""Digests of KV blocks: one 64-bit number per block that all ranks of all layouts compute alike.
 
-    digest of a block = Σ word · multiplier(where the word stands in the model's KV)   mod 2⁶⁴
+    digest of a block = Σ word · multiplier(position of the word in the model's KV)   mod 2⁶⁴
 
-A word is 4 bytes of a row, as an integer. Where it stands counts in the model, not in memory: layer, KV head, K or V,
-token of the block, place in the row. So page sizes make no difference, and the digests of ranks that hold different
-parts add up to that of the whole block; of ranks that hold the same part, one is to be counted. Multipliers are odd,
-hence any single word that differs changes the digest; they look random, so words that changed places do, too.
+A word is 4 bytes of a row as an integer. Its position counts in the model, not in memory: layer, KV head, plane, token
+of the block, word of the row. So page sizes make no difference, and the digests of ranks with different parts add up to
+that of the whole block; of ranks with equal parts, one counts. Multipliers are odd, so each single changed word changes
+the digest. They look random, so swapped words change it as well.
 
-It finds what went wrong by itself. Who can choose the bytes can choose them to fit.
+A digest finds accidents. An attacker who chooses the bytes can make them fit.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv import KVLayout, KVShare
 from pdserve.protocols import PendingStep
 from pdserve.records import DigestOrder, StepOutput
 
-# Words that are multiplied at once. On a CPU they shall stay in its cache, and be too few for malloc to map memory for
-# their products each time: twice as many took three times as long. On a GPU they bound what memory is needed.
+# Words per multiplication. On a CPU they stay in its cache, and malloc does not map memory for each product: twice as
+# many took three times as long. On a GPU they bound the memory.
 _CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 class KVDigester:
-    """Digests of the blocks of one rank's cache. Computed on its device, behind what the device has been given before.
+    """Digests of the blocks of one rank's cache, computed on its device in stream order.
 
-    ``memory`` is the cache, [num_pages, num_kv_heads, num_layers, 2, kernel_block_size, head_dim] and dense.
+    ``memory`` is the cache: [num_pages, num_kv_heads, num_layers, planes, kernel_block_size, head_dim], dense.
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
-        word = torch.int32 if layout.head_dim * DTYPE_BYTES[layout.dtype] % 4 == 0 else torch.int16
+        word = torch.int32 if layout.spec.row_bytes % 4 == 0 else torch.int16
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
-        row_words = self._words.shape[1] // (layout.pages_per_block * _rows_of_page(layout))
+        row_words = layout.spec.row_bytes // word.itemsize
         multipliers = torch.from_numpy(_multipliers(layout, share, row_words).view(np.int64)).to(memory.device)
-        self._multipliers = multipliers  # [pages of a block, heads, layers, 2, kernel_block_size, row_words] int64
+        self._multipliers = multipliers  # [pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
         self._page_size = layout.kernel_block_size
         self._chunk = max(1, _CHUNK_WORDS[memory.device.type] // self._words.shape[1])  # blocks
 
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
-        """Those of all ordered blocks, one after the other. Shape [blocks] int64, device. The host does not wait."""
+        """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise."""
         ids = torch.tensor([block for order in orders for block in order.block_ids])
         if self._words.device.type == "cuda":
             ids = ids.pin_memory().to(self._words.device, non_blocking=True)
@@ -57,14 +57,14 @@ class KVDigester:
         )
 
     def follow(self, step: PendingStep, orders: Sequence[DigestOrder]) -> PendingStep:
-        """The step, with digests of what the cache holds once it has been computed."""
+        """Add digests of the cache as it is after ``step``."""
         digests, arrived = self.compute(orders), None
         if digests.device.type == "cuda":
             on_host = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True)
             digests = on_host.copy_(digests, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        return _StepWithDigests(step, tuple(len(order.block_ids) for order in orders), digests, arrived)
+        return _DigestedStep(step, tuple(len(order.block_ids) for order in orders), digests, arrived)
 
     def _compute(self, block_ids: Tensor, num_tokens: int) -> Tensor:
         full, rest = divmod(num_tokens, len(self._multipliers) * self._page_size)
@@ -78,7 +78,7 @@ class KVDigester:
         return (self._words.index_select(0, block_ids) * multipliers.view(-1)).sum(1)  # int64 wraps around
 
     def _first_tokens(self, count: int) -> Tensor:
-        """Multipliers that leave out all but the first ``count`` tokens of a block."""
+        """Multipliers with zeros behind the first ``count`` tokens of a block."""
         multipliers = self._multipliers.clone()
         page, token = divmod(count, self._page_size)
         multipliers[page, :, :, :, token:] = 0
@@ -87,13 +87,13 @@ class KVDigester:
 
 
 @dataclass(frozen=True, slots=True)
-class _StepWithDigests:
-    """A pdserve.protocols.PendingStep."""
+class _DigestedStep:
+    """A PendingStep that waits for its digests, too."""
 
     step: PendingStep
     counts: tuple[int, ...]  # blocks of each order
-    digests: Tensor  # [sum of counts] int64, host; complete when ``arrived`` has happened
-    arrived: torch.cuda.Event | None  # None where the device is the host
+    digests: Tensor  # [sum of counts] int64, host; valid after ``arrived``
+    arrived: torch.cuda.Event | None  # None on a CPU
 
     def result(self) -> StepOutput:
         output = self.step.result()
@@ -103,19 +103,16 @@ class _StepWithDigests:
         return msgspec.structs.replace(output, digests=tuple(tuple(islice(values, count)) for count in self.counts))
 
 
-def _rows_of_page(layout: KVLayout) -> int:
-    return layout.num_kv_heads * layout.num_layers * 2 * layout.kernel_block_size
-
-
 def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np.uint64]:
-    """Of every word of a block, in the order of memory."""
+    """Multipliers of all words of a block, in memory order."""
     pages, page_size = layout.pages_per_block, layout.kernel_block_size
-    page, head, layer, side, token, word = np.ogrid[
-        :pages, : share.num_heads, : share.num_layers, :2, :page_size, :row_words
+    planes = layout.spec.planes
+    page, head, layer, plane, token, word = np.ogrid[
+        :pages, : share.num_heads, : share.num_layers, :planes, :page_size, :row_words
     ]
-    place = (layer + share.first_layer) * share.total_heads + head + share.first_head
-    place = ((place * 2 + side) * layout.block_size + page * page_size + token) * row_words + word
-    return _splitmix64(place.astype(np.uint64)) | np.uint64(1)
+    position = (layer + share.first_layer) * share.total_heads + head + share.first_head
+    position = ((position * planes + plane) * layout.block_size + page * page_size + token) * row_words + word
+    return _splitmix64(position.astype(np.uint64)) | np.uint64(1)
 
 
 def _splitmix64(number: NDArray[np.uint64]) -> NDArray[np.uint64]:

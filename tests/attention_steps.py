@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, RopeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from runner.attention import AttentionBackend
 from runner.attention.build import build_backend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
@@ -66,9 +66,7 @@ class Shape:
             block_size=self.page,
             kernel_block_size=self.page,
             num_layers=len(self.windows),
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=str(dtype).removeprefix("torch."),
+            spec=FullAttentionSpec(self.kv_heads, self.head_dim, str(dtype).removeprefix("torch.")),
         )
 
 

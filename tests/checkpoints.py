@@ -16,7 +16,7 @@ from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import choose_split
 from pdserve.config.runner_oracle import Decision
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 _logging: Any = transformers.utils.logging
@@ -120,9 +120,7 @@ def node_config(
         block_size=block_size,
         kernel_block_size=kernel_block_size,
         num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
+        spec=FullAttentionSpec(model.num_kv_heads, model.head_dim, dtype),
     )
     config = NodeConfig(
         model_dir=str(model_dir),

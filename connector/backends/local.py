@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from connector.completion_queue import CompletionQueue
-from connector.planning.rank_mapping import ONLY_RANK, OwnRanks, SourceRank, check_region
-from connector.planning.transfer_plan import ByteRangeRead, plan_read
+from connector.planning.rank_mapping import SINGLE_RANK, LocalRank, SourceRank, check_region
+from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
@@ -25,9 +25,9 @@ _registry_lock = threading.Lock()
 class LocalConnector:
     """Copies blocks between connectors of this process, found by agent name; each read once no order is left."""
 
-    def __init__(self, agent: str, own: OwnRanks = ONLY_RANK) -> None:
+    def __init__(self, agent: str, rank: LocalRank = SINGLE_RANK) -> None:
         self._agent = agent
-        self._own = own
+        self._local_rank = rank
         self._outbox = CompletionQueue()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
@@ -41,7 +41,7 @@ class LocalConnector:
         if region.device != "cpu":
             raise PeerError(f"the local connector copies host memory, not {region.device}; use the nixl connector")
         self._outbox.on_progress = on_progress
-        self._rank = RankKV(self._agent, b"local", region, layout, self._own.share)
+        self._rank = RankKV(self._agent, b"local", region, layout, self._local_rank.share)
         with _registry_lock:
             _registry[self._agent] = self
         self._thread.start()
@@ -84,7 +84,7 @@ class LocalConnector:
     def _connect(self, peer: Peer) -> None:
         assert self._rank is not None
         try:
-            found = self._own.sources(self._rank.layout, peer)
+            found = self._local_rank.source_ranks(self._rank.layout, peer)
             for source in found:
                 _owner(source.rank.agent)
         except PeerError as error:
@@ -110,20 +110,22 @@ class LocalConnector:
         start = time.monotonic()
         whole, sources = self._rank.layout.total_bytes, self._peers[read.epoch]
         try:
-            pieces = [(source, piece) for source in sources for piece in plan_read(read, source.cut, max_bytes=whole)]
+            pieces = [
+                (source, piece) for source in sources for piece in plan_read(read, source.slices, max_bytes=whole)
+            ]
             for source, piece in pieces:
                 self._move(source, piece)
         except PeerError as error:
             self._outbox.refused(read, str(error))
             return
-        num_bytes = sum(source.cut.num_bytes * len(piece.local) for source, piece in pieces)
-        num_runs = sum(piece.num_runs for _, piece in pieces)
+        num_bytes = sum(source.slices.num_bytes * len(piece.local) for source, piece in pieces)
+        num_runs = sum(piece.num_ranges for _, piece in pieces)
         self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_runs, time.monotonic() - start))
 
-    def _move(self, source: SourceRank, piece: ByteRangeRead) -> None:
+    def _move(self, source: SourceRank, piece: ReadChunk) -> None:
         assert self._rank is not None
         here, there = self._rank.region.address, source.rank.region.address
-        ranges = source.cut.place(piece.local, piece.remote)
+        ranges = source.slices.byte_ranges(piece.local, piece.remote)
         with _owner(source.rank.agent)._memory:
             _owner(source.rank.agent)  # once more: it may have closed while we waited
             for local, remote, num_bytes in zip(*(column.tolist() for column in ranges), strict=True):

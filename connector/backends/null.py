@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from connector.completion_queue import CompletionQueue
-from connector.planning.rank_mapping import ONLY_RANK, OwnRanks
+from connector.planning.rank_mapping import SINGLE_RANK, LocalRank
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
 
@@ -13,14 +13,14 @@ from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
 class NullConnector:
     """Connecting fails, reading is an error; everything else does nothing."""
 
-    def __init__(self, agent: str = "", own: OwnRanks = ONLY_RANK) -> None:
+    def __init__(self, agent: str = "", rank: LocalRank = SINGLE_RANK) -> None:
         self._agent = agent
-        self._own = own
+        self._local_rank = rank
         self._outbox = CompletionQueue()
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         self._outbox.on_progress = on_progress
-        return RankKV(self._agent, b"", region, layout, self._own.share)
+        return RankKV(self._agent, b"", region, layout, self._local_rank.share)
 
     def connect(self, peer: Peer) -> None:
         self._outbox.failed(peer.epoch, "this node was started without a KV connector")

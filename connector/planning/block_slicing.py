@@ -1,12 +1,13 @@
-"""Which bytes of a remote block go where in a local one. The same for every pair of blocks, so worked out once.
+"""Block slicing: which bytes of a remote block go where in a local block. Computed once per pair of ranks.
 
-A page is ``[heads, layers, 2, tokens, head_dim]`` (pdserve/kv.py), and a block a few of them. What two ranks both hold
-is therefore cut into ranges wherever an outer axis is not whole on both sides:
+A page is ``[heads, layers, planes, tokens, head_dim]`` (pdserve/kv.py), and a block is some consecutive pages. The part
+that two ranks have in common splits into byte ranges at each outer axis that is not whole on both sides:
 
-    both alike                       the block is one range
-    the peer has some of our heads   a range per page: heads are the outermost axis, so they stay together
-    the peer has some of our layers  a range per page and head
-    pages of another size            a range per head, layer, K or V, and run of tokens that no page ends in
+    equal layouts and parts          the block is one range
+    the peer has some of our heads   one range per page: heads are the outermost axis
+    the peer has some of our layers  one range per page and head
+    other page size                  one range per head, layer, plane and run of tokens within one page of both sides
+    packed specs                     one range; rank_mapping.py refuses peers with another part or page size
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv import KVLayout, KVShare
 
 Offsets = NDArray[np.int64]
 
 
-class Ranges(NamedTuple):
+class ByteRanges(NamedTuple):
     """``num_bytes[i]`` bytes at ``remote[i]`` of the peer go to ``local[i]``."""
 
     local: Offsets  # [num_ranges] int64, host
@@ -29,10 +30,10 @@ class Ranges(NamedTuple):
     num_bytes: Offsets  # [num_ranges] int64, host
 
 
-class Side(NamedTuple):
-    """Ranges of bytes that every block of a cache has alike.
+class BlockRanges(NamedTuple):
+    """The byte ranges that every block of one cache has.
 
-    A descriptor is one range of one block; that of range r of block b has number ``r * num_blocks + b``.
+    A descriptor is one range of one block: range r of block b has the number ``r * num_blocks + b``.
     """
 
     offsets: Offsets  # [num_ranges] int64, host: from the start of a block
@@ -41,97 +42,93 @@ class Side(NamedTuple):
     num_blocks: int
 
     @classmethod
-    def whole(cls, block_bytes: int, num_blocks: int) -> Side:
-        """Blocks in one range each."""
+    def whole(cls, block_bytes: int, num_blocks: int) -> BlockRanges:
+        """One range per block."""
         return cls(np.zeros(1, np.int64), np.array([block_bytes], np.int64), block_bytes, num_blocks)
 
     def starts(self, block_ids: NDArray[np.int32]) -> Offsets:
-        """Where the ranges of these blocks begin, from the start of the cache. Shape [num_blocks * num_ranges]."""
+        """Return where the ranges of these blocks start in the cache. Shape [num_blocks * num_ranges], in bytes."""
         return (block_ids.astype(np.int64)[:, None] * self.block_bytes + self.offsets).ravel()
 
     def descriptors(self, block_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Numbers of the descriptors of these blocks, in the order of ``starts``."""
+        """Return the descriptor numbers of these blocks, in the order of ``starts``."""
         first = np.arange(len(self.offsets), dtype=np.int32) * np.int32(self.num_blocks)
         return (block_ids[:, None] + first).ravel()
 
 
-class Cut(NamedTuple):
-    """What a block of a peer and a block of ours have in common: range i here is range i there."""
+class BlockSlices(NamedTuple):
+    """The common part of a local and a remote block: range i of ``local`` receives range i of ``remote``."""
 
-    local: Side
-    remote: Side
+    local: BlockRanges
+    remote: BlockRanges
 
     @property
     def num_ranges(self) -> int:
-        """In a block."""
         return len(self.local.offsets)
 
     @property
     def num_bytes(self) -> int:
-        """In a block."""
+        """Bytes per block."""
         return int(self.local.num_bytes.sum())
 
     @property
-    def seamless(self) -> bool:
-        """Whether the last range of a block borders on the first of the next block, on both sides."""
+    def contiguous(self) -> bool:
+        """Whether the last range of a block touches the first range of the next block, on both sides."""
         return all(
             side.offsets[-1] + side.num_bytes[-1] - side.offsets[0] == side.block_bytes
             for side in (self.local, self.remote)
         )
 
-    def place(self, local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32]) -> Ranges:
-        """The ranges of pairs of blocks, merged; offsets count from the start of the caches. ``local_ids`` ascends."""
+    def byte_ranges(self, local_ids: NDArray[np.int32], remote_ids: NDArray[np.int32]) -> ByteRanges:
+        """Return the merged ranges of pairs of blocks, counted from the start of the caches. ``local_ids`` ascends."""
         num_bytes = np.tile(self.local.num_bytes, len(local_ids))
-        return merge(Ranges(self.local.starts(local_ids), self.remote.starts(remote_ids), num_bytes))
+        return merge(ByteRanges(self.local.starts(local_ids), self.remote.starts(remote_ids), num_bytes))
 
 
-def cut_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> Cut:
-    """The cut between two ranks that have layers and heads in common, of layouts with equal blocks and rows."""
+def slice_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> BlockSlices:
+    """Slice blocks of two ranks that share layers and heads; block size and spec are equal but for the heads."""
+    if local.spec.packed:
+        return BlockSlices(
+            BlockRanges.whole(local.block_bytes, local.num_blocks),
+            BlockRanges.whole(remote.block_bytes, remote.num_blocks),
+        )
     heads = _common(ours.first_head, ours.num_heads, theirs.first_head, theirs.num_heads)
     layers = _common(ours.first_layer, ours.num_layers, theirs.first_layer, theirs.num_layers)
     pages = [np.arange(0, local.block_size, layout.kernel_block_size) for layout in (local, remote)]
-    tokens = np.union1d(*pages)  # where runs of tokens begin that are adjacent on both sides
-    lengths = np.diff(tokens, append=local.block_size) * _row_bytes(local)
-    ours_at = _offsets(local, tokens, heads - ours.first_head, layers - ours.first_layer)
-    theirs_at = _offsets(remote, tokens, heads - theirs.first_head, layers - theirs.first_layer)
-    num_bytes = np.broadcast_to(lengths[:, None, None, None], ours_at.shape)
-    ranges = merge(Ranges(ours_at.ravel(), theirs_at.ravel(), num_bytes.ravel()))
-    return Cut(
-        Side(ranges.local, ranges.num_bytes, local.block_bytes, local.num_blocks),
-        Side(ranges.remote, ranges.num_bytes, remote.block_bytes, remote.num_blocks),
+    tokens = np.union1d(*pages)  # first tokens of the runs that are contiguous on both sides
+    lengths = np.diff(tokens, append=local.block_size) * local.spec.row_bytes
+    local_offsets = _offsets(local, tokens, heads - ours.first_head, layers - ours.first_layer)
+    remote_offsets = _offsets(remote, tokens, heads - theirs.first_head, layers - theirs.first_layer)
+    num_bytes = np.broadcast_to(lengths[:, None, None, None], local_offsets.shape)
+    ranges = merge(ByteRanges(local_offsets.ravel(), remote_offsets.ravel(), num_bytes.ravel()))
+    return BlockSlices(
+        BlockRanges(ranges.local, ranges.num_bytes, local.block_bytes, local.num_blocks),
+        BlockRanges(ranges.remote, ranges.num_bytes, remote.block_bytes, remote.num_blocks),
     )
 
 
-def merge(ranges: Ranges) -> Ranges:
-    """The same bytes in as few ranges as possible.
-
-    They come in the order of blocks, tokens, heads, layers: in it, those adjacent on both sides are neighbours.
-    """
+def merge(ranges: ByteRanges) -> ByteRanges:
+    """Merge neighbours that are adjacent on both sides. The order (block, token, head, layer) brings these together."""
     local, remote, num_bytes = ranges
     if not len(local):
         return ranges
     apart = (local[1:] != local[:-1] + num_bytes[:-1]) | (remote[1:] != remote[:-1] + num_bytes[:-1])
     starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return Ranges(local[starts], remote[starts], np.add.reduceat(num_bytes, starts))
+    return ByteRanges(local[starts], remote[starts], np.add.reduceat(num_bytes, starts))
 
 
 def _common(first: int, count: int, other_first: int, other_count: int) -> Offsets:
     return np.arange(max(first, other_first), min(first + count, other_first + other_count), dtype=np.int64)
 
 
-def _row_bytes(layout: KVLayout) -> int:
-    """Of one token in one head of one layer, K or V."""
-    return layout.head_dim * DTYPE_BYTES[layout.dtype]
-
-
 def _offsets(layout: KVLayout, tokens: Offsets, heads: Offsets, layers: Offsets) -> Offsets:
-    """Where in a block the rows that begin at ``tokens`` are. Shape [tokens, heads, layers, 2], in bytes."""
-    page, head, layer, side, token, _ = layout.strides
+    """Byte offsets in a block of the rows that start at ``tokens``. Shape [tokens, heads, layers, planes]."""
+    page, head, layer, plane, token, _ = layout.strides
     in_page = tokens // layout.kernel_block_size * page + tokens % layout.kernel_block_size * token
     elements = (
         in_page[:, None, None, None]
         + (heads * head)[:, None, None]
         + (layers * layer)[:, None]
-        + np.arange(2, dtype=np.int64) * side
+        + np.arange(layout.spec.planes, dtype=np.int64) * plane
     )
-    return elements * DTYPE_BYTES[layout.dtype]
+    return elements * layout.spec.element_bytes

@@ -1,11 +1,11 @@
-"""Whom to read from: the ranks of a peer that hold what one of our ranks needs, and whether the two can be bridged.
+"""Rank mapping: which ranks of a peer hold what one local rank needs, and whether the two layouts fit.
 
                  heads 0 1 2 3                      0 1 2 3
-    layers 0 1        [ a | b ]      our rank        . . . .      reads from a and b,
-           2 3        [ c | d ]      2 stages,       . # # .      c and d
-                     peer's ranks    layers 1 2      . # # .
+    layers 0 1        [ a | b ]    local rank        . . . .      reads from a, b, c and d
+           2 3        [ c | d ]    layers 1 and 2    . # # .
+                    peer's ranks   heads 1 and 2     . # # .
 
-Everything a peer says is checked here, when it is connected: reads can rely on it.
+All data from a peer is checked here, when it is connected. Reads rely on these checks.
 """
 
 from __future__ import annotations
@@ -17,78 +17,80 @@ from typing import NamedTuple
 
 import numpy as np
 
-from connector.planning.block_slicing import Cut, cut_blocks
+from connector.planning.block_slicing import BlockSlices, slice_blocks
 from pdserve.errors import ConfigError, PeerError
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRegion, Peer, RankKV
 
 DEVICES = ("cpu", "cuda")
-MAX_DESCRIPTORS = 2**31 - 1  # blocks and descriptors are numbered in int32
+MAX_DESCRIPTORS = 2**31 - 1  # block and descriptor numbers are int32
 ADDRESS_SPACE = 2**64  # bytes
 
 
 class SourceRank(NamedTuple):
-    """A rank to read from, and which of its bytes."""
+    """A rank to read from, and the slices of each block that come from it."""
 
     rank: RankKV
-    cut: Cut
+    slices: BlockSlices
 
 
-class OwnRanks(NamedTuple):
-    """What the ranks of this node hold, and which of them this one is. No shares: it is the only one and holds all."""
+class LocalRank(NamedTuple):
+    """One rank of this node, and the parts of the model that all ranks hold. Without shares it is the only rank."""
 
     shares: tuple[KVShare, ...] = ()  # by rank
     rank: int = 0
 
     @property
     def share(self) -> KVShare | None:
-        """What peers are told that this rank holds; None for all of the model."""
+        """The part that this rank announces to peers; None for the whole model."""
         return self.shares[self.rank] if len(self.shares) > 1 else None
 
-    def sources(self, layout: KVLayout, peer: Peer) -> tuple[SourceRank, ...]:
-        """Whom this rank, of that layout, reads from. Raises PeerError where the two nodes cannot be bridged."""
-        return sources(layout, self.shares or (KVShare.whole(layout),), self.rank, peer)
+    def source_ranks(self, layout: KVLayout, peer: Peer) -> tuple[SourceRank, ...]:
+        """Return the ranks of ``peer`` that together hold, each byte once, the part of this rank.
+
+        ``layout`` is this rank's. If several ranks of the peer hold the same part, the readers of that part spread over
+        them. Raises PeerError if the nodes do not fit.
+        """
+        shares = self.shares or (KVShare.whole(layout),)
+        ours = shares[self.rank]
+        assert (layout.num_layers, layout.num_kv_heads) == (ours.num_layers, ours.num_heads)
+        _check_names(peer)
+        replicas: dict[KVShare, list[RankKV]] = {}
+        for theirs in peer.ranks:
+            with naming_rank(peer, theirs):
+                check_compatible(layout, ours, theirs)
+            replicas.setdefault(_part(theirs), []).append(theirs)
+        needed = [share for share in replicas if _overlap(ours, share)]
+        _check_cover(ours, needed, peer)
+        found = []
+        for share in needed:
+            num_earlier_readers = sum(_overlap(other, share) for other in shares[: self.rank])
+            source = replicas[share][num_earlier_readers % len(replicas[share])]
+            slices = slice_blocks(layout, ours, source.layout, share)
+            with naming_rank(peer, source):
+                _check_descriptors(layout, source.layout, slices.num_ranges)
+            found.append(SourceRank(source, slices))
+        return tuple(found)
 
 
-ONLY_RANK = OwnRanks()
-
-
-def sources(layout: KVLayout, shares: Sequence[KVShare], rank: int, peer: Peer) -> tuple[SourceRank, ...]:
-    """The ranks of ``peer`` that together hold, each byte once, what rank number ``rank`` of this node holds.
-
-    ``layout`` is that rank's; ``shares`` are those of all ranks of this node. Where several ranks of the peer hold the
-    same, those of ours that read it take turns. Raises PeerError where the two nodes cannot be bridged.
-    """
-    ours = shares[rank]
-    assert (layout.num_layers, layout.num_kv_heads) == (ours.num_layers, ours.num_heads)
-    _check_names(peer)
-    replicas: dict[KVShare, list[RankKV]] = {}
-    for theirs in peer.ranks:
-        with naming(peer, theirs):
-            check_compatible(layout, ours, theirs)
-        replicas.setdefault(_part(theirs), []).append(theirs)
-    needed = [share for share in replicas if _overlap(ours, share)]
-    _check_cover(ours, needed, peer)
-    found = []
-    for share in needed:
-        turn = sum(_overlap(other, share) for other in shares[:rank])
-        chosen = replicas[share][turn % len(replicas[share])]
-        found.append(SourceRank(chosen, cut_blocks(layout, ours, chosen.layout, share)))
-        with naming(peer, chosen):
-            _check_descriptors(layout, chosen.layout, found[-1].cut.num_ranges)
-    return tuple(found)
+SINGLE_RANK = LocalRank()
 
 
 def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
-    """Raise PeerError, naming both values, unless blocks of a peer's rank can be cut to fit ours."""
+    """Raise PeerError, naming both values, unless blocks of a peer's rank can be sliced for the local rank."""
     part = _part(theirs)
-    for field, here, there in (
+    fields: list[tuple[str, object, object]] = [
+        ("spec", layout.spec.kind, theirs.layout.spec.kind),
         ("block_size", layout.block_size, theirs.layout.block_size),
         ("head_dim", layout.head_dim, theirs.layout.head_dim),
         ("dtype", layout.dtype, theirs.layout.dtype),
         ("num_layers", share.total_layers, part.total_layers),
         ("num_kv_heads", share.total_heads, part.total_heads),
-    ):
+    ]
+    if layout.spec.packed:  # its blocks cannot be split
+        fields.insert(0, ("kernel_block_size", layout.kernel_block_size, theirs.layout.kernel_block_size))
+        fields.append(("part of the model", _describe(share), _describe(part)))
+    for field, here, there in fields:
         if here != there:
             raise PeerError(f"KV layouts differ in {field}: {here} here, {there} at the peer; start both nodes alike")
     cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), (part.num_layers, part.num_heads)
@@ -100,7 +102,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
 
 
 def check_region(region: KVRegion, layout: KVLayout) -> None:
-    """Raise PeerError unless every block of ``layout`` lies inside ``region`` and the region inside memory."""
+    """Raise PeerError unless all blocks of ``layout`` lie inside ``region`` and the region inside memory."""
     if region.device not in DEVICES:
         raise PeerError(f"KV memory on device {region.device!r}; known are {', '.join(DEVICES)}")
     if region.device_id < 0:
@@ -111,18 +113,18 @@ def check_region(region: KVRegion, layout: KVLayout) -> None:
         raise PeerError(f"a region of {region.num_bytes} B at {region.address:#x} is outside of memory")
 
 
-def label(peer: Peer, rank: RankKV) -> str:
-    """How an error that concerns one rank of a peer begins: with its name, where there are several."""
+def error_prefix(peer: Peer, rank: RankKV) -> str:
+    """Return the start of error messages about one rank of a peer: its name if there are several ranks."""
     return f"rank {rank.agent}: " if len(peer.ranks) > 1 else ""
 
 
 @contextmanager
-def naming(peer: Peer, rank: RankKV) -> Iterator[None]:
-    """A PeerError raised within begins with the rank's label."""
+def naming_rank(peer: Peer, rank: RankKV) -> Iterator[None]:
+    """Add the rank's ``error_prefix`` to each PeerError raised inside."""
     try:
         yield
     except PeerError as error:
-        raise PeerError(label(peer, rank) + str(error)) from error
+        raise PeerError(error_prefix(peer, rank) + str(error)) from error
 
 
 def _check_names(peer: Peer) -> None:
@@ -138,31 +140,36 @@ def _part(theirs: RankKV) -> KVShare:
         raise PeerError(f"the peer's KV: {error}") from error
 
 
+def _describe(share: KVShare) -> str:
+    return f"{share.num_layers} layers from {share.first_layer}, {share.num_heads} heads from {share.first_head}"
+
+
+def _layers(share: KVShare) -> slice:
+    return slice(share.first_layer, share.first_layer + share.num_layers)
+
+
+def _heads(share: KVShare) -> slice:
+    return slice(share.first_head, share.first_head + share.num_heads)
+
+
 def _overlap(one: KVShare, other: KVShare) -> bool:
     return all(
         max(mine.start, its.start) < min(mine.stop, its.stop)
-        for mine, its in zip(_area(one), _area(other), strict=True)
+        for mine, its in ((_layers(one), _layers(other)), (_heads(one), _heads(other)))
     )
 
 
 def _check_cover(ours: KVShare, needed: Sequence[KVShare], peer: Peer) -> None:
-    """Each layer of each head that is ours must be in one of the needed shares, and in one only."""
+    """Raise PeerError unless exactly one of the needed shares holds each layer and head of ours."""
     held = np.zeros((ours.total_layers, ours.total_heads), np.int64)
     for share in needed:
-        held[_area(share)] += 1
-    for layer, head in np.argwhere(held[_area(ours)] != 1)[:1]:
+        held[_layers(share), _heads(share)] += 1
+    for layer, head in np.argwhere(held[_layers(ours), _heads(ours)] != 1)[:1]:
         layer, head = layer + ours.first_layer, head + ours.first_head
         raise PeerError(
             f"layer {layer} of KV head {head} is held by {held[layer, head]} different shares of peer {peer.node_id} "
             f"with {len(peer.ranks)} ranks, instead of 1; its ranks must split the model without gaps and overlaps"
         )
-
-
-def _area(share: KVShare) -> tuple[slice, slice]:
-    return (
-        slice(share.first_layer, share.first_layer + share.num_layers),
-        slice(share.first_head, share.first_head + share.num_heads),
-    )
 
 
 def _check_descriptors(layout: KVLayout, theirs: KVLayout, num_ranges: int) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import CheckpointError
+from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
@@ -46,6 +47,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Return each layer's window in tokens; None is full attention."""
         return tuple(spec.window for spec in self.attention)
+
+    def kv_cache_specs(self, dtype: str) -> tuple[AnyKVCacheSpec, ...]:
+        """Return what each layer keeps per token. Layers with a sliding window keep all tokens, too."""
+        return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers
 
 
 # Architectures with the values transformers assumes where config.json leaves a field out.

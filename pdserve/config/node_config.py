@@ -115,13 +115,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""
-        return msgspec.structs.replace(layout, num_layers=self.model.num_layers, num_kv_heads=self.model.num_kv_heads)
+        return layout.resized(self.model.num_layers, self.model.num_kv_heads)
 
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""
         config = msgspec.structs.replace(self, rank=rank, device=device)
         heads, layers = config.share.num_heads, config.share.num_layers
-        layout = msgspec.structs.replace(self.kv_layout, num_layers=layers, num_kv_heads=heads)
+        layout = self.kv_layout.resized(layers, heads)
         return msgspec.structs.replace(config, kv_layout=layout)
 
 

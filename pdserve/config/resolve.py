@@ -25,7 +25,7 @@ from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, can_capture, decide, decide_simulated
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.kv import DTYPE_BYTES, KVLayout
+from pdserve.kv import DTYPE_BYTES, KVLayout, group_layers
 from pdserve.rpc.timeouts import PeerTiming
 
 _CPU_KV_MEMORY = 1 << 30
@@ -145,14 +145,13 @@ def _choose_layout(
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
+    (group,) = group_layers(shard_of(model, split.place(0)).kv_cache_specs(dtype))
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
         kernel_block_size=page,
         num_layers=split.stage_layers[0],
-        num_kv_heads=shard_of(model, split.place(0)).num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
+        spec=group.spec,
     )
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")

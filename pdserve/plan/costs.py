@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv import FullAttentionSpec
 
 MEASURED = Path(__file__).parent / "measured"
 
@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kv_bytes(self) -> int:
         """Of one token, in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, self.dtype).page_bytes(1)
 
     def __str__(self) -> str:
         return f"{self.num_layers} layers of {self.hidden_size}, {self.num_kv_heads} KV heads of {self.head_dim}"

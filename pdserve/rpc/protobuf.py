@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from pdserve.errors import (
+    ConfigError,
     DeadlineExceeded,
     Draining,
     Overloaded,
@@ -13,7 +14,7 @@ from pdserve.errors import (
     PeerError,
     RequestError,
 )
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
 from pdserve.throughput import LinearCost, Throughput
@@ -81,13 +82,24 @@ def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
+_LAYOUT_FIELDS = (
+    *("num_blocks", "block_size", "kernel_block_size"),
+    *("num_layers", "num_kv_heads", "head_dim", "dtype"),
+)
+
+
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    return pb.KVLayout(**{name: getattr(layout, name) for name in KVLayout.__struct_fields__})
+    return pb.KVLayout(spec=layout.spec.kind, **{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
-    """Raises ConfigError when the geometry is impossible."""
-    return KVLayout(**{name: getattr(message, name) for name in KVLayout.__struct_fields__})
+    """Raises ConfigError for an impossible geometry or an unknown kind of spec."""
+    if message.spec not in KV_CACHE_SPECS:
+        raise ConfigError(
+            f"KV cache spec {message.spec!r} is not one of {', '.join(KV_CACHE_SPECS)}; upgrade this node"
+        )
+    spec = KV_CACHE_SPECS[message.spec](message.num_kv_heads, message.head_dim, message.dtype)
+    return KVLayout(message.num_blocks, message.block_size, message.kernel_block_size, message.num_layers, spec)
 
 
 def share_to_pb(share: KVShare) -> pb.KVShare:

@@ -1,28 +1,41 @@
 """Nodes of several ranks, and what their caches hold by plain indexing: no offset is computed the connector's way.
 
-A node's KV is one array of *cells* ``[blocks, heads, layers, 2, block_size, cells per row]``; ``packed`` gives the
+A node's KV is one array of *cells* ``[blocks, heads, layers, planes, block_size, cells per row]``; ``packed`` gives the
 part of it that one rank holds, in the order in which the rank's memory holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.records import KVRegion, RankKV
 
 
+class OnePlaneSpec(FullAttentionSpec, frozen=True, tag="one_plane"):
+    """One vector per token, as latent attention keeps it."""
+
+    planes: ClassVar[int] = 1
+
+
+class PackedSpec(FullAttentionSpec, frozen=True, tag="packed"):
+    """Blocks that cannot be split."""
+
+    packed: ClassVar[bool] = True
+
+
 class Model(NamedTuple):
-    """What two nodes must have in common."""
+    """Values that two nodes must have in common."""
 
     num_heads: int
     block_size: int
     head_dim: int
     dtype: str
+    spec: type[FullAttentionSpec] = FullAttentionSpec
 
 
 class Node(NamedTuple):
@@ -40,7 +53,7 @@ class Node(NamedTuple):
 
 
 def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, num_blocks: Sequence[int]) -> Node:
-    """``num_blocks`` is of the ranks in turn, starting over where it is too short."""
+    """``num_blocks`` has one entry per rank and repeats if it is too short."""
     shares = [
         KVShare.of_rank(stage, stage_layers, shard, num_shards, model.num_heads)
         for stage in range(len(stage_layers))
@@ -52,9 +65,7 @@ def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, 
             model.block_size,
             page,
             share.num_layers,
-            share.num_heads,
-            model.head_dim,
-            model.dtype,
+            model.spec(share.num_heads, model.head_dim, model.dtype),
         )
         for number, share in enumerate(shares)
     ]
@@ -62,14 +73,14 @@ def node(model: Model, stage_layers: Sequence[int], num_shards: int, page: int, 
 
 
 def random_cells(layout: KVLayout, share: KVShare, num_blocks: int) -> NDArray[np.uint8]:
-    """All KV of a model, of which ``share`` is a part, as bytes below 255; the same for every rank of every node."""
-    row_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
-    size = (num_blocks, share.total_heads, share.total_layers, 2, layout.block_size, row_bytes)
+    """Return all KV of the model that ``share`` is part of, as bytes below 255; equal for all ranks and nodes."""
+    row_bytes = layout.spec.row_bytes
+    size = (num_blocks, share.total_heads, share.total_layers, layout.spec.planes, layout.block_size, row_bytes)
     return np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
 
 
 def packed(cells: NDArray[Any], layout: KVLayout, share: KVShare) -> NDArray[Any]:
-    """The rank's part of the cells as its memory holds it; one-dimensional, a copy."""
+    """Return the rank's part of the cells in memory order; one-dimensional, a copy."""
     heads = slice(share.first_head, share.first_head + share.num_heads)
     layers = slice(share.first_layer, share.first_layer + share.num_layers)
     pages = [

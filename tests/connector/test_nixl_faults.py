@@ -16,14 +16,14 @@ from kv_nodes import Reader, Source
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
 from pdserve.rpc.timeouts import PeerTiming
 
 # 128 KiB a block. Over TCP, all of them take a fifth of a second.
 BIG = KVLayout(
-    num_blocks=1024, block_size=16, kernel_block_size=16, num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16"
+    num_blocks=1024, block_size=16, kernel_block_size=16, num_layers=8, spec=FullAttentionSpec(4, 64, "bfloat16")
 )
 SMALL = msgspec.structs.replace(BIG, num_blocks=16)
 ALL = list(range(BIG.num_blocks))

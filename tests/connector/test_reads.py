@@ -12,12 +12,12 @@ import pytest
 from kv_nodes import Reader, Source, pattern
 
 from connector import build
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVRegion, Peer
 
 # 2 KiB a block: 5,000 of them are more than one piece.
 OURS = KVLayout(
-    num_blocks=6000, block_size=16, kernel_block_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
+    num_blocks=6000, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")
 )
 THEIRS = msgspec.structs.replace(OURS, num_blocks=5000)
 

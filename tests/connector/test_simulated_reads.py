@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from connector.backends.simulated import SimulatedConnector
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, ReadResult
 
 LAYOUT = KVLayout(
-    num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16"
+    num_blocks=100, block_size=16, kernel_block_size=16, num_layers=2, spec=FullAttentionSpec(2, 8, "bfloat16")
 )
 FREE = SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -9,11 +9,11 @@ from kv_nodes import Reader, Source
 
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.transport import kind_of
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.transports import KINDS, UNKNOWN, Connected, joined
 
 LAYOUT = KVLayout(
-    num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="float32"
+    num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")
 )
 LOOPBACK = "rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)"
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.kv import KVLayout
+from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepOutput, StepPlan
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
@@ -83,7 +83,7 @@ class ToyRunner:
     def __init__(self, num_blocks: int, block_size: int, max_in_flight: int = 1, stages: int = 1) -> None:
         self.max_in_flight = max_in_flight
         self.stages = stages
-        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, 1, 1, "float32")
+        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
         self.launched: list[StepPlan] = []
         self.num_overlapped = 0  # results that were taken when a later forward pass had been launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdserve.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import KVRegion, RankKV, SamplingParams, TokenLogprobs
 from pdserve.rpc.protobuf import (
@@ -78,15 +78,22 @@ def test_logprobs(logprobs: TokenLogprobs) -> None:
 
 @pytest.mark.parametrize("share", [None, KVShare(0, 2, 4, 4, 8, 16)])
 def test_ranks(share: KVShare | None) -> None:
-    layout = KVLayout(10, 32, 16, 2, 4, 64, "bfloat16")
+    layout = KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16"))
     rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout, share)
     assert rank_from_pb(rank_to_pb(rank)) == rank
 
 
 def test_an_impossible_layout_is_refused() -> None:
-    message = layout_to_pb(KVLayout(10, 32, 16, 2, 4, 64, "bfloat16"))
+    message = layout_to_pb(KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16")))
     message.kernel_block_size = 5
     with pytest.raises(ConfigError, match="5 does not divide"):
+        layout_from_pb(message)
+
+
+def test_an_unknown_kind_of_kv_cache_is_refused() -> None:
+    message = layout_to_pb(KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16")))
+    message.spec = "holographic"
+    with pytest.raises(ConfigError, match="'holographic' is not one of full_attention"):
         layout_from_pb(message)
 
 

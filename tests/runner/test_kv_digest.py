@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.records import DigestOrder
 from runner.kv_digest import KVDigester
 
@@ -24,7 +23,7 @@ Meant = NDArray[np.uint8]
 
 
 def make_layout(num_blocks: int, dtype: str = "float16", head_dim: int = 6, page: int = BLOCK) -> KVLayout:
-    return KVLayout(num_blocks, BLOCK, page, LAYERS, HEADS, head_dim, dtype)
+    return KVLayout(num_blocks, BLOCK, page, LAYERS, FullAttentionSpec(HEADS, head_dim, dtype))
 
 
 def random_kv(layout: KVLayout, seed: int) -> Meant:
@@ -43,7 +42,7 @@ def digests(kv: Meant, layout: KVLayout, share: KVShare | None = None, num_token
     ]
     pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
     memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv.py
-    layout = msgspec.structs.replace(layout, num_layers=share.num_layers, num_kv_heads=share.num_heads)
+    layout = layout.resized(share.num_layers, share.num_heads)
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
     order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
@@ -103,7 +102,7 @@ def test_ranks_add_up_to_the_whole(stages: tuple[int, ...], shards: int, page: i
 
 
 def test_orders_are_answered_one_after_the_other_and_chunks_do_not_show() -> None:
-    layout = KVLayout(64, 64, 64, 8, 8, 64, "bfloat16")  # larger than a chunk
+    layout = KVLayout(64, 64, 64, 8, FullAttentionSpec(8, 64, "bfloat16"))  # larger than a chunk
     memory = torch.randn(layout.shape).to(torch.bfloat16)
     each = KVDigester(memory, layout, KVShare.whole(layout))
     orders = [DigestOrder((5, 3, 60, 61), 4 * 64), DigestOrder((7,), 1), DigestOrder((0, 7), 128)]

@@ -72,7 +72,7 @@ def built(config: NodeConfig) -> Iterator[RunnerV1 | RunnerV2]:
 
 def read_block(region: KVRegion, layout: KVLayout, block: int) -> Tensor:
     """What a peer would read: [pages of a block, elements of a page]."""
-    data = ctypes.string_at(region.address + layout.block_offset(block), layout.block_bytes)
+    data = ctypes.string_at(region.address + block * layout.block_bytes, layout.block_bytes)
     dtype: torch.dtype = getattr(torch, layout.dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).view(layout.pages_per_block, -1)
 

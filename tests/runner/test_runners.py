@@ -155,7 +155,7 @@ def test_blocks_copied_as_bytes_continue_on_another_runner(
     assert ours.address % 4096 == 0
     for to, block in zip(target.live[new].blocks, source.live[seq].blocks, strict=True):
         ctypes.memmove(
-            ours.address + layout.block_offset(to), theirs.address + layout.block_offset(block), layout.block_bytes
+            ours.address + to * layout.block_bytes, theirs.address + block * layout.block_bytes, layout.block_bytes
         )
     while len(target.live[new].output) < 5:
         target.step()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connector.backends.nixl import ucx
-from connector.planning.block_slicing import Side
+from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import CapacityError, ConfigError, PeerError
 from pdserve.records import KVRegion
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
@@ -78,7 +78,7 @@ class NixlAgent:
         with self._translated(f"removing {peer}"):
             self._agent.invalidateRemoteMD(peer)
 
-    def prepare(self, peer: str | None, region: KVRegion, side: Side) -> int:
+    def prepare(self, peer: str | None, region: KVRegion, side: BlockRanges) -> int:
         """Descriptors of one side of a cut; ``peer`` None for our own memory. Raises PeerError."""
         strided = np.empty((len(side.offsets), 5), dtype=np.uint64)
         strided[:, 0] = np.uint64(region.address) + side.offsets.astype(np.uint64)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import NixlAgent
-from connector.planning.rank_mapping import SourceRank, naming
+from connector.planning.rank_mapping import SourceRank, naming_rank
 from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Peer, RankKV
 from pdserve.rpc.timeouts import PeerTiming
@@ -76,7 +76,7 @@ class ConnectionProbe:
         """The lanes of a connection to that rank. The agent that made it is added to ``agents``."""
         worker = f"scout-{next(_numbers)} "  # in front: UCX cuts names off at 31 characters
         agents.append(NixlAgent(worker + self._name, self._timing))
-        with naming(peer, rank):
+        with naming_rank(peer, rank):
             try:
                 found = agents[-1].add(rank.metadata)
                 agents[-1].remove(found)

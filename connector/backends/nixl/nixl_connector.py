@@ -26,8 +26,8 @@ from connector.backends.nixl.connection_probe import ConnectionProbe, Lanes, Sou
 from connector.backends.nixl.peer_connection import PeerConnection
 from connector.backends.nixl.rank_link import GREETING_BYTES, Home
 from connector.completion_queue import CompletionQueue
-from connector.planning.block_slicing import Side
-from connector.planning.rank_mapping import ONLY_RANK, OwnRanks, check_region
+from connector.planning.block_slicing import BlockRanges
+from connector.planning.rank_mapping import SINGLE_RANK, LocalRank, check_region
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
 from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
@@ -47,10 +47,10 @@ class NixlConnector:
     ``agent`` names this life of this rank: peers tell lives apart by it. ``own`` says what of the model it holds.
     """
 
-    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING, own: OwnRanks = ONLY_RANK) -> None:
+    def __init__(self, agent: str, timing: PeerTiming = DEFAULT_TIMING, rank: LocalRank = SINGLE_RANK) -> None:
         self._name = agent
         self._timing = timing
-        self._own = own
+        self._local_rank = rank
         self._outbox = CompletionQueue()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -120,10 +120,10 @@ class NixlConnector:
         self._home = Home(
             self._agent,
             region,
-            self._agent.prepare(None, scratch, Side.whole(GREETING_BYTES, 1)),
+            self._agent.prepare(None, scratch, BlockRanges.whole(GREETING_BYTES, 1)),
             self._timing.stall_timeout,
         )
-        self._rank = RankKV(self._name, self._agent.metadata(), region, layout, self._own.share)
+        self._rank = RankKV(self._name, self._agent.metadata(), region, layout, self._local_rank.share)
 
     def _work(self) -> None:
         sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._home.region.device]
@@ -154,7 +154,7 @@ class NixlConnector:
                 self._outbox.connected(connection.connected)
             return
         try:
-            sources = self._own.sources(self._rank.layout, peer)
+            sources = self._local_rank.source_ranks(self._rank.layout, peer)
         except PeerError as error:
             self._outbox.failed(peer.epoch, str(error))
             return

@@ -18,7 +18,7 @@ from connector.backends.nixl import transport, ucx
 from connector.backends.nixl.rank_link import Home, Pull, RankLink
 from connector.backends.nixl.traffic import LinkTraffic
 from connector.completion_queue import CompletionQueue
-from connector.planning.rank_mapping import SourceRank, label, naming
+from connector.planning.rank_mapping import SourceRank, error_prefix, naming_rank
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, Peer, ReadResult
 from pdserve.transports import Connected, joined
@@ -43,13 +43,13 @@ class PeerConnection:
         self._name = f"{peer.node_id} (epoch {peer.epoch})"
         self._outbox = outbox
         self._traffic = LinkTraffic()
-        self._block_bytes = sum(source.cut.num_bytes for source in sources)
-        self._num_ranges = sum(source.cut.num_ranges for source in sources)
+        self._block_bytes = sum(source.slices.num_bytes for source in sources)
+        self._num_ranges = sum(source.slices.num_ranges for source in sources)
         self._links: list[RankLink] = []
         try:
             for source in sources:
-                with naming(peer, source.rank):
-                    self._links.append(RankLink(home, source, label(peer, source.rank), self._break))
+                with naming_rank(peer, source.rank):
+                    self._links.append(RankLink(home, source, error_prefix(peer, source.rank), self._break))
         except PeerError:
             self._close_links()
             raise
@@ -76,7 +76,7 @@ class PeerConnection:
             self._outbox.refused(read, f"{self._name}: {error}")
             return
         self._traffic.begin(ordered_at)
-        num_descriptors = sum(piece.num_runs for pieces in plans for piece in pieces)
+        num_descriptors = sum(piece.num_ranges for pieces in plans for piece in pieces)
         end = partial(self._end, read, num_descriptors)
         pull = Pull(sum(map(len, plans)), end)
         if not read.local_blocks:

@@ -23,9 +23,9 @@ import numpy as np
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import Disconnected, NixlAgent, NixlTransfer
-from connector.planning.block_slicing import Side
+from connector.planning.block_slicing import BlockRanges
 from connector.planning.rank_mapping import SourceRank
-from connector.planning.transfer_plan import ByteRangeRead, plan_read
+from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, KVRegion
 
@@ -90,11 +90,11 @@ class RankLink:
         self.lost = ""  # why, once no new piece is posted
         self._home = home
         self._rank = source.rank
-        self._blocks = source.cut
+        self._blocks = source.slices
         self._label = label
         self._on_broken = on_broken
         self._prepared: list[int] = []
-        self._waiting: deque[tuple[Pull, ByteRangeRead]] = deque()
+        self._waiting: deque[tuple[Pull, ReadChunk]] = deque()
         self._flights: list[_Flight] = []
         self._lost_at = 0.0
         self._expected_at = 0.0  # when bytes are looked for
@@ -104,7 +104,9 @@ class RankLink:
         home.agent.add(self._rank.metadata)
         try:
             self._remote = self._prepare(self._rank.agent, self._rank.region, self._blocks.remote)
-            self._remote_start = self._prepare(self._rank.agent, self._rank.region, Side.whole(GREETING_BYTES, 1))
+            self._remote_start = self._prepare(
+                self._rank.agent, self._rank.region, BlockRanges.whole(GREETING_BYTES, 1)
+            )
             self._local = self._prepare(None, home.region, self._blocks.local)
         except PeerError:
             self.close()
@@ -131,11 +133,11 @@ class RankLink:
         only = np.zeros(1, np.int32)
         self._begin(pull, lambda: self._home.agent.read(self._home.scratch, only, self._remote_start, only))
 
-    def plan(self, read: KVRead) -> list[ByteRangeRead]:
+    def plan(self, read: KVRead) -> list[ReadChunk]:
         """What ``read`` wants of this rank. Raises PeerError."""
         return plan_read(read, self._blocks, PIECE_BYTES[self._home.region.device])
 
-    def submit(self, pull: Pull, pieces: list[ByteRangeRead]) -> None:
+    def submit(self, pull: Pull, pieces: list[ReadChunk]) -> None:
         """Queue pieces that ``plan`` has made; the link is not lost."""
         assert not self.lost
         self._waiting.extend((pull, piece) for piece in pieces)
@@ -174,7 +176,7 @@ class RankLink:
             self._home.agent.release(self._prepared.pop())
         self._home.agent.remove(self._rank.agent)
 
-    def _prepare(self, owner: str | None, region: KVRegion, side: Side) -> int:
+    def _prepare(self, owner: str | None, region: KVRegion, side: BlockRanges) -> int:
         self._prepared.append(self._home.agent.prepare(owner, region, side))
         return self._prepared[-1]
 

@@ -1,4 +1,4 @@
-"""Reads between nodes of any two shapes: every byte that is wanted, once, in its place, and nothing else."""
+"""Rank mapping and block slicing between nodes of any two shapes; refusals of peers that do not fit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_ranks import Model, Node, node, packed
+from kv_ranks import Model, Node, OnePlaneSpec, PackedSpec, node, packed
 from numpy.typing import NDArray
 
-from connector.planning.rank_mapping import sources
+from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVCacheGroup, KVLayout, KVShare, group_layers
 from pdserve.records import KVRead, KVRegion, Peer, RankKV
 
 EMPTY = -1
@@ -33,13 +33,17 @@ class Case(NamedTuple):
     theirs: Node
 
 
+def source_ranks(node: Node, rank: int, peer: Peer) -> tuple[SourceRank, ...]:
+    return LocalRank(tuple(node.shares), rank).source_ranks(node.layouts[rank], peer)
+
+
 def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @st.composite
 def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
-    """Any number of stages, evenly or unevenly long; shards that split the heads or repeat them."""
+    """Any number of stages of any length; shards that split or repeat the heads."""
     cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=2)) if num_layers > 1 else set()
     stage_layers = [end - start for start, end in pairwise([0, *sorted(cuts), num_layers])]
     num_shards = draw(st.sampled_from([*divisors(model.num_heads), 2 * model.num_heads, 4 * model.num_heads]))
@@ -50,13 +54,14 @@ def nodes(draw: st.DrawFn, model: Model, num_layers: int) -> Node:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    model = Model(draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 6, 12])), 2, "float16")
+    spec = draw(st.sampled_from([FullAttentionSpec, OnePlaneSpec]))
+    model = Model(draw(st.integers(1, 6)), draw(st.sampled_from([1, 4, 6, 12])), 2, "float16", spec)
     num_layers = draw(st.integers(1, 5))
     return Case(model, num_layers, draw(nodes(model, num_layers)), draw(nodes(model, num_layers)))
 
 
 def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayout]) -> KVRead:
-    """Any local blocks in any order, from any remote ones, runs of adjacent ones among them."""
+    """Any local blocks in any order from any remote blocks, with runs of adjacent blocks."""
     num_local, num_remote = (min(layout.num_blocks for layout in side) for side in (layouts, remote))
     local = draw.draw(st.permutations(range(num_local)))[: draw.draw(st.integers(0, num_local))]
     shift = draw.draw(st.integers(0, num_remote - 1))
@@ -65,30 +70,35 @@ def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayou
 
 
 def cells_of(case: Case) -> NDArray[Any]:
-    """The peer's KV, every byte another number."""
+    """The peer's KV; each byte has its own number."""
     num_blocks = max(layout.num_blocks for layout in case.theirs.layouts)
-    shape = (num_blocks, case.model.num_heads, case.num_layers, 2, case.model.block_size, ROW_BYTES)
+    shape = (
+        num_blocks,
+        case.model.num_heads,
+        case.num_layers,
+        case.model.spec.planes,
+        case.model.block_size,
+        ROW_BYTES,
+    )
     return np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
 
 
 @settings(max_examples=200)
 @given(cases(), st.data(), st.integers(1, 4000))
-def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
-    case: Case, draw: st.DataObject, limit: int
-) -> None:
+def test_each_wanted_byte_lands_once_and_no_other_byte_does(case: Case, draw: st.DataObject, limit: int) -> None:
     _, _, ours, theirs = case
     rank = draw.draw(st.integers(0, len(ours.layouts) - 1))
     layout, share = ours.layouts[rank], ours.shares[rank]
     read = blocks_of(draw, [layout], theirs.layouts)
     cells = cells_of(case)
     memory = np.full(layout.total_bytes, EMPTY, dtype=np.int64)
-    for source in sources(layout, ours.shares, rank, Peer("node", "e1", theirs.ranks)):
+    for source in source_ranks(ours, rank, Peer("node", "e1", theirs.ranks)):
         remote = packed(cells, source.rank.layout, source.rank.part)
         assert len(remote) == source.rank.layout.total_bytes
-        for piece in plan_read(read, source.cut, limit):
-            ranges = source.cut.place(piece.local, piece.remote)
-            assert piece.num_runs == len(ranges.local)
-            assert ranges.num_bytes.sum() <= max(limit, source.cut.num_bytes)
+        for chunk in plan_read(read, source.slices, limit):
+            ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+            assert chunk.num_ranges == len(ranges.local)
+            assert ranges.num_bytes.sum() <= max(limit, source.slices.num_bytes)
             for at, origin, count in zip(*(column.tolist() for column in ranges), strict=True):
                 assert 0 <= at < at + count <= len(memory)
                 assert 0 <= origin < origin + count <= len(remote)
@@ -101,24 +111,24 @@ def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
 
 
 @given(cases(), st.data())
-def test_nothing_that_could_be_merged_is_left_apart(case: Case, draw: st.DataObject) -> None:
+def test_all_adjacent_ranges_are_merged(case: Case, draw: st.DataObject) -> None:
     rank = draw.draw(st.integers(0, len(case.ours.layouts) - 1))
     layout = case.ours.layouts[rank]
     read = blocks_of(draw, [layout], case.theirs.layouts)
-    for source in sources(layout, case.ours.shares, rank, Peer("node", "e1", case.theirs.ranks)):
-        for piece in plan_read(read, source.cut, layout.total_bytes):
-            ranges = source.cut.place(piece.local, piece.remote)
-            order = np.argsort(ranges.local)  # adjacent ones end up side by side
+    for source in source_ranks(case.ours, rank, Peer("node", "e1", case.theirs.ranks)):
+        for chunk in plan_read(read, source.slices, layout.total_bytes):
+            ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
+            order = np.argsort(ranges.local)  # adjacent ranges become neighbours
             local, remote, count = (column[order] for column in ranges)
             together = (local[:-1] + count[:-1] == local[1:]) & (remote[:-1] + count[:-1] == remote[1:])
             assert not together.any()
 
 
 @given(cases(), st.data())
-def test_prepared_descriptors_are_the_ranges_before_they_are_merged(case: Case, draw: st.DataObject) -> None:
+def test_descriptors_are_the_ranges_before_merging(case: Case, draw: st.DataObject) -> None:
     rank = draw.draw(st.integers(0, len(case.ours.layouts) - 1))
-    for source in sources(case.ours.layouts[rank], case.ours.shares, rank, Peer("node", "e1", case.theirs.ranks)):
-        for side in source.cut:
+    for source in source_ranks(case.ours, rank, Peer("node", "e1", case.theirs.ranks)):
+        for side in source.slices:
             prepared = [b * side.block_bytes + offset for offset in side.offsets for b in range(side.num_blocks)]
             blocks = np.array(draw.draw(st.permutations(range(side.num_blocks))), np.int32)
             assert [prepared[number] for number in side.descriptors(blocks)] == side.starts(blocks).tolist()
@@ -128,8 +138,8 @@ def test_prepared_descriptors_are_the_ranges_before_they_are_merged(case: Case, 
 def test_readers_of_a_replicated_head_are_spread_evenly(case: Case) -> None:
     peer = Peer("node", "e1", case.theirs.ranks)
     readers = dict.fromkeys([rank.agent for rank in peer.ranks], 0)
-    for rank, layout in enumerate(case.ours.layouts):
-        for source in sources(layout, case.ours.shares, rank, peer):
+    for rank in range(len(case.ours.layouts)):
+        for source in source_ranks(case.ours, rank, peer):
             readers[source.rank.agent] += 1
     for share in case.theirs.shares:
         counts = [readers[rank.agent] for rank in peer.ranks if rank.part == share]
@@ -146,8 +156,8 @@ def shape(num_shards: int, stage_layers: tuple[int, ...] = (4,), page: int = 64)
     [
         (shape(1), shape(1), 1, 1),
         (shape(2, (1, 3), 16), shape(2, (1, 3), 16), 1, 1),
-        (shape(1), shape(2), 2, 1),  # halves of a page's heads
-        (shape(1, page=16), shape(2, page=16), 2, 4),  # the same, in 4 pages
+        (shape(1), shape(2), 2, 1),  # half of the heads of a page
+        (shape(1, page=16), shape(2, page=16), 2, 4),  # half of the heads, 4 pages
         (shape(2), shape(1), 1, 1),
         (shape(8), shape(8), 1, 1),  # replicated heads
         (shape(1), shape(8), 4, 1),
@@ -157,21 +167,28 @@ def shape(num_shards: int, stage_layers: tuple[int, ...] = (4,), page: int = 64)
         (shape(4, (1,) * 4, 16), shape(1), 1, 4 * 2),
     ],
 )
-def test_blocks_are_cut_no_further_than_needed(ours: Node, theirs: Node, num_sources: int, num_ranges: int) -> None:
-    found = sources(ours.layouts[0], ours.shares, 0, Peer("node", "e1", theirs.ranks))
-    assert [source.cut.num_ranges for source in found] == [num_ranges] * num_sources
+def test_blocks_have_as_few_ranges_as_possible(ours: Node, theirs: Node, num_sources: int, num_ranges: int) -> None:
+    found = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks))
+    assert [source.slices.num_ranges for source in found] == [num_ranges] * num_sources
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def rank_of(layout: KVLayout, share: KVShare | None = None) -> RankKV:
     return RankKV("agent", b"", KVRegion(4096, max(1, layout.total_bytes), "cpu", 0), layout, share)
 
 
+def with_field(layout: KVLayout, field: str, value: object) -> KVLayout:
+    """The layout with another value of a field of its own or of its spec."""
+    if field in KVLayout.__struct_fields__:
+        return msgspec.structs.replace(layout, **{field: value})
+    return msgspec.structs.replace(layout, spec=msgspec.structs.replace(layout.spec, **{field: value}))
+
+
 def refused(*ranks: RankKV) -> str:
     with pytest.raises(PeerError) as error:
-        sources(LAYOUT, OURS.shares, 0, Peer("node", "e1", ranks))
+        source_ranks(OURS, 0, Peer("node", "e1", ranks))
     return str(error.value)
 
 
@@ -179,13 +196,13 @@ def refused(*ranks: RankKV) -> str:
     ("field", "value"),
     [("block_size", 8), ("head_dim", 64), ("dtype", "bfloat16"), ("num_layers", 3), ("num_kv_heads", 3)],
 )
-def test_what_must_be_equal_is_refused_naming_both_values(field: str, value: object) -> None:
-    theirs = msgspec.structs.replace(LAYOUT, **{field: value})
+def test_unequal_field_is_refused_with_both_values(field: str, value: object) -> None:
+    theirs = with_field(LAYOUT, field, value)
     assert f"{field}: {getattr(LAYOUT, field)} here, {value} at the peer" in refused(rank_of(theirs))
 
 
-def test_the_models_sizes_count_not_those_of_a_rank() -> None:
-    theirs = node(Model(8, 4, 2, "float16"), (2,), 2, 4, [4])  # 4 heads a rank, as we have
+def test_heads_of_the_models_are_compared_not_of_ranks() -> None:
+    theirs = node(Model(8, 4, 2, "float16"), (2,), 2, 4, [4])  # 4 heads per rank, as on our rank
     assert "num_kv_heads: 4 here, 8 at the peer" in refused(*theirs.ranks)
 
 
@@ -196,7 +213,7 @@ def test_an_impossible_number_of_blocks_is_refused(num_blocks: int) -> None:
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads"])
 def test_a_rank_without_layers_or_heads_is_refused(field: str) -> None:
-    assert "no part of a model" in refused(rank_of(msgspec.structs.replace(LAYOUT, **{field: 0})))
+    assert "no part of a model" in refused(rank_of(with_field(LAYOUT, field, 0)))
 
 
 def test_a_region_too_small_for_its_blocks_is_refused() -> None:
@@ -205,7 +222,7 @@ def test_a_region_too_small_for_its_blocks_is_refused() -> None:
     assert str(LAYOUT.total_bytes - 1) in refused(msgspec.structs.replace(rank, region=small))
 
 
-def test_a_rank_whose_memory_is_not_its_share_is_refused() -> None:
+def test_a_rank_with_another_layout_than_its_share_is_refused() -> None:
     assert "(2, 4)" in refused(rank_of(LAYOUT, KVShare(0, 1, 0, 4, 2, 4)))
 
 
@@ -224,21 +241,63 @@ def test_ranks_that_overlap_are_refused() -> None:
     assert "layer 0 of KV head 2 is held by 2 different shares" in refused(rank_of(LAYOUT), half)
 
 
-def test_more_descriptors_than_can_be_numbered_are_refused_naming_both_page_sizes() -> None:
+def test_too_many_descriptors_are_refused_with_both_page_sizes() -> None:
     theirs = msgspec.structs.replace(LAYOUT, num_blocks=2**27, kernel_block_size=2)
     message = refused(rank_of(theirs))
     assert "kernel_block_size: 4 here, 2 at the peer" in message
 
 
-def test_ranks_of_one_name_are_refused() -> None:
+def test_ranks_with_equal_names_are_refused() -> None:
     rank = rank_of(LAYOUT)
     assert f"2 ranks of peer node say they are {rank.agent}" in refused(rank, rank)
 
 
-def test_a_refusal_names_the_rank_that_it_is_about() -> None:
+def test_a_refusal_names_its_rank() -> None:
     ranks = node(MODEL, (1, 1), 1, 4, [4]).ranks
     larger = msgspec.structs.replace(ranks[1].layout, num_blocks=5)
     assert refused(ranks[0], msgspec.structs.replace(ranks[1], layout=larger)).startswith("rank 1: 5 blocks")
+
+
+# ---------------------------------------------------------------- specs
+
+
+def packed_node(page: int, stage_layers: tuple[int, ...] = (2,), num_shards: int = 1) -> Node:
+    return node(Model(4, page, 2, "float16", PackedSpec), stage_layers, num_shards, page, [4])
+
+
+def test_equal_packed_blocks_are_one_range() -> None:
+    (source,) = source_ranks(packed_node(16), 0, Peer("node", "e1", packed_node(16).ranks))
+    assert (source.slices.num_ranges, source.slices.num_bytes) == (1, packed_node(16).layouts[0].block_bytes)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (packed_node(32), "kernel_block_size: 16 here, 32 at the peer"),
+        (packed_node(16, (1, 1)), "2 layers from 0, 4 heads from 0 here, 1 layers from 0, 4 heads from 0 at the peer"),
+        (packed_node(16, num_shards=2), "4 heads from 0 here, 2 layers from 0, 2 heads from 0 at the peer"),
+        (node(Model(4, 16, 2, "float16"), (2,), 1, 16, [4]), "spec: packed here, full_attention at the peer"),
+    ],
+)
+def test_packed_blocks_are_never_split(theirs: Node, message: str) -> None:
+    with pytest.raises(PeerError, match=message):
+        source_ranks(packed_node(16), 0, Peer("node", "e1", theirs.ranks))
+
+
+def test_a_packed_layout_with_several_pages_per_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kernel_block_size 16 must equal block_size 32"):
+        KVLayout(4, 32, 16, 2, PackedSpec(4, 2, "float16"))
+
+
+def test_sizes_in_bytes_follow_from_the_planes_of_the_spec() -> None:
+    layout = KVLayout(4, 32, 16, 3, OnePlaneSpec(1, 576, "bfloat16"))
+    assert layout.shape == (8, 1, 3, 1, 16, 576)
+    assert (layout.bytes_per_token, layout.block_bytes) == (3 * 576 * 2, 32 * 3 * 576 * 2)
+
+
+def test_layers_with_equal_specs_form_a_group() -> None:
+    large, small = FullAttentionSpec(8, 128, "bfloat16"), FullAttentionSpec(2, 64, "bfloat16")
+    assert group_layers([large, small, large]) == (KVCacheGroup(large, (0, 2)), KVCacheGroup(small, (1,)))
 
 
 # ---------------------------------------------------------------- shares

@@ -1,7 +1,4 @@
-"""Planning between caches of equal blocks: every wanted byte, once, in its place, and nothing else.
-
-Those that differ are in test_bridge.py.
-"""
+"""Transfer planning between caches with equal blocks. Unequal ones are in test_rank_mapping.py."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.planning.block_slicing import Cut, cut_blocks
+from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.rank_mapping import check_region
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.records import KVRead, KVRegion
 
 LAYOUT = KVLayout(
-    num_blocks=40, block_size=4, kernel_block_size=2, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16"
+    num_blocks=40, block_size=4, kernel_block_size=2, num_layers=1, spec=FullAttentionSpec(1, 1, "float16")
 )
 BLOCK = LAYOUT.block_bytes  # 16 B
 
@@ -37,7 +34,7 @@ def read_of(pairs: list[tuple[int, int]]) -> KVRead:
 
 @st.composite
 def reads(draw: st.DrawFn) -> tuple[KVRead, KVLayout, KVLayout]:
-    """Runs of adjacent blocks mixed with single ones, in any order, on caches of different size."""
+    """Runs of adjacent blocks and single blocks, in any order, on caches of different size."""
     ours, theirs = (layout(num_blocks=draw(st.integers(1, 40))) for _ in range(2))
     free = set(range(ours.num_blocks))
     pairs: list[tuple[int, int]] = []
@@ -56,25 +53,25 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-def whole(ours: KVLayout, theirs: KVLayout) -> Cut:
-    return cut_blocks(ours, KVShare.whole(ours), theirs, KVShare.whole(theirs))
+def whole(ours: KVLayout, theirs: KVLayout) -> BlockSlices:
+    return slice_blocks(ours, KVShare.whole(ours), theirs, KVShare.whole(theirs))
 
 
 def planned(read: KVRead, ours: KVLayout, theirs: KVLayout, max_bytes: int) -> list[list[Copy]]:
-    """The ranges of each piece."""
-    cut = whole(ours, theirs)
-    placed = [cut.place(piece.local, piece.remote) for piece in plan_read(read, cut, max_bytes)]
+    """The byte ranges of each chunk."""
+    slices = whole(ours, theirs)
+    placed = [slices.byte_ranges(chunk.local, chunk.remote) for chunk in plan_read(read, slices, max_bytes)]
     return [[Copy(*row) for row in np.stack(ranges, axis=1).tolist()] for ranges in placed]
 
 
 @given(reads(), st.integers(1, 6 * BLOCK))
-def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
+def test_each_wanted_byte_lands_once_and_no_other_byte_does(
     case: tuple[KVRead, KVLayout, KVLayout], max_bytes: int
 ) -> None:
     read, ours, theirs = case
     remote = np.arange(theirs.total_bytes, dtype=np.int64)
     local = np.full(ours.total_bytes, -1, dtype=np.int64)
-    for copy in (copy for piece in planned(read, ours, theirs, max_bytes) for copy in piece):
+    for copy in (copy for chunk in planned(read, ours, theirs, max_bytes) for copy in chunk):
         target = local[copy.local_offset : copy.local_offset + copy.num_bytes]
         assert (target == -1).all()
         target[:] = remote[copy.remote_offset : copy.remote_offset + copy.num_bytes]
@@ -85,29 +82,29 @@ def test_every_wanted_byte_lands_once_in_its_place_and_nothing_else(
 
 
 @given(reads(), st.integers(1, 6 * BLOCK))
-def test_pieces_stay_below_the_limit_and_count_their_ranges(
+def test_chunks_stay_below_the_limit_and_count_their_ranges(
     case: tuple[KVRead, KVLayout, KVLayout], max_bytes: int
 ) -> None:
     read, ours, theirs = case
-    pieces = plan_read(read, whole(ours, theirs), max_bytes)
-    for piece, ranges in zip(pieces, planned(read, ours, theirs, max_bytes), strict=True):
-        assert len(ranges) == piece.num_runs
+    chunks = plan_read(read, whole(ours, theirs), max_bytes)
+    for chunk, ranges in zip(chunks, planned(read, ours, theirs, max_bytes), strict=True):
+        assert len(ranges) == chunk.num_ranges
         assert sum(copy.num_bytes for copy in ranges) <= max(BLOCK, max_bytes)
 
 
 @given(reads())
-def test_nothing_that_could_be_merged_is_left_apart(case: tuple[KVRead, KVLayout, KVLayout]) -> None:
-    for piece in planned(*case, max_bytes=LAYOUT.total_bytes):
-        for first, second in pairwise(piece):
+def test_all_adjacent_ranges_are_merged(case: tuple[KVRead, KVLayout, KVLayout]) -> None:
+    for chunk in planned(*case, max_bytes=LAYOUT.total_bytes):
+        for first, second in pairwise(chunk):
             adjacent_here = first.local_offset + first.num_bytes == second.local_offset
             adjacent_there = first.remote_offset + first.num_bytes == second.remote_offset
             assert not (adjacent_here and adjacent_there)
 
 
-def test_a_run_in_any_order_is_one_range() -> None:
+def test_adjacent_blocks_in_any_order_are_one_range() -> None:
     pairs = [(11, 31), (10, 30), (13, 33), (12, 32)]
-    (piece,) = planned(read_of(pairs), LAYOUT, LAYOUT, LAYOUT.total_bytes)
-    assert piece == [Copy(10 * BLOCK, 30 * BLOCK, 4 * BLOCK)]
+    (chunk,) = planned(read_of(pairs), LAYOUT, LAYOUT, LAYOUT.total_bytes)
+    assert chunk == [Copy(10 * BLOCK, 30 * BLOCK, 4 * BLOCK)]
 
 
 @pytest.mark.parametrize("wrong", [-1, 40, 2**31, 2**32, 2**63, 2**64, -(2**31)])
