@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.decode_service import DecodeService
-from decode_node.handoff_driver import HandoffDriver
+from decode_node.handoff_driver import HandoffContext
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.settings import DecodeSettings, FailurePolicy
 from engine.frontend.drain import Drained
@@ -39,7 +39,7 @@ class DecodeRole:
 
     def attach(self, node: Node) -> Drained:
         self._peers = PrefillPeers(self._settings, node, self._metrics)
-        handoffs = HandoffDriver(node.link, self._peers, self._settings, node.config.model, self._metrics)
+        handoffs = HandoffContext(node.link, self._peers, self._settings, node.config.model, self._metrics)
         service = DecodeService(node, handoffs)
         pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
         return service

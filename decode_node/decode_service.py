@@ -6,7 +6,7 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from decode_node.generation import NodeGeneration
-from decode_node.handoff_driver import HandoffDriver
+from decode_node.handoff_driver import HandoffContext, HandoffDriver
 from decode_node.request_trace import RequestTrace
 from decode_node.settings import FailurePolicy
 from engine.frontend.drain import Streams
@@ -17,6 +17,7 @@ from engine.ipc.messages import Mode
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.request_cost import worth_handoff
 from pdserve.rpc.protobuf import failure_to_pb, sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 
@@ -51,7 +52,7 @@ class RouterStream:
 
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
-    def __init__(self, node: Node, handoffs: HandoffDriver) -> None:
+    def __init__(self, node: Node, handoffs: HandoffContext) -> None:
         self._node = node
         self._handoffs = handoffs
         self._streams: Streams[RouterStream] = Streams()
@@ -109,14 +110,12 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             self._count_failure(exc)
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
-        course = self._course(message, len(tokens))
-        generation = NodeGeneration(
-            message, len(tokens), sampling, self._node.link, stream, self._ended(stream), course
-        )
+        trace = self._trace(message, len(tokens))
+        generation = NodeGeneration(message, len(tokens), sampling, self._node.link, stream, self._ended(stream), trace)
         stream.generations[message.request] = generation
         self._place(generation, message.prefill_node)
 
-    def _course(self, message: pb.Generate, num_tokens: int) -> RequestTrace:
+    def _trace(self, message: pb.Generate, num_tokens: int) -> RequestTrace:
         attributes: Attributes = {"pdserve.request_id": message.request_id, "gen_ai.usage.input_tokens": num_tokens}
         span = self._node.tracer.continue_span("decode node", message.traceparent, message.tracestate, attributes)
         metrics, told = self._handoffs.metrics, self._node.log_requests
@@ -139,8 +138,10 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
     def _place(self, generation: NodeGeneration, prefill_node: str) -> None:
         """Hand off, or prefill here, as is done wherever log-probabilities of the prompt are asked for."""
         settings, counters = self._handoffs.settings, self._handoffs.counters
-        scores = generation.sampling.prompt_logprobs >= 0
-        if not prefill_node or scores or generation.num_tokens < settings.handoff_min_tokens:
+        worth_it = worth_handoff(
+            generation.num_tokens, generation.sampling.prompt_logprobs, settings.handoff_min_tokens
+        )
+        if not (prefill_node and worth_it):
             counters["pdserve_local_prefills_total"] += 1
             generation.submit(Mode.LOCAL)
             return
@@ -155,4 +156,5 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             counters["pdserve_handoff_recomputed_tokens_total"] += generation.num_tokens
             generation.submit(Mode.LOCAL)
         else:
-            self._handoffs.begin(generation, peer)
+            generation.handoff = HandoffDriver(self._handoffs, generation, peer)
+            generation.submit(Mode.HANDOFF)

@@ -48,11 +48,11 @@ class NodeGeneration:
         link: EngineClient,
         sink: OutputSink,
         on_end: Callable[[NodeGeneration], None],
-        course: RequestTrace,
+        trace: RequestTrace,
     ) -> None:
         self.number = message.request
         self.request_id = message.request_id
-        self.course = course
+        self.trace = trace
         self.token_ids = message.token_ids
         self.num_tokens = num_tokens
         self.sampling = sampling
@@ -88,13 +88,13 @@ class NodeGeneration:
 
     def submit(self, mode: Mode) -> None:
         if mode is Mode.HANDOFF:
-            self.course.reserve()
+            self.trace.reserve()
         message = Submit(
             self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority, resume=self.resume
         )
         self._link.send(message)
 
-    def emit_of_peer(
+    def emit_peer_token(
         self, choice: int, sample: Sample, number: int, eos_token_ids: Sequence[int], cached_tokens: int = 0
     ) -> None:
         """Forward what P has sampled, the ``number``-th token of a choice; one that ends with it ends here."""
@@ -123,7 +123,7 @@ class NodeGeneration:
             else:
                 if self._fresh:
                     self._fresh = False
-                    self.course.on_output(event.queued)
+                    self.trace.on_output(event.queued)
                 self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
             return
         match event:
@@ -167,5 +167,5 @@ class NodeGeneration:
         if self.handoff is not None:
             self.handoff.abandon()
         self._link.close(self.rid)
-        self.course.on_end(outcome, self.error)
+        self.trace.on_end(outcome, self.error)
         self._on_end(self)

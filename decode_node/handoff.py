@@ -1,31 +1,32 @@
-"""The handoff of one request on D as a state machine: events in, actions out, no I/O, no clock. See docs/leases.md.
+"""State machine of one handoff on D: events in, actions out, no I/O, no clock. The protocol is docs/leases.md.
 
-    waiting ─part announced─► reading ─all read─► confirming ─it was kept─► confirmed
-       │                         │                    │
-       └────────────────── anything fails ────────────┴──► given up   (recompute, or an error: the caller chooses)
+    waiting ─first part announced─► reading ─all read─► confirming ─lease stood─► confirmed
+       │                               │                    │
+       └─────────────────────── any failure ────────────────┴──► given up ─lease named and released─► done
 
-``limit`` is until when, by our clock, P certainly keeps what it has announced: a lease's length after we sent a request
-that P has answered, less a margin. Nothing is read beyond it. A third of the way there we ask P to extend the lease, as
-long as reads go on; at once, if P took so long that little is left of it, and before reading, if next to nothing is.
-P says no when the lease has ended, and then what was read is worth nothing. No token is computed from a read that P has
-not confirmed.
+``limit`` is the time by D's clock until which P certainly keeps announced blocks: a lease's length after D sent a
+request that P has answered, less a margin. D reads nothing beyond it. D extends the lease after a third of the time
+left, or at once if less than a third of a lease is left. If next to nothing is left, D reads only after the answer.
+D computes no token from a read before P has confirmed that the lease stood.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from math import inf
 
 from engine.ipc.messages import KVConfirmed, Outputs, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.protobuf import failure_from_pb
+from pdserve.rpc.timeouts import PeerTiming
 
-_MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # how long before a lease's end reading stops: a share of it, at most seconds
-_EXTEND_SHARE = 1 / 3  # when to extend: after that share of the time left, at once if less than that of a lease is left
-_ANSWER_SHARE, _ANSWER_MAX = 0.2, 0.1  # for P to extend it: with less left than that, no read begins
-_PATIENCE = 3  # lengths of a lease for which it is extended though no read has ended
+_MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # reading stops this share of a lease before its end; at most this many seconds
+_EXTEND_SHARE = 1 / 3  # extend after this share of the time left, or at once if less than this share of a lease is left
+_ANSWER_SHARE, _ANSWER_MAX = 0.2, 0.1  # no read begins with less left: this share of a lease, at most these seconds
+_MAX_STALL = 3  # lengths of a lease without a read that begins or ends, after which D stops extending
 
 
 class ReadFailed(PeerError):
@@ -40,175 +41,241 @@ class Phase(StrEnum):
     GIVEN_UP = "given up"
 
 
-class Ask(Enum):
-    """A request to P about the lease; each is answered by one event."""
+@dataclass(frozen=True, slots=True)
+class HandoffPeer:
+    """One epoch of a prefill node."""
 
-    EXTEND = "extend"
-    RELEASE = "release"
+    name: str
+    epoch: str
+    timing: PeerTiming
 
 
 @dataclass(frozen=True, slots=True)
-class Extended:
-    """The answer to Ask.EXTEND."""
+class HandoffFailed:
+    """P's KV will not be used."""
 
-    asked_at: float  # when the request was sent
-    seconds: float  # P keeps the lease so long from when it received it; 0: it has ended
-    error: PdserveError | None = None  # there was no answer
+    error: PdserveError
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The answer to Ask.RELEASE."""
-
-    stood: bool
-
-
-# A PdserveError says why P announces no more, if it has not announced all; None that time has passed.
-Event = pb.KVReady | ReadEnded | Extended | Released | PdserveError | None
-Action = StartRead | KVConfirmed | Ask
+Event = pb.PrefillEvent | ReadEnded | PeerError | None  # PeerError: the stream has ended; None: time has passed
+ToPeer = pb.ExtendRequest | pb.ReleaseRequest | pb.Cancel
+Action = StartRead | KVConfirmed | ToPeer | HandoffFailed
 
 
 class Handoff:
-    """From reserved blocks to KV that may be used. ``asked_at`` is when P was asked to prefill, or earlier."""
+    """One prompt at one prefill node, from the request to P until P holds nothing for it.
 
-    def __init__(self, rid: int, epoch: str, peer: str, num_tokens: int, asked_at: float) -> None:
-        self.rid = rid
+    ``done`` is true once no event can change anything: the stream may forget ``number``.
+    """
+
+    def __init__(self, rid: int, number: int, peer: HandoffPeer, num_tokens: int, sent_at: float) -> None:
+        """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
+        self.number = number
         self.phase = Phase.WAITING
-        self.limit = asked_at
-        self._epoch = epoch
+        self.done = False
+        self.limit = sent_at
+        self.announced = 0  # prompt tokens
+        self.outputs: Outputs = ()  # tokens that P has sampled, by choice
+        self._rid = rid
         self._peer = peer
         self._num_tokens = num_tokens
-        self.outputs: Outputs = ()  # what P has sampled, by choice
-        self._lease = 0
-        self._term = 0.0  # seconds
-        self._announced = 0  # tokens of the prompt
+        self._lease = 0  # 0: P has not named it
+        self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
-        self._num_reads = 0  # under way
-        self._progress = asked_at  # when a read began or ended last
-        self._extending = False
-        self._extend_at = inf
+        self._num_reads = 0  # in flight
+        self._progress_at = sent_at  # when a read last began or ended
+        self._num_extends = 0
+        self._extend_sent_at = 0.0  # latest
+        self._extend_at = inf  # next
+        self._answer_due = inf  # of the Extend or Release in flight
 
-    def sampled(self, first: Sequence[int]) -> None:
-        """P's first tokens have come. Raises PeerError when they have come before."""
-        if self.outputs:
-            raise PeerError(f"{self._peer} sent first tokens twice")
-        self.outputs = tuple((token,) for token in first)
-
-    def went_ahead(self, token: int, most: int) -> int:
-        """P has sampled one more token; returns which one it is, from 1 on.
-
-        Raises PeerError where there is not one choice that it follows in, or this has ``most`` tokens already.
-        """
-        if len(self.outputs) != 1:
-            raise PeerError(f"{self._peer} sent a next token of {len(self.outputs)} choices")
-        if len(self.outputs[0]) >= most:
-            raise PeerError(f"{self._peer} sent a token after the {most} that it was asked for")
-        self.outputs = ((*self.outputs[0], token),)
-        return len(self.outputs[0])
-
-    def on(self, event: Event, now: float) -> list[Action]:
-        """Take in what has happened; returns what is to be done about it, in this order.
-
-        Raises PdserveError when that ends the handoff; later events are ignored then.
-        """
-        if self.phase in (Phase.CONFIRMED, Phase.GIVEN_UP):
-            return []
-        try:
-            self._take(event, now)
-            return self._next(now)
-        except PdserveError:
-            self.phase = Phase.GIVEN_UP
-            raise
+    @property
+    def active(self) -> bool:
+        """P's KV may still be used."""
+        return self.phase not in (Phase.CONFIRMED, Phase.GIVEN_UP)
 
     @property
     def wake_at(self) -> float:
-        """When ``on(None)`` will have something to do if nothing else happens before."""
+        """When ``on(None)`` must be called unless another event comes before; infinity for never."""
+        if self.phase is Phase.CONFIRMING:
+            return self._answer_due
         if self.phase is not Phase.READING:
             return inf
-        return min(self._extend_at if self._wants_more_time else inf, self.limit if self._num_reads else inf)
+        extend_at = self._extend_at if self._may_extend else inf
+        return min(extend_at, self._answer_due, self.limit if self._num_reads else inf)
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Apply an event; return the actions to take, in this order. HandoffFailed, if any, is the last."""
+        if self.done:
+            return []
+        if not self.active:
+            return self._on_event_after_giving_up(event)
+        try:
+            self._apply(event, now)
+            return self._next_actions(now)
+        except PdserveError as error:
+            actions: list[Action] = [*self.give_up(), HandoffFailed(error)]
+            self.done = self.done or isinstance(event, PeerError)
+            return actions
+
+    def give_up(self) -> list[Action]:
+        """Drop P's KV; return what P must be told. Idempotent.
+
+        Release gives back a lease that P has named. Otherwise Cancel stops the prompt, and Release follows Accepted.
+        """
+        if not self.active:
+            return []
+        release_sent = self.phase is Phase.CONFIRMING
+        self.phase = Phase.GIVEN_UP
+        if self.done:
+            return []
+        if not self._lease:
+            return [pb.Cancel(request=self.number)]
+        self.done = True
+        return [] if release_sent else [self._release()]
+
+    def add_first_tokens(self, tokens: Sequence[int]) -> None:
+        """Record P's first token of each choice. Raises PeerError on a repetition."""
+        if self.outputs:
+            raise PeerError(f"{self._peer.name} sent first tokens twice")
+        self.outputs = tuple((token,) for token in tokens)
+
+    def add_next_token(self, token: int, max_tokens: int) -> int:
+        """Record a token that P decoded ahead; return the number of tokens so far.
+
+        Raises PeerError unless there is exactly one choice, with fewer than ``max_tokens`` tokens.
+        """
+        if len(self.outputs) != 1:
+            raise PeerError(f"{self._peer.name} sent a next token of {len(self.outputs)} choices")
+        if len(self.outputs[0]) >= max_tokens:
+            raise PeerError(f"{self._peer.name} sent a token after the {max_tokens} that were requested")
+        self.outputs = ((*self.outputs[0], token),)
+        return len(self.outputs[0])
 
     # ------------------------------------------------------------ events
 
-    def _take(self, event: Event, now: float) -> None:
+    def _on_event_after_giving_up(self, event: Event) -> list[Action]:
+        """Release the lease as soon as P names it."""
+        if isinstance(event, PeerError):
+            self.done = True
+        if not isinstance(event, pb.PrefillEvent):
+            return []
+        kind = event.WhichOneof("kind")
+        self.done = kind in ("accepted", "kv_ready", "finished", "failed")
+        if kind not in ("accepted", "kv_ready"):
+            return []
+        self._lease = event.accepted.lease if kind == "accepted" else event.kv_ready.lease
+        return [self._release()]
+
+    def _apply(self, event: Event, now: float) -> None:
         match event:
-            case pb.KVReady():
-                self._on_part(event, now)
+            case pb.PrefillEvent():
+                self._apply_prefill_event(event, now)
             case ReadEnded():
                 if event.num_corrupt:
-                    raise PeerError(f"what was read from {self._peer} is corrupt: {event.error}")
+                    raise PeerError(f"KV read from {self._peer.name} is corrupt: {event.error}")
                 if event.error:
                     raise ReadFailed(f"reading KV failed: {event.error}")
                 self._num_reads -= 1
-                self._progress = now
-            case Extended():
-                self._on_extended(event, now)
-            case Released():
-                if not event.stood:
-                    raise PeerError(f"the lease at {self._peer} ended before its blocks had been read")
-                self.phase = Phase.CONFIRMED
-            case PdserveError() if not self._complete:
+                self._progress_at = now
+            case PeerError():
                 raise event
+            case None if now >= self._answer_due:
+                self._on_answer_timeout(now)
 
-    def _on_part(self, ready: pb.KVReady, now: float) -> None:
-        if not ready.block_ids or ready.num_tokens <= self._announced:
-            what = f"{len(ready.block_ids)} blocks up to token {ready.num_tokens}"
-            raise PeerError(f"the peer named {what}, after those up to {self._announced}")
+    def _apply_prefill_event(self, event: pb.PrefillEvent, now: float) -> None:
+        match event.WhichOneof("kind"):
+            case "accepted":
+                self._lease = self._lease or event.accepted.lease
+            case "kv_ready":
+                self._on_part(event.kv_ready, now)
+            case "extended" if self.phase is Phase.READING and event.extended.ask == self._num_extends:
+                if not event.extended.lease_ms:
+                    raise PeerError(f"the lease at {self._peer.name} ended while its blocks were being read")
+                self._answer_due = inf
+                self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
+            case "released" if self.phase is Phase.CONFIRMING:
+                self.done = True
+                if not event.released.stood:
+                    raise PeerError(f"the lease at {self._peer.name} ended before its blocks had been read")
+                self.phase = Phase.CONFIRMED
+            case "finished" if not self._complete:
+                self.done = not self._lease
+                raise PeerError(f"{self._peer.name} ended a prompt without leasing its blocks")
+            case "failed" if not self._complete or self.phase is Phase.CONFIRMING:
+                self.done = not self._lease
+                raise failure_from_pb(event.failed, self._peer.name)
+
+    def _on_part(self, part: pb.KVReady, now: float) -> None:
+        peer = self._peer.name
+        if not part.block_ids or part.num_tokens <= self.announced:
+            what = f"{len(part.block_ids)} blocks up to token {part.num_tokens}"
+            raise PeerError(f"{peer} announced {what}, after those up to {self.announced}")
+        if self._complete or (self._lease and part.lease != self._lease):
+            raise PeerError(f"{peer} announced blocks of lease {part.lease} after those of lease {self._lease}")
         if self.phase is Phase.WAITING:
             self.phase = Phase.READING
-            self._lease, self._term = ready.lease, ready.lease_ms / 1000
-            self._set_limit(self.limit, self._term, now)
-        elif ready.lease != self._lease or self._complete:
-            raise PeerError(f"{self._peer} announced blocks of lease {ready.lease} after those of lease {self._lease}")
-        self._announced = ready.num_tokens
+            self._lease, self._lease_seconds = part.lease, part.lease_ms / 1000
+            self._move_limit(self.limit, self._lease_seconds, now)
+        self.announced = part.num_tokens
         if self._complete and not self.outputs:
-            raise PeerError(f"{self._peer} announced a whole prompt without first tokens")
-        blocks, digests = tuple(ready.block_ids), tuple(ready.digests)
-        self._to_read.append(StartRead(self.rid, self._epoch, blocks, ready.num_tokens, digests))
+            raise PeerError(f"{peer} announced a whole prompt without first tokens")
+        blocks, digests = tuple(part.block_ids), tuple(part.digests)
+        self._to_read.append(StartRead(self._rid, self._peer.epoch, blocks, part.num_tokens, digests))
 
-    def _on_extended(self, answer: Extended, now: float) -> None:
-        self._extending = False
-        if self.phase is not Phase.READING:
-            return  # the lease was given back meanwhile
-        if answer.error is None and not answer.seconds:
-            raise PeerError(f"the lease at {self._peer} ended while its blocks were being read")
-        if answer.error is not None and now >= self.limit:
-            raise answer.error
-        self._set_limit(answer.asked_at, answer.seconds, now)
+    def _on_answer_timeout(self, now: float) -> None:
+        """Extend again before the limit; an unanswered Release ends the handoff."""
+        self._answer_due = inf
+        if self.phase is Phase.CONFIRMING:
+            raise PeerError(f"{self._peer.name} did not answer whether a lease stood")
+        if now >= self.limit:
+            raise PeerError(f"{self._peer.name} did not answer a request to extend a lease")
+        self._extend_at = now + (self.limit - now) * _EXTEND_SHARE
 
-    def _set_limit(self, asked_at: float, seconds: float, now: float) -> None:
-        self.limit = max(self.limit, asked_at + seconds - min(_MARGIN_MAX, seconds * _MARGIN_SHARE))
+    def _move_limit(self, sent_at: float, seconds: float, now: float) -> None:
+        self.limit = max(self.limit, sent_at + seconds - min(_MARGIN_MAX, seconds * _MARGIN_SHARE))
         left = self.limit - now
         self._extend_at = now if left < seconds * _EXTEND_SHARE else now + left * _EXTEND_SHARE
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ actions
 
     @property
     def _complete(self) -> bool:
         """All blocks of the prompt have been announced."""
-        return self._announced >= self._num_tokens
+        return self.announced >= self._num_tokens
 
     @property
-    def _wants_more_time(self) -> bool:
-        stuck = self._num_reads and self._extend_at - self._progress > _PATIENCE * self._term
-        return not self._extending and not stuck
+    def _may_extend(self) -> bool:
+        stalled = self._num_reads and self._extend_at - self._progress_at > _MAX_STALL * self._lease_seconds
+        return self._answer_due == inf and not stalled
 
-    def _next(self, now: float) -> list[Action]:
+    def _next_actions(self, now: float) -> list[Action]:
         if self.phase is Phase.CONFIRMED:
-            return [KVConfirmed(self.rid, self.outputs)]
+            return [KVConfirmed(self._rid, self.outputs)]
         if self.phase is not Phase.READING:
             return []
         if self._complete and not self._num_reads and not self._to_read:
             self.phase = Phase.CONFIRMING
-            return [Ask.RELEASE]
+            self._answer_due = now + self._peer.timing.timeout
+            return [self._release()]
         if now >= self.limit and self._num_reads:
-            raise ReadFailed(f"reading took longer than the {self.limit - self._progress:.3g} s that the lease left")
+            raise ReadFailed(f"reading took longer than the {self.limit - self._progress_at:.3g} s that the lease left")
         actions: list[Action] = []
-        if self._to_read and self.limit - now >= min(_ANSWER_MAX, self._term * _ANSWER_SHARE):
+        if self._to_read and self.limit - now >= min(_ANSWER_MAX, self._lease_seconds * _ANSWER_SHARE):
             actions += self._to_read
             self._num_reads += len(self._to_read)
             self._to_read.clear()
-            self._progress = now
-        if now >= self._extend_at and self._wants_more_time:
-            self._extending = True
-            actions.append(Ask.EXTEND)
+            self._progress_at = now
+        if now >= self._extend_at and self._may_extend:
+            actions.append(self._extend(now))
         return actions
+
+    def _extend(self, now: float) -> pb.ExtendRequest:
+        self._num_extends += 1
+        self._extend_sent_at = now
+        self._answer_due = now + self._peer.timing.answer_timeout
+        epoch, lease = self._peer.epoch, self._lease
+        return pb.ExtendRequest(request=self.number, epoch=epoch, lease=lease, ask=self._num_extends)
+
+    def _release(self) -> pb.ReleaseRequest:
+        return pb.ReleaseRequest(request=self.number, epoch=self._peer.epoch, lease=self._lease)

@@ -26,6 +26,7 @@ import grpc
 from decode_node.background_tasks import BackgroundTasks
 from decode_node.decode_metrics import PeerMetrics, too_slow
 from decode_node.engine_peers import EnginePeers
+from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
 from engine.frontend.node import Node
 from pdserve.compatibility import PROTOCOL_VERSION
@@ -181,7 +182,9 @@ class PrefillPeer:
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        self.stream = PrefillStream(self._stub, self.node_id, self.epoch, self._timing, self._streams, self.check)
+        self.stream = PrefillStream(
+            self._stub, HandoffPeer(self.node_id, self.epoch, self._timing), self._streams, self.check
+        )
         self._drained = False
         self._others.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)

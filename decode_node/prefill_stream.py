@@ -1,4 +1,4 @@
-"""The long-lived stream to one life of a prefill node, on which all handoffs from it are multiplexed."""
+"""The long-lived stream to one epoch of a prefill node, which multiplexes all handoffs from it."""
 
 from __future__ import annotations
 
@@ -9,113 +9,119 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from decode_node.background_tasks import BackgroundTasks
-from decode_node.remote_prefill import Listener, RemotePrefill
+from decode_node.handoff import HandoffPeer, ToPeer
 from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import error_from_rpc
-from pdserve.rpc.timeouts import PeerTiming
 
-_MOST_UNSENT = 4096  # messages that wait for P to read
-_GOODBYE_SECONDS = 2.0  # for P to take in what it gets back at the end
+_MAX_UNSENT = 4096  # queued messages to P beyond which no prompt is added
+_CLOSE_SECONDS = 2.0  # between the last message and the cancellation of the call, for P to receive released leases
+
+Handler = Callable[[pb.PrefillEvent | PeerError], None]
 
 
 class PrefillStream:
-    """Open from construction until ``close`` or until P ends it; then every prompt on it has failed.
+    """Open from construction until ``close`` or until P ends it.
 
-    ``on_change`` is called after that, and when P says that it takes no more. What is sent waits for P to read (gRPC's
-    flow control): no prompt is added while ``_MOST_UNSENT`` messages do, and the others are a few for each handoff
-    under way.
+    Each prompt has a handler, called with P's events in their order. The end of the stream is a PeerError to every
+    handler. ``on_change`` is called after that end, and when P begins to drain. ``send`` queues without a limit, since
+    a handoff sends only a few messages.
     """
 
     def __init__(
         self,
         stub: pb_grpc.PrefillNodeAsyncStub,
-        peer: str,
-        epoch: str,
-        timing: PeerTiming,
+        peer: HandoffPeer,
         background: BackgroundTasks,
         on_change: Callable[[], None],
     ) -> None:
-        self.timing = timing
         self.peer = peer
-        self.epoch = epoch
-        self.ended = ""  # why
+        self.ended = ""  # reason
         self.draining = False  # P takes no more prompts
         self._on_change = on_change
-        self._prefills: dict[int, RemotePrefill] = {}
+        self._handlers: dict[int, Handler] = {}
         self._numbers = itertools.count(1)
-        self._outbox: asyncio.Queue[pb.HandoffRequest | None] = asyncio.Queue()
+        self._unsent: asyncio.Queue[pb.HandoffRequest | None] = asyncio.Queue()  # None: end of the stream
         self._call = stub.Serve(self._requests())
-        background.start(self._read(), f"stream from {peer}")
+        background.start(self._read(), f"stream from {peer.name}")
 
     @property
     def idle(self) -> bool:
-        """Nothing is expected of it."""
-        return not self._prefills
+        """No handler waits for an event."""
+        return not self._handlers
 
-    def prefill(self, request: pb.PrefillRequest, listener: Listener) -> RemotePrefill:
-        """Ask P for a prompt; ``request`` lacks its number and P's epoch. Raises PeerError when the stream has ended,
-        Overloaded when P drains, or does not read it.
+    def prefill(self, request: pb.PrefillRequest, handler: Handler) -> int:
+        """Send a prompt; set its number and P's epoch, and return the number.
+
+        Raises PeerError when the stream has ended, Draining when P drains, Overloaded when P does not read.
         """
         if self.draining:
-            raise Draining(f"{self.peer} is draining")
+            raise Draining(f"{self.peer.name} is draining")
         if self.ended:
             raise PeerError(self.ended)
-        if self._outbox.qsize() >= _MOST_UNSENT:
-            raise Overloaded(f"{self.peer} does not read: {self._outbox.qsize()} messages to it wait; try again later")
-        request.request, request.epoch = next(self._numbers), self.epoch
-        prefill = self._prefills[request.request] = RemotePrefill(self, request.request, listener)
-        self.send(pb.HandoffRequest(prefill=request))
-        return prefill
+        if self._unsent.qsize() >= _MAX_UNSENT:
+            raise Overloaded(
+                f"{self.peer.name} does not read: {self._unsent.qsize()} messages to it wait; try again later"
+            )
+        request.request, request.epoch = next(self._numbers), self.peer.epoch
+        self._handlers[request.request] = handler
+        self._unsent.put_nowait(pb.HandoffRequest(prefill=request))
+        return request.request
 
-    def send(self, message: pb.HandoffRequest) -> None:
-        """It is lost when the stream has ended."""
-        self._outbox.put_nowait(message)
+    def send(self, message: ToPeer) -> None:
+        """Queue a message; it is lost if the stream has ended."""
+        match message:
+            case pb.ExtendRequest():
+                self._unsent.put_nowait(pb.HandoffRequest(extend=message))
+            case pb.ReleaseRequest():
+                self._unsent.put_nowait(pb.HandoffRequest(release=message))
+            case pb.Cancel():
+                self._unsent.put_nowait(pb.HandoffRequest(cancel=message))
 
     def forget(self, number: int) -> None:
-        """Nothing more is expected of a prompt."""
-        self._prefills.pop(number, None)
+        """Drop the handler of a prompt. Idempotent."""
+        self._handlers.pop(number, None)
         self._close_if_drained()
 
     def drain(self) -> None:
-        """Have it end when nothing is expected of it any more. Idempotent."""
+        """Add no prompts, and close when the last handler is forgotten. Idempotent."""
         if not self.draining:
             self.draining = True
             self._on_change()
             self._close_if_drained()
 
     def close(self, reason: str) -> None:
-        """End it, and everything on it; what is given back at that is still sent. Idempotent."""
+        """End the stream; messages that handlers send in response are still delivered. Idempotent."""
         if self.ended:
             return
         self.ended = reason
-        for prefill in list(self._prefills.values()):
-            prefill.stream_ended(PeerError(reason))
-        self._prefills.clear()
-        self._outbox.put_nowait(None)
-        asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._call.cancel)
+        for handler in list(self._handlers.values()):
+            handler(PeerError(reason))
+        self._handlers.clear()
+        self._unsent.put_nowait(None)
+        asyncio.get_running_loop().call_later(_CLOSE_SECONDS, self._call.cancel)
         self._on_change()
 
     def _close_if_drained(self) -> None:
         if self.draining and self.idle:
-            self.close(f"{self.peer} is draining")
+            self.close(f"{self.peer.name} is draining")
 
     async def _read(self) -> None:
-        reason = f"{self.peer} ended the stream"
+        reason = f"{self.peer.name} ended the stream"
         try:
             async for message in self._call:
                 if message.draining:
                     self.drain()
                 for event in message.events:
-                    prefill = self._prefills.get(event.request)
-                    if prefill is not None:  # else it was given up, and this was on its way
-                        prefill.take(event)
+                    handler = self._handlers.get(event.request)
+                    if handler is not None:  # else the event was in flight when the handoff ended
+                        handler(event)
         except grpc.aio.AioRpcError as exc:
-            reason = str(error_from_rpc(exc, self.peer))
+            reason = str(error_from_rpc(exc, self.peer.name))
         finally:  # also when the channel was closed, which cancels its calls
             self.close(reason)
 
     async def _requests(self) -> AsyncIterator[pb.HandoffRequest]:
-        while (message := await self._outbox.get()) is not None:
+        while (message := await self._unsent.get()) is not None:
             yield message

@@ -58,7 +58,7 @@ class RequestTrace:
         self._reads = [0, 0, 0]  # that have ended, their bytes, and the ranges these came in
 
     @property
-    def about(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """What lines in the log say besides their message."""
         return request_fields(self.request_id, self.span.trace_id)
 
@@ -70,7 +70,7 @@ class RequestTrace:
         self._pass(TraceStage.RESERVE)
         self._stage = TraceStage.PROMPT
 
-    def hand_off(self, prefill_node: str, num_tokens: int) -> Span:
+    def start_handoff(self, prefill_node: str, num_tokens: int) -> Span:
         """P is asked for the KV of so many tokens. What it does for it is a part of the span that is returned."""
         attributes: Attributes = {"pdserve.prefill_node": prefill_node, "pdserve.handoff.tokens": num_tokens}
         self._handoff = self.span.child("handoff", attributes, SpanKind.CLIENT, self._since)
@@ -88,7 +88,7 @@ class RequestTrace:
         self._stage = TraceStage.TRANSFER
         self._on_first_token()
 
-    def on_read_begun(self) -> None:
+    def on_read_started(self) -> None:
         if self._transfer is NO_SPAN:
             self._transfer = self._handoff.child("transfer")
 
@@ -110,7 +110,7 @@ class RequestTrace:
         self._handoff.fail(error)
         self._end_handoff(time.monotonic())
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """The prompt is computed here instead, or at another P."""
         if self._stage is TraceStage.REMOTE:
             now = time.monotonic()

@@ -32,13 +32,13 @@ class RequestLoad(msgspec.Struct, frozen=True):
     block_size: int = 16
 
 
-def worth_handoff(uncached_tokens: int, min_tokens: int) -> bool:
-    """Whether D, which lacks the KV of so many tokens of a prompt, if any, hands it off to the P that the router named.
+def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 0) -> bool:
+    """Return whether a prompt goes to a prefill node, given the tokens whose KV is not on D.
 
-    A handoff costs a round trip, a read and a confirmation whatever the length, and a short prompt hardly delays the
-    decodes that it shares a step with. ``min_tokens`` 0 hands everything off.
+    A handoff costs a round trip, a read and a confirmation at any length, and a short prompt hardly delays the decodes
+    in its step. ``min_tokens`` 0 hands off all that D lacks KV of. ``prompt_logprobs`` (-1: none) are computed on D.
     """
-    return uncached_tokens >= max(min_tokens, 1)
+    return prompt_logprobs < 0 and uncached_tokens >= max(min_tokens, 1)
 
 
 def of_decoding(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.request_cost import TYPICAL
+from pdserve.request_cost import TYPICAL, worth_handoff
 from pdserve.throughput import Throughput
 from router.fleet.node_call import CallSink
 from router.fleet.node_client import NodeClient
@@ -115,7 +115,7 @@ class Fleet:
         if accepts is not None:
             snapshot = snapshot.among(accepts)
         prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
-        if message.sampling.prompt_logprobs >= 0:  # D computes all of the prompt itself
+        if not worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
             snapshot, ask = snapshot.without("prefill"), PolicyRequest(prefix.num_tokens)
         else:
             ask = self._ask(prefix)

@@ -11,7 +11,7 @@ from slow_connector import SlowConnector
 from toy import ToyRunner, reference
 from toy_node import BLOCK, Node
 
-from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, ToPeer
 from engine.ipc.messages import (
     Cancel,
     Connect,
@@ -20,51 +20,54 @@ from engine.ipc.messages import (
     Leased,
     Mode,
     PrefillLocally,
-    ReadEnded,
     StartRead,
 )
-from pdserve.errors import PdserveError, PeerError
+from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, SamplingParams
+from pdserve.rpc.timeouts import DEFAULT_TIMING
 from prefill_node.leases import LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 P_BLOCKS, D_BLOCKS = 14, 12
 AHEAD = 2  # tokens after the first
-Tokens = tuple[int, ...]  # of the only choice: at first one, then those that P brings beside the handoff
-Said = pb.KVReady | pb.Accepted | Tokens | PdserveError  # on a call, to D
+Tokens = tuple[int, ...]  # of the only choice: first one token, then those that P decodes ahead
+StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
+KINDS = {pb.ExtendRequest: "extend", pb.ReleaseRequest: "release", pb.Cancel: "cancel"}
 
 
 @dataclass
 class Call:
-    """A prompt asked of P. Here each may break off by itself; on a stream all do at once. D knows epoch and lease."""
+    """A prompt sent to P on a stream of its own, so that each can break by itself."""
 
     rid: int  # on D
     epoch: str
     prompt: list[int]
     max_tokens: int
     skip: int
-    lease: int | None = None
+    handoff: Handoff
     open: bool = True  # to D
-    wanted: bool = True  # by D: else it only waits to learn what to release
-    events: deque[Said] = field(default_factory=deque)
+    events: deque[StreamEvent] = field(default_factory=deque)
+    announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
+    num_reads: int = 0  # in flight
+    given_back: list[str] = field(default_factory=list)  # "cancel" and "release" that D has sent
 
 
 @dataclass(frozen=True)
 class Request:
-    """On its way to P. ``sent_at`` is by D's clock."""
+    """A message in flight to P; without ``message``, the prompt or the end of the stream."""
 
-    kind: str  # prefill, hang up, extend, release
+    kind: str  # prefill, cancel, extend, release, hang up
     call: Call
-    sent_at: float
+    message: ToPeer | None = None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """On its way to D."""
+    """An answer in flight to D."""
 
     call: Call
-    event: Extended | Released | PdserveError
+    event: pb.PrefillEvent
 
 
 class PrefillSide:
@@ -90,7 +93,7 @@ class PrefillSide:
         self._computing.add(lease)
         sampling = SamplingParams(max_tokens=call.max_tokens)
         self.node.submit(lease, call.prompt, sampling, Mode.LEASE, call.skip, ahead=AHEAD)
-        call.events.append(pb.Accepted(lease=lease))
+        call.events.append(pb.PrefillEvent(accepted=pb.Accepted(lease=lease)))
 
     def release(self, epoch: str, lease: int) -> bool:
         kept, free = self.table.release(epoch, lease)
@@ -130,34 +133,21 @@ class PrefillSide:
         if call is not None:
             if samples:
                 call.events.append(samples)
-            call.events.append(
-                pb.KVReady(
-                    lease=lease,
-                    lease_ms=int(SECONDS * 1000),
-                    block_ids=leased.block_ids,
-                    num_tokens=leased.num_tokens,
-                )
-            )
+            blocks, num_tokens = leased.block_ids, leased.num_tokens
+            ready = pb.KVReady(lease=lease, lease_ms=int(SECONDS * 1000), block_ids=blocks, num_tokens=num_tokens)
+            call.events.append(pb.PrefillEvent(kv_ready=ready))
 
     def _free(self, lease: int) -> None:
         call = self._calls.pop(lease, None)
         if lease in self._computing:
             self._computing.discard(lease)
             if call is not None:
-                call.events.append(PeerError("the lease has ended"))
+                call.events.append(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")))
         self.node.obey(FreeLease(lease))
 
 
-@dataclass
-class Attempt:
-    handoff: Handoff
-    call: Call
-    announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
-    num_reads: int = 0  # under way
-
-
 class DecodeSide:
-    """What D's front does, around its Handoffs; and D's engine. ``outbox`` is what it sends to P."""
+    """D's front around the real Handoff, and D's real engine. ``outbox`` holds what it sends to P."""
 
     def __init__(self, depth: tuple[int, int], memory_of: Callable[[str], ToyRunner | None]) -> None:
         self.connector = SlowConnector("d", memory_of)
@@ -166,7 +156,7 @@ class DecodeSide:
         self.peer = ""  # epoch of it that we are connected to
         self.prompts: dict[int, list[int]] = {}
         self.wanted: dict[int, SamplingParams] = {}  # requests that have not been cancelled
-        self.attempts: dict[int, Attempt] = {}  # under way
+        self.calls: dict[int, Call] = {}  # by rid, with active handoffs
         self.outbox: list[Request] = []
         self._rids = count(1)
 
@@ -184,9 +174,8 @@ class DecodeSide:
     def cancel(self, rid: int, now: float) -> None:
         self.node.obey(Cancel(rid))
         del self.wanted[rid]
-        attempt = self.attempts.pop(rid, None)
-        if attempt is not None:
-            self._give_back(attempt.call, now)
+        if (call := self.calls.get(rid)) is not None:
+            self._act(call, call.handoff.give_up(), now)
 
     def turn(self, now: float) -> None:
         batch = self.node.turn()
@@ -194,95 +183,75 @@ class DecodeSide:
             if reserved.rid in self.wanted:
                 self._start(reserved.rid, reserved.cached_tokens, now)
         for read in batch.reads:
-            if read.rid in self.attempts:
-                self.on(self.attempts[read.rid], read, now)
+            if read.rid in self.calls:
+                self.calls[read.rid].num_reads -= 1
+                self.on(self.calls[read.rid], read, now)
         for rid, params in self.wanted.items():
             tokens = self.node.tokens[rid, 0]
             assert tokens == reference(self.prompts[rid], 0, params.max_tokens)[: len(tokens)], "a wrong token"
 
-    def hear(self, call: Call, event: Said, now: float) -> None:
-        """The next event of a call."""
-        if isinstance(event, PdserveError):
-            call.open = False
-        if isinstance(event, pb.Accepted):
-            call.lease = event.lease
-            if not call.wanted:
-                self._give_back(call, now)
-        attempt = self._attempt(call)
-        if attempt is None or isinstance(event, pb.Accepted):
-            return
+    def hear(self, call: Call, event: StreamEvent, now: float) -> None:
+        """Receive the next event of a stream."""
         if isinstance(event, tuple):
-            self._pass_on(attempt, event, now)
+            if call.handoff.active:
+                self._receive_tokens(call, event, now)
             return
-        if isinstance(event, pb.KVReady):
-            start = call.skip // BLOCK + len(attempt.announced)
-            attempt.announced += [(block, BLOCK * (start + i)) for i, block in enumerate(event.block_ids)]
-        self.on(attempt, event, now)
+        if isinstance(event, PeerError):
+            call.open = False
+        elif event.HasField("kv_ready"):
+            start = call.skip // BLOCK + len(call.announced)
+            call.announced += [(block, BLOCK * (start + i)) for i, block in enumerate(event.kv_ready.block_ids)]
+        self.on(call, event, now)
 
-    def hear_reply(self, reply: Reply, now: float) -> None:
-        attempt = self._attempt(reply.call)
-        if attempt is None:
-            return
-        if isinstance(reply.event, PdserveError):  # no answer to a release
-            self._give_up(attempt, now)
-        else:
-            self.on(attempt, reply.event, now)
-
-    def on(self, attempt: Attempt, event: Event, now: float) -> None:
-        """Let the handoff decide, and do it."""
-        attempt.num_reads -= isinstance(event, ReadEnded)
-        try:
-            actions = attempt.handoff.on(event, now)
-        except PdserveError:
-            self._give_up(attempt, now)
-            return
-        for action in actions:
-            if isinstance(action, StartRead):
-                assert now < attempt.handoff.limit, "D begins a read after its limit"
-                attempt.num_reads += 1
-            if isinstance(action, Ask):
-                self.outbox.append(Request(action.value, attempt.call, now))
-            else:
-                self.node.obey(action)
-        if attempt.handoff.phase is Phase.CONFIRMED:
-            del self.attempts[attempt.call.rid]
+    def on(self, call: Call, event: Event, now: float) -> None:
+        self._act(call, call.handoff.on(event, now), now)
 
     def tick(self, now: float) -> None:
-        for attempt in list(self.attempts.values()):
-            if attempt.handoff.wake_at <= now:
-                self.on(attempt, None, now)
-        for attempt in self.attempts.values():
-            assert now < attempt.handoff.limit or not attempt.num_reads, "D goes on reading after its limit"
+        for call in list(self.calls.values()):
+            if call.handoff.wake_at <= now:
+                self.on(call, None, now)
+        for call in self.calls.values():
+            assert now < call.handoff.limit or not call.num_reads, "D goes on reading after its limit"
 
-    def _pass_on(self, attempt: Attempt, tokens: Tokens, now: float) -> None:
-        handoff, call = attempt.handoff, attempt.call
+    def _act(self, call: Call, actions: list[Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case HandoffFailed():
+                    self.node.obey(PrefillLocally(call.rid, call.handoff.outputs))
+                case pb.ExtendRequest() | pb.ReleaseRequest() | pb.Cancel():
+                    self._send(call, action)
+                case _:
+                    if isinstance(action, StartRead):
+                        assert now < call.handoff.limit, "D begins a read after its limit"
+                        call.num_reads += 1
+                    self.node.obey(action)
+        if not call.handoff.active:
+            self.calls.pop(call.rid, None)
+        if call.handoff.done:
+            call.open = False
+
+    def _send(self, call: Call, message: ToPeer) -> None:
+        kind = KINDS[type(message)]
+        if kind != "extend":
+            assert kind not in call.given_back, f"D sends {kind} twice"
+            assert call.given_back in ([], ["cancel"]), f"D sends {kind} after {call.given_back}"
+            call.given_back.append(kind)
+        self.outbox.append(Request(kind, call, message))
+
+    def _receive_tokens(self, call: Call, tokens: Tokens, now: float) -> None:
+        handoff = call.handoff
         if handoff.outputs:
             (token,) = tokens
-            handoff.went_ahead(token, call.max_tokens)
+            handoff.add_next_token(token, call.max_tokens)
         else:
-            handoff.sampled(tokens)
+            handoff.add_first_tokens(tokens)
         self.node.tokens[call.rid, 0] += tokens
         if len(handoff.outputs[0]) == call.max_tokens:  # the request has ended
-            del self.attempts[call.rid]
             self.node.obey(Cancel(call.rid))
-            self._give_back(call, now)
+            self._act(call, handoff.give_up(), now)
 
     def _start(self, rid: int, cached: int, now: float) -> None:
-        call = Call(rid, self.peer, self.prompts[rid], self.wanted[rid].max_tokens, cached)
-        self.attempts[rid] = Attempt(Handoff(rid, self.peer, "p", len(call.prompt), now), call)
-        self.outbox.append(Request("prefill", call, now))
-
-    def _attempt(self, call: Call) -> Attempt | None:
-        attempt = self.attempts.get(call.rid)
-        return attempt if attempt is not None and attempt.call is call else None
-
-    def _give_up(self, attempt: Attempt, now: float) -> None:
-        del self.attempts[attempt.call.rid]
-        self.node.obey(PrefillLocally(attempt.call.rid, attempt.handoff.outputs))
-        self._give_back(attempt.call, now)
-
-    def _give_back(self, call: Call, now: float) -> None:
-        call.wanted = False
-        if call.lease is not None:
-            self.outbox += [Request("hang up", call, now), Request("release", call, now)]
-            call.open = False
+        prompt = self.prompts[rid]
+        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(prompt), now)
+        call = self.calls[rid] = Call(rid, self.peer, prompt, self.wanted[rid].max_tokens, cached, handoff)
+        self.outbox.append(Request("prefill", call))

@@ -1,7 +1,8 @@
-"""One handoff between LeaseTable and Handoff as they are, small enough that every order of events can be visited.
+"""One handoff between the real LeaseTable and Handoff, small enough to visit every order of events.
 
-A prompt of two parts. P fills blocks with something else as soon as they are free. D does not hear twice of what gRPC
-brings once: only unary requests are repeated. Every function that takes a State is something that can happen.
+A prompt has two parts. P overwrites blocks as soon as they are free. The network may reorder, lose and repeat Extend,
+Release and their answers, which is more than one stream can do; P's other events keep their order.
+Every function that takes a State is a possible event.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from decode_node.handoff import Ask, Event, Extended, Handoff, Phase, Released
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
 from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
-from pdserve.errors import PdserveError, PeerError
+from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.timeouts import PeerTiming
 from prefill_node.leases import LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
 LEASE, PARTS = 1, 2
 ALL = frozenset(range(1, PARTS + 1))
 
-Message = tuple[str, str, float]  # to P: epoch, what, when D sent it
+ACCEPTED, FAILED, ENDED = -1, -2, 0  # events of P's stream besides numbers of parts
+PEER = HandoffPeer("p", "first", PeerTiming(2 * TICK))  # an Extend is answered within a tick, a Release within two
+
+Message = tuple[str, int]  # to P: its kind, and the number of an extension
+Answer = tuple[str, int, int]  # to D: its kind, the number of an extension, and milliseconds or whether the lease stood
 
 
 @dataclass
@@ -37,12 +43,14 @@ class State:
     table: LeaseTable = field(default_factory=lambda: LeaseTable("first", SECONDS, GUARD, remember=1))
     computed: int | None = None  # parts of the prompt on P; None: nobody wants it there
     leased: frozenset[int] = frozenset()  # parts
-    handoff: Handoff | None = field(default_factory=lambda: Handoff(1, "first", "p", PARTS, 0.0))  # None: it is over
-    called: bool = True  # D's call is open
-    to_p: list[Message] = field(default_factory=lambda: [("first", "prefill", 0.0)])
-    to_d: list[Extended | Released | None] = field(default_factory=list)  # None: there is no answer to a release
-    stream: list[int] = field(default_factory=list)  # parts on their way; 0: the call has ended
-    told: frozenset[int] = frozenset()  # parts that D has heard of
+    handoff: Handoff | None = field(default_factory=lambda: Handoff(1, 1, PEER, PARTS, 0.0))  # None: it is done
+    open: bool = True  # D's stream to P
+    lost: bool = False  # a message to P, or one side's state
+    to_p: list[Message] = field(default_factory=lambda: [("prefill", 0)])
+    to_d: list[Answer] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)  # events in flight: numbers of parts, ACCEPTED, FAILED, ENDED
+    given_back: tuple[str, ...] = ()  # Cancel and Release that D has sent
+    announced: frozenset[int] = frozenset()  # parts that D has heard of
     reads: frozenset[int] = frozenset()  # parts on their way to D
     tainted: bool = False  # D has read something else than P had computed
 
@@ -53,10 +61,11 @@ class State:
     def freeze(self) -> bytes:
         """States that differ in nothing which matters have equal bytes."""
         self.to_p.sort()
+        self.to_d.sort()
         if self.handoff is None:
-            self.to_d, self.stream, self.told, self.tainted = [], [], frozenset(), False
+            self.to_d, self.stream, self.announced, self.tainted = [], [], frozenset(), False
         else:
-            self.handoff._progress = 0.0  # the horizon is nearer than D's patience, and than P's
+            self.handoff._progress_at = 0.0  # the horizon is nearer than D's limit on stalls, and than P's on leases
         for lease in self.table._leases.values():
             lease.latest = inf
         self.table._heap = [(lease.ends, LEASE) for lease in self.table._leases.values() if lease.granted]
@@ -75,7 +84,7 @@ def p_computes(s: State) -> None:
     s.computed += 1
     if s.table.announce(LEASE, s.computed == PARTS, s.now):
         s.leased |= {s.computed}
-        if s.called:
+        if s.open:
             s.stream.append(s.computed)
     if s.computed == PARTS:
         s.computed = None
@@ -84,7 +93,7 @@ def p_computes(s: State) -> None:
 def p_frees(s: State) -> None:
     if s.computed is not None:
         s.computed = None
-        s.stream.append(0)
+        s.stream.append(FAILED)
     s.leased = frozenset()
 
 
@@ -94,91 +103,113 @@ def p_looks(s: State) -> None:
 
 
 def p_hears(index: int, again: bool, s: State) -> None:
-    epoch, what, asked_at = s.to_p[index]
+    kind, ask = s.to_p[index]
     if not again:
         del s.to_p[index]
-    match what:
-        case "prefill" if epoch == s.epoch:
+    match kind:
+        case "prefill" if s.epoch == "first":
             s.table.accept(LEASE)
             s.computed = 0
+            s.stream.append(ACCEPTED)
         case "prefill":
-            s.stream.append(0)
-        case "hang up" if epoch == s.epoch:
-            s.to_p = [message for message in s.to_p if message[1] != "prefill"]
+            s.stream.append(FAILED)
+        case "cancel" | "hang up" if s.epoch == "first":
+            if kind == "hang up":
+                s.to_p = [message for message in s.to_p if message[0] != "prefill"]
             s.computed = None
             if s.table.hang_up(LEASE):
                 p_frees(s)
-        case Ask.EXTEND.value:
-            s.to_d.append(Extended(asked_at, s.table.extend(epoch, LEASE, s.now)))
-        case Ask.RELEASE.value:
-            kept, free = s.table.release(epoch, LEASE)
+        case "extend":
+            s.to_d.append(("extended", ask, int(1000 * s.table.extend("first", LEASE, s.now))))
+        case "release":
+            stood, free = s.table.release("first", LEASE)
             if free:
-                assert s.epoch == epoch, "a lease was ended with that of an earlier life"
+                assert s.epoch == "first", "a lease was ended with that of an earlier epoch"
                 p_frees(s)
-            s.to_d.append(Released(kept))
+            s.to_d.append(("released", 0, stood))
 
 
 def p_restarts(s: State) -> None:
-    """Somebody else's lease gets the same number in its second life."""
-    s.epoch = "second"
+    """Another request's lease gets the same number in the second epoch."""
+    s.epoch, s.lost = "second", True
     s.table = LeaseTable("second", SECONDS, GUARD, remember=1)
     s.table.accept(LEASE)
     s.table.announce(LEASE, True, s.now)
     s.computed, s.leased = None, frozenset()
-    if s.called:
-        s.stream.append(0)
+    if s.open:
+        s.stream.append(ENDED)
 
 
 # ---------------------------------------------------------------- D
 
 
 def d_decides(event: Event, s: State) -> None:
+    if s.handoff is not None:
+        d_acts(s.handoff.on(event, s.d_now), s)
+
+
+def d_acts(actions: list[Action], s: State) -> None:
     handoff = s.handoff
-    if handoff is None:
-        return
-    try:
-        actions = handoff.on(event, s.d_now)
-    except PdserveError:
-        d_gives_up(s)
-        return
+    assert handoff is not None
     for action in actions:
         match action:
             case StartRead():
                 assert s.d_now < handoff.limit, "D begins a read after its limit"
                 s.reads |= {action.num_tokens}
-            case Ask():
-                s.to_p.append(("first", action.value, s.d_now))
+            case pb.ExtendRequest():
+                s.to_p.append(("extend", action.ask))
+            case pb.ReleaseRequest():
+                assert (action.epoch, action.lease) == ("first", LEASE)
+                give_back("release", s)
+            case pb.Cancel():
+                give_back("cancel", s)
             case KVConfirmed():
-                assert not s.tainted, "D uses what P has not computed"
-                assert s.told == ALL
+                assert not s.tainted, "D uses KV that P has not computed"
+                assert s.announced == ALL
                 assert not s.reads
-                s.handoff = None
+            case HandoffFailed():
+                s.reads = frozenset()  # later bytes land in quarantine
+    if handoff.done:
+        s.handoff = None
+
+
+def give_back(kind: str, s: State) -> None:
+    assert s.given_back in ((), ("cancel",)), f"D sends {kind} after {s.given_back}"
+    assert kind not in s.given_back, f"D sends {kind} twice"
+    s.given_back += (kind,)
+    s.to_p.append((kind, 0))
 
 
 def d_gives_up(s: State) -> None:
-    """Also when its client leaves. What still lands is in quarantine."""
-    s.handoff, s.reads, s.called = None, frozenset(), False
-    s.to_p += [("first", "hang up", s.d_now), ("first", Ask.RELEASE.value, s.d_now)]
+    """The client leaves. Later bytes land in quarantine."""
+    assert s.handoff is not None
+    s.reads = frozenset()
+    d_acts(s.handoff.give_up(), s)
 
 
 def d_hears(s: State) -> None:
-    part = s.stream.pop(0)
-    if part == 0:
-        s.called = False
-        d_decides(PeerError("the call has ended"), s)
-        return
-    s.told |= {part}
-    if part == PARTS and s.handoff is not None:
-        s.handoff.sampled([5])
-    d_decides(pb.KVReady(lease=LEASE, lease_ms=int(SECONDS * 1000), block_ids=[part], num_tokens=part), s)
+    event = s.stream.pop(0)
+    if event == ENDED:
+        s.open = False
+        d_decides(PeerError("the stream has ended"), s)
+    elif event == FAILED:
+        d_decides(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")), s)
+    elif event == ACCEPTED:
+        d_decides(pb.PrefillEvent(accepted=pb.Accepted(lease=LEASE)), s)
+    else:
+        s.announced |= {event}
+        if event == PARTS and s.handoff is not None and s.handoff.active:
+            s.handoff.add_first_tokens([5])
+        ready = pb.KVReady(lease=LEASE, lease_ms=int(SECONDS * 1000), block_ids=[event], num_tokens=event)
+        d_decides(pb.PrefillEvent(kv_ready=ready), s)
 
 
 def d_hears_answer(index: int, s: State) -> None:
-    event = s.to_d.pop(index)
-    if event is not None:
-        d_decides(event, s)
-    elif s.handoff is not None:
-        d_gives_up(s)
+    kind, ask, value = s.to_d.pop(index)
+    if kind == "extended":
+        d_decides(pb.PrefillEvent(extended=pb.Extended(ask=ask, lease_ms=value)), s)
+    else:
+        d_decides(pb.PrefillEvent(released=pb.Released(stood=bool(value))), s)
 
 
 def d_has_read(part: int, s: State) -> None:
@@ -199,8 +230,8 @@ def d_looks(s: State) -> None:
 
 def d_restarts(s: State) -> None:
     s.handoff, s.reads, s.to_d, s.stream = None, frozenset(), [], []
-    s.to_p.append(("first", "hang up", s.d_now))
-    s.called = False
+    s.to_p.append(("hang up", 0))
+    s.open, s.lost = False, True
 
 
 # ---------------------------------------------------------------- time and network
@@ -210,28 +241,21 @@ def time_passes(s: State) -> None:
     s.now += TICK
 
 
-def call_breaks(s: State) -> None:
-    """P hears of it when it hears of it."""
-    s.stream = [0]
-    s.to_p.append(("first", "hang up", s.d_now))
+def stream_breaks(s: State) -> None:
+    """P notices at any later time."""
+    s.stream, s.lost = [ENDED], True
+    s.to_p.append(("hang up", 0))
 
 
 def request_is_lost(index: int, s: State) -> None:
-    _, what, asked_at = s.to_p.pop(index)
-    if what == "prefill":
-        s.stream.append(0)
-    else:
-        no_answer(what == Ask.EXTEND.value, asked_at, s)
+    s.lost = True
+    kind, _ = s.to_p.pop(index)
+    if kind == "prefill":
+        s.stream.append(ENDED)
 
 
 def answer_is_lost(index: int, s: State) -> None:
-    answer = s.to_d.pop(index)
-    extended = isinstance(answer, Extended)
-    no_answer(extended, answer.asked_at if isinstance(answer, Extended) else 0.0, s)
-
-
-def no_answer(extended: bool, asked_at: float, s: State) -> None:
-    s.to_d.append(Extended(asked_at, 0.0, PeerError("no answer")) if extended else None)
+    s.to_d.pop(index)
 
 
 # ---------------------------------------------------------------- what there is to search
@@ -248,8 +272,9 @@ def moves(s: State) -> Iterator[Callable[[State], None]]:
         yield d_looks
     if s.stream:
         yield d_hears
-    for index in range(len(s.to_p)):
-        yield partial(p_hears, index, False)
+    for index, (kind, _) in enumerate(s.to_p):
+        if kind != "cancel" or ("prefill", 0) not in s.to_p:  # one stream: Cancel never overtakes its prompt
+            yield partial(p_hears, index, False)
     for index in range(len(s.to_d)):
         yield partial(d_hears_answer, index)
     if s.epoch == "first":
@@ -262,25 +287,28 @@ def faults(s: State) -> Iterator[Callable[[State], None]]:
     if s.epoch == "first":
         yield p_restarts
     if s.handoff is not None:
-        yield d_gives_up
+        if s.handoff.active:
+            yield d_gives_up
         yield d_restarts
-    if s.called:
-        yield call_breaks
+    if s.open:
+        yield stream_breaks
     yield from (partial(d_fails_to_read, part) for part in s.reads)
-    for index, (_, what, _) in enumerate(s.to_p):
-        if what in (Ask.EXTEND.value, Ask.RELEASE.value):
+    for index, (kind, _) in enumerate(s.to_p):
+        if kind in ("extend", "release"):
             yield partial(p_hears, index, True)
-        if what != "hang up":  # P notices sooner or later
+        if kind != "hang up":  # P notices the end of the stream sooner or later
             yield partial(request_is_lost, index)
     yield from (partial(answer_is_lost, index) for index in range(len(s.to_d)))
 
 
 def check(s: State) -> None:
-    """What must hold in every state."""
+    """Assert the invariants of every state."""
+    if s.handoff is None and not (s.lost or s.to_p or s.computed is not None):
+        assert not s.leased, "D is done, every message to P has arrived, and P still leases blocks"
     if s.epoch == "first":
         assert bool(s.leased) == bool(len(s.table)), "blocks are leased without a lease, or the other way round"
         handoff = s.handoff
         if s.d_runs and handoff is not None and handoff.phase is Phase.READING and s.d_now < handoff.limit:
-            assert s.told <= s.leased, "P took blocks back that D may read"
+            assert s.announced <= s.leased, "P freed blocks that D may read"
         if handoff is not None and not (s.to_p or s.to_d or s.stream or s.reads or s.computed is not None):
-            assert handoff.wake_at < inf, "D waits for nothing, for ever"
+            assert handoff.wake_at < inf, "D waits forever"

@@ -17,8 +17,9 @@ from lease_sides import GUARD, SECONDS, Call, DecodeSide, PrefillSide, Reply, Re
 from toy import ToyRunner, reference
 from toy_node import BLOCK
 
-from decode_node.handoff import Extended, Phase, Released
+from decode_node.handoff import Phase
 from pdserve.errors import PeerError
+from pdserve.pb import pdserve_pb2 as pb
 
 SLOWEST = 0.7  # of clocks that work: a lease less its margin by such a clock is shorter than one with its guard
 
@@ -83,17 +84,21 @@ class World:
             case "prefill" if call.epoch == p.epoch:
                 p.prefill(call)
             case "prefill":
-                call.events.append(PeerError("another epoch"))
-            case "hang up":  # on the call's own stream, so its beginning cannot come after that
+                call.events.append(pb.PrefillEvent(failed=pb.Failure(message="another epoch")))
+            case "hang up":  # the end of the stream: the prompt cannot come later
                 self.requests = [r for r in self.requests if r.call is not call or r.kind != "prefill"]
                 p.hang_up(call)
-            case "extend":
-                assert call.lease is not None
-                seconds = p.table.extend(call.epoch, call.lease, self.now)
-                self.replies.append(Reply(call, Extended(request.sent_at, seconds)))
-            case "release":
-                assert call.lease is not None
-                self.replies.append(Reply(call, Released(p.release(call.epoch, call.lease))))
+            case "cancel":  # on one stream, so the prompt comes before
+                for prompt in [r for r in self.requests if r.call is call and r.kind == "prefill"]:
+                    self.deliver(prompt)
+                p.hang_up(call)
+        match request.message:
+            case pb.ExtendRequest(epoch=epoch, lease=lease, ask=ask):
+                lease_ms = int(p.table.extend(epoch, lease, self.now) * 1000)
+                self.replies.append(Reply(call, pb.PrefillEvent(extended=pb.Extended(ask=ask, lease_ms=lease_ms))))
+            case pb.ReleaseRequest(epoch=epoch, lease=lease):
+                stood = p.release(epoch, lease)
+                self.replies.append(Reply(call, pb.PrefillEvent(released=pb.Released(stood=stood))))
         self._check()
 
     def talk(self) -> None:
@@ -108,21 +113,19 @@ class World:
                 self.announce(call)
 
     def lose(self, request: Request) -> None:
-        """A request does not arrive, and D learns that there will be no answer."""
+        """A request does not arrive. A lost prompt ends its stream; D notices a missing answer by its clock."""
         self.requests.remove(request)
-        self._no_answer(request.kind, request.call, request.sent_at)
+        if request.kind == "prefill":
+            request.call.events.append(PeerError("the connection was lost"))
         self._check()
 
     def answer(self, reply: Reply) -> None:
         self.replies.remove(reply)
-        self.d.hear_reply(reply, self.d_now)
+        self.d.on(reply.call, reply.event, self.d_now)
         self._check()
 
     def lose_answer(self, reply: Reply) -> None:
         self.replies.remove(reply)
-        extended = isinstance(reply.event, Extended)
-        asked_at = reply.event.asked_at if isinstance(reply.event, Extended) else 0.0
-        self._no_answer("extend" if extended else "release", reply.call, asked_at)
         self._check()
 
     def announce(self, call: Call) -> None:
@@ -133,7 +136,7 @@ class World:
     def break_call(self, call: Call, arrived: int) -> None:
         """The connection is lost after some of the events on their way; P learns it at a time of its own."""
         call.events = deque([*list(call.events)[:arrived], PeerError("the connection was lost")])
-        self.requests.append(Request("hang up", call, 0.0))
+        self.requests.append(Request("hang up", call))
         self._check()
 
     def land(self, read_id: int) -> None:
@@ -170,22 +173,13 @@ class World:
         """Its reads and handoffs are gone; its messages still arrive."""
         for call in self.calls:
             if call.open:
-                self.requests.append(Request("hang up", call, 0.0))
+                self.requests.append(Request("hang up", call))
         self.calls.clear()
         self.replies.clear()
         self.d.node.close()
         self.d = DecodeSide(self.depth, self.memory_of)
         self.d.connect(self.p)
         self._check()
-
-    def _no_answer(self, kind: str, call: Call, asked_at: float) -> None:
-        error = PeerError("no answer")
-        if kind == "prefill":
-            call.events.append(error)
-        elif kind == "extend":
-            self.replies.append(Reply(call, Extended(asked_at, 0.0, error)))
-        elif kind == "release":
-            self.replies.append(Reply(call, error))
 
     # ------------------------------------------------------------ what must hold
 
@@ -204,12 +198,12 @@ class World:
         """What a D was told of is leased and unchanged at P, until D's limit or until D has given up."""
         if self.rate < SLOWEST:
             return
-        for attempt in self.d.attempts.values():
-            handoff, call = attempt.handoff, attempt.call
+        for call in self.d.calls.values():
+            handoff = call.handoff
             if call.epoch != self.p.epoch or handoff.phase is not Phase.READING or self.d_now >= handoff.limit:
                 continue
-            leased = self.p.node.leased.get(call.lease or 0, ())
-            for block, start in attempt.announced:
+            leased = self.p.node.leased.get(handoff._lease, ())
+            for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
                 tokens = call.prompt[start : start + BLOCK]
                 found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
@@ -260,6 +254,6 @@ class World:
     @property
     def _at_rest(self) -> bool:
         status = self.d.node.scheduler.status()
-        if self.d.attempts or self.requests or status.quarantined or status.waiting:
+        if self.d.calls or self.requests or status.quarantined or status.waiting:
             return False
         return self.d.node.engine.idle and self.p.node.engine.idle

@@ -1,4 +1,4 @@
-"""A handoff whose P answers in time is read to its end, however long the prompt and reading it take."""
+"""A handoff whose P answers in time is read to its end, however long the prompt and the reads take."""
 
 from __future__ import annotations
 
@@ -9,47 +9,51 @@ from math import inf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decode_node.handoff import Ask, Event, Extended, Handoff, Phase
+from decode_node.handoff import Event, Handoff, HandoffFailed, HandoffPeer, Phase
 from engine.ipc.messages import ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.timeouts import DEFAULT_TIMING
 
-Happening = tuple[float, int, Event]  # when, and a number that orders those of the same time
+TimedEvent = tuple[float, int, Event]  # time, and a number that orders events of the same time
 
 
 @given(
-    lease=st.floats(0.01, 30.0),
+    lease_ms=st.integers(10, 30_000),
     pauses=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=4),
     read=st.floats(0.0, 2.0),
     answer=st.floats(0.0, 0.9),
 )
-@example(lease=3.0, pauses=[0.89], read=0.05, answer=0.1)  # 30 ms before the limit
-@example(lease=3.0, pauses=[0.8999], read=0.05, answer=0.1)  # 0.3 ms before it
-@example(lease=3.0, pauses=[0.8], read=0.3, answer=0.9)
-@example(lease=0.25, pauses=[0.5], read=1.0, answer=0.9)  # just before it would extend at once
-def test_no_read_is_given_up(lease: float, pauses: list[float], read: float, answer: float) -> None:
-    """A part comes after each of ``pauses``; these and a ``read`` are in lengths of a lease. P extends after a share
-    ``answer`` of the time that it has for that.
+@example(lease_ms=3000, pauses=[0.89], read=0.05, answer=0.1)  # 30 ms before the limit
+@example(lease_ms=3000, pauses=[0.8999], read=0.05, answer=0.1)  # 0.3 ms before it
+@example(lease_ms=3000, pauses=[0.8], read=0.3, answer=0.9)
+@example(lease_ms=250, pauses=[0.5], read=1.0, answer=0.9)  # just before it would extend at once
+def test_no_read_is_given_up(lease_ms: int, pauses: list[float], read: float, answer: float) -> None:
+    """A part follows each of ``pauses``; pauses and a ``read`` are in lengths of a lease.
+
+    P answers each Extend after the share ``answer`` of the time that it has for that.
     """
-    handoff = Handoff(1, "epoch", "p", len(pauses), asked_at=0.0)
-    handoff.sampled([7])
+    lease = lease_ms / 1000
+    handoff = Handoff(1, 1, HandoffPeer("p", "epoch", DEFAULT_TIMING), len(pauses), sent_at=0.0)
+    handoff.add_first_tokens([7])
     numbers = count()
-    happenings: list[Happening] = []
+    events: list[TimedEvent] = []
     for number, at in enumerate(accumulate(pauses), 1):
-        part = pb.KVReady(lease=5, lease_ms=max(1, int(lease * 1000)), block_ids=[number], num_tokens=number)
-        heappush(happenings, (at * lease, next(numbers), part))
-    now, num_asked = 0.0, 0
+        part = pb.KVReady(lease=5, lease_ms=lease_ms, block_ids=[number], num_tokens=number)
+        heappush(events, (at * lease, next(numbers), pb.PrefillEvent(kv_ready=part)))
+    now, num_extends = 0.0, 0
     while handoff.phase is not Phase.CONFIRMING:
         event: Event = None
-        if happenings and happenings[0][0] <= handoff.wake_at:
-            now, _, event = heappop(happenings)
+        if events and events[0][0] <= handoff.wake_at:
+            now, _, event = heappop(events)
         else:
             now = max(now, handoff.wake_at)
-        assert now < inf, "it waits for nothing, for ever"
+        assert now < inf, "it waits forever"
         for action in handoff.on(event, now):
+            assert not isinstance(action, HandoffFailed), action.error
             if isinstance(action, StartRead):
-                heappush(happenings, (now + read * lease, next(numbers), ReadEnded(1, "")))
-            elif action is Ask.EXTEND:
-                num_asked += 1
-                answered_at = now + answer * min(0.1, lease / 5)
-                heappush(happenings, (answered_at, next(numbers), Extended(now, lease)))
-    assert num_asked <= 5 * now / lease, "it asks a few times per lease"
+                heappush(events, (now + read * lease, next(numbers), ReadEnded(1, "")))
+            elif isinstance(action, pb.ExtendRequest):
+                num_extends += 1
+                extended = pb.PrefillEvent(extended=pb.Extended(ask=action.ask, lease_ms=lease_ms))
+                heappush(events, (now + answer * min(0.1, lease / 5), next(numbers), extended))
+    assert num_extends <= 5 * now / lease, "it extends a few times per lease"

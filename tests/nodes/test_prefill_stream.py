@@ -11,27 +11,15 @@ import grpc
 import pytest
 
 from decode_node.background_tasks import BackgroundTasks
+from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
-from decode_node.remote_prefill import PrefillEvent
-from pdserve.errors import Overloaded, PdserveError, PeerError
+from pdserve.errors import Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 
 Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.failed: PdserveError | None = None
-
-    def on_event(self, event: PrefillEvent) -> None:
-        raise AssertionError(event)
-
-    def fail(self, error: PdserveError) -> None:
-        assert self.failed is None
-        self.failed = error
 
 
 @asynccontextmanager
@@ -50,18 +38,19 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), "p", "epoch", DEFAULT_TIMING, background, ended.set)
+        peer = HandoffPeer("p", "epoch", DEFAULT_TIMING)
+        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), peer, background, ended.set)
     await background.close()
     await server.stop(0)
 
 
-def test_a_peer_that_does_not_read_is_given_no_more() -> None:
+def test_a_peer_that_does_not_read_gets_no_more_prompts() -> None:
     async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
         await asyncio.sleep(60.0)
 
     async def flood(stream: PrefillStream) -> None:
         for _ in range(1 << 16):
-            stream.prefill(pb.PrefillRequest(token_ids=bytes(4000)), Listener())
+            stream.prefill(pb.PrefillRequest(token_ids=bytes(4000)), lambda event: None)
             await asyncio.sleep(0)
 
     async def run() -> None:
@@ -72,8 +61,8 @@ def test_a_peer_that_does_not_read_is_given_no_more() -> None:
     asyncio.run(run())
 
 
-def test_the_end_of_the_stream_ends_all_that_is_on_it() -> None:
-    """The other end has read one prompt of three, and ends the stream; then, this end does."""
+def test_the_end_of_the_stream_fails_every_prompt_once() -> None:
+    """First P ends the stream after it has read one of three prompts; then D ends it."""
 
     async def serve(requests: AsyncIterator[pb.HandoffRequest], context: Any) -> None:
         async for _ in requests:
@@ -86,15 +75,15 @@ def test_the_end_of_the_stream_ends_all_that_is_on_it() -> None:
     async def run(serve: Serve, close: bool) -> None:
         ended = asyncio.Event()
         async with stream_to(serve, ended) as stream:
-            listeners = [Listener() for _ in range(3)]
-            for listener in listeners:
-                stream.prefill(pb.PrefillRequest(), listener)
+            events: list[pb.PrefillEvent | PeerError] = []
+            for _ in range(3):
+                stream.prefill(pb.PrefillRequest(), events.append)
             if close:
                 stream.close("p was lost")
             await asyncio.wait_for(ended.wait(), 20.0)
-            assert all(isinstance(listener.failed, PeerError) for listener in listeners)
+            assert [type(event) for event in events] == [PeerError] * 3
             with pytest.raises(PeerError):
-                stream.prefill(pb.PrefillRequest(), Listener())
+                stream.prefill(pb.PrefillRequest(), events.append)
 
     asyncio.run(run(serve, close=False))
     asyncio.run(run(stay, close=True))

@@ -1,0 +1,156 @@
+"""P gets back what it holds for a handoff, and no read is used that P has not confirmed."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node.handoff import Action, Handoff, HandoffFailed, HandoffPeer, Phase
+from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
+from pdserve.errors import Draining, PeerError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.timeouts import PeerTiming
+
+TIMING = PeerTiming(4.0)
+CANCEL = pb.Cancel(request=9)
+RELEASE = pb.ReleaseRequest(request=9, epoch="epoch", lease=5)
+ACCEPTED = pb.PrefillEvent(request=9, accepted=pb.Accepted(lease=5))
+STOOD, ENDED_EARLY = (pb.PrefillEvent(request=9, released=pb.Released(stood=stood)) for stood in (True, False))
+DRAINING = pb.PrefillEvent(request=9, failed=pb.Failure(code=pb.Failure.DRAINING))
+
+
+def part(num_tokens: int, lease: int = 5) -> pb.PrefillEvent:
+    ready = pb.KVReady(lease=lease, lease_ms=3000, block_ids=[num_tokens], num_tokens=num_tokens)
+    return pb.PrefillEvent(request=9, kv_ready=ready)
+
+
+def waiting() -> Handoff:
+    """A prompt of two tokens, in blocks of one, that was sent at time 0."""
+    return Handoff(1, 9, HandoffPeer("p", "epoch", TIMING), 2, sent_at=0.0)
+
+
+def confirming() -> Handoff:
+    handoff = waiting()
+    handoff.on(ACCEPTED, 0.1)
+    handoff.add_first_tokens([7])
+    assert [type(action) for action in handoff.on(part(2), 0.2)] == [StartRead]
+    assert handoff.on(ReadEnded(1, ""), 0.3) == [RELEASE]
+    return handoff
+
+
+def failure(actions: list[Action]) -> Exception:
+    assert isinstance(actions[-1], HandoffFailed)
+    return actions[-1].error
+
+
+def test_giving_up_before_the_lease_is_named_cancels_then_releases_once() -> None:
+    handoff = waiting()
+    assert handoff.give_up() == [CANCEL]
+    assert handoff.give_up() == []
+    assert not handoff.done
+    assert handoff.on(ACCEPTED, 0.1) == [RELEASE]
+    assert handoff.done
+    assert handoff.on(part(1), 0.2) == []
+
+
+@pytest.mark.parametrize("last", [DRAINING, PeerError("the stream ended")])
+def test_a_lease_that_is_never_named_is_not_released(last: pb.PrefillEvent | PeerError) -> None:
+    handoff = waiting()
+    assert handoff.give_up() == [CANCEL]
+    assert handoff.on(last, 0.1) == []
+    assert handoff.done
+
+
+def test_giving_up_a_named_lease_releases_it_once() -> None:
+    handoff = waiting()
+    handoff.on(ACCEPTED, 0.1)
+    assert handoff.give_up() == [RELEASE]
+    assert handoff.done
+    assert handoff.on(part(1), 0.2) == handoff.give_up() == []
+
+
+def test_a_refused_prompt_needs_no_message_to_p() -> None:
+    handoff = waiting()
+    actions = handoff.on(DRAINING, 0.1)
+    assert isinstance(failure(actions), Draining)
+    assert len(actions) == 1
+    assert handoff.done
+
+
+def test_the_end_of_the_stream_gives_the_lease_back() -> None:
+    """The messages arrive where D itself ends the stream."""
+    named, unnamed = waiting(), waiting()
+    named.on(ACCEPTED, 0.1)
+    for handoff, message in (named, RELEASE), (unnamed, CANCEL):
+        error = PeerError("the stream ended")
+        assert handoff.on(error, 0.2) == [message, HandoffFailed(error)]
+        assert handoff.done
+
+
+def test_a_read_of_another_lease_than_the_accepted_one_is_refused() -> None:
+    handoff = waiting()
+    handoff.on(ACCEPTED, 0.1)
+    actions = handoff.on(part(1, lease=6), 0.2)
+    assert actions[:-1] == [RELEASE]
+    assert "lease 6" in str(failure(actions))
+
+
+def test_released_before_the_release_is_ignored() -> None:
+    handoff = waiting()
+    handoff.add_first_tokens([7])
+    handoff.on(part(2), 0.1)
+    assert handoff.on(STOOD, 0.2) == []
+    assert handoff.phase is Phase.READING
+
+
+def test_kv_is_confirmed_by_a_lease_that_stood() -> None:
+    handoff = confirming()
+    assert handoff.on(STOOD, 0.4) == [KVConfirmed(1, ((7,),))]
+    assert handoff.done
+
+
+def test_a_lease_that_ended_early_confirms_nothing() -> None:
+    handoff = confirming()
+    actions = handoff.on(ENDED_EARLY, 0.4)
+    assert "ended before its blocks had been read" in str(failure(actions))
+    assert len(actions) == 1, "the lease has been released already"
+    assert handoff.on(STOOD, 0.5) == []
+
+
+def test_an_unanswered_release_gives_up_at_its_timeout() -> None:
+    handoff = confirming()
+    assert handoff.wake_at == 0.3 + TIMING.timeout
+    assert handoff.on(None, handoff.wake_at - 0.01) == []
+    actions = handoff.on(None, handoff.wake_at)
+    assert "did not answer" in str(failure(actions))
+    assert len(actions) == 1, "the lease has been released already"
+    assert handoff.on(STOOD, 5.0) == []
+
+
+def test_an_unanswered_extend_is_repeated_before_the_limit_and_gives_up_after_it() -> None:
+    handoff = waiting()
+    handoff.add_first_tokens([7])
+    handoff.on(part(1), 0.0)
+    handoff.on(ReadEnded(1, ""), 0.1)
+    limit, asks, now = handoff.limit, [], 0.0
+    while handoff.active:
+        now = handoff.wake_at
+        actions = handoff.on(None, now)
+        asks += [action.ask for action in actions if isinstance(action, pb.ExtendRequest)]
+    assert asks == [1]
+    assert now == 0.9 + TIMING.answer_timeout > limit
+    assert actions[0] == RELEASE
+
+
+def test_a_late_answer_to_an_earlier_extend_does_not_move_the_limit() -> None:
+    handoff = Handoff(1, 9, HandoffPeer("p", "epoch", PeerTiming(1.0)), 2, sent_at=0.0)
+    handoff.on(part(1), 0.0)
+    (first,) = handoff.on(None, handoff.wake_at)
+    assert handoff.on(None, handoff.wake_at) == [], "the answer is due"
+    (second,) = handoff.on(None, handoff.wake_at)
+    assert isinstance(first, pb.ExtendRequest)
+    assert isinstance(second, pb.ExtendRequest)
+    limit = handoff.limit
+    handoff.on(pb.PrefillEvent(extended=pb.Extended(ask=first.ask, lease_ms=3000)), 1.9)
+    assert handoff.limit == limit
+    handoff.on(pb.PrefillEvent(extended=pb.Extended(ask=second.ask, lease_ms=3000)), 2.0)
+    assert handoff.limit > limit
