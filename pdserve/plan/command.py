@@ -1,4 +1,4 @@
-"""``pdserve plan``: from flags to what is printed."""
+"""The command ``pdserve plan``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.plan.workload import Workload, read_trace, workload_of, workload_of
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print it. Raises ConfigError or CapacityError."""
+    """Print the plan. Raises ConfigError or CapacityError."""
     costs = _costs(args)
     workload, rate = _workload(args)
     limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0)
@@ -27,14 +27,14 @@ def plan(args: argparse.Namespace) -> int:
     elif rate is not None:
         found = plan_for_rate(load, rate)
     else:
-        raise ConfigError("neither --rate nor --gpus is given; say how much is asked for, or how much there is")
+        raise ConfigError("neither --rate nor --gpus is set; set the request rate or the number of GPUs")
     print(json.dumps(as_json(load, found), indent=2) if args.json else as_text(load, found))
     return 0
 
 
 def _costs(args: argparse.Namespace) -> Costs:
     if args.model is None and args.costs is None:
-        raise ConfigError("neither MODEL nor --costs is given; name a checkpoint, or measured costs")
+        raise ConfigError("neither MODEL nor --costs is set; name a checkpoint or measured costs")
     shape = None
     if args.model is not None:
         shape = Shape.of(load_model_config(resolve_model(args.model, weights=False)))
@@ -43,13 +43,13 @@ def _costs(args: argparse.Namespace) -> Costs:
         return find_costs(shape, args.gpu, args.pp, args.tp)
     costs = load_costs(args.costs)
     if shape is not None and shape != costs.shape:
-        raise ConfigError(f"costs {args.costs} are of {costs.shape}, {args.model} has {shape}; leave one of them out")
+        raise ConfigError(f"costs {args.costs} are for {costs.shape}, {args.model} has {shape}; remove one of them")
     return costs
 
 
 def _workload(args: argparse.Namespace) -> tuple[Workload, float | None]:
     if args.rate is not None and args.gpus is not None:
-        raise ConfigError("--rate and --gpus are both given; give the one that is known")
+        raise ConfigError("--rate and --gpus are both set; set only one")
     if args.trace is None:
         return workload_of(args.prompt_tokens, args.output_tokens, args.cached), args.rate
     workload, rate = workload_of_trace(list(read_trace(args.trace)))
@@ -57,11 +57,11 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, float | None]:
 
 
 def parse_slo(text: str) -> Slo:
-    """ "ttft:p99=1s,itl:p50=10ms,itl:p99=30ms"; empty: none. Raises ConfigError."""
+    """Parse e.g. "ttft:p99=1s,itl:p50=10ms,itl:p99=30ms"; empty means no SLO. Raises ConfigError."""
     found: dict[str, dict[int, float]] = {"ttft": {}, "itl": {}}
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(ttft|itl):p(\d\d?)=(\d+(?:\.\d+)?)(ms|s)", part.strip())
         if match is None or not int(match[2]) or not float(match[3]):
-            raise ConfigError(f"slo {part!r} is no limit; write for example ttft:p99=1s or itl:p99=30ms")
+            raise ConfigError(f"slo {part!r} is invalid; use e.g. ttft:p99=1s or itl:p99=30ms")
         found[match[1]][int(match[2])] = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
     return Slo(**found)

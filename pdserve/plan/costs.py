@@ -1,6 +1,6 @@
-"""What steps, prompts and handoffs take on a kind of node, as it was measured: a TOML file that says where and how.
+"""Measured costs of steps, prompts and handoffs on a kind of node, in a TOML file with the hardware and command.
 
-Those in ``measured/`` come with pdserve; ``bench/engine_steps.py --costs-out FILE`` writes one for its machine.
+``measured/`` has the files that come with pdserve; ``bench/engine_steps.py --costs-out FILE`` writes one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What of a model decides what it costs."""
+    """The properties of a model that determine its costs."""
 
     num_layers: int
     hidden_size: int
@@ -39,7 +39,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token, in all layers."""
+        """KV bytes per token, over all layers."""
         return self.num_layers * FullAttentionSpec(self.num_kv_heads, self.head_dim, self.dtype).page_bytes(1)
 
     def __str__(self) -> str:
@@ -47,25 +47,25 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One node, which is ``pp × tp`` GPUs. Points are (x, milliseconds), joined by lines."""
+    """Costs of one node with ``pp × tp`` GPUs. Points are (x, milliseconds), interpolated linearly."""
 
-    model: str  # for people
-    gpu: str  # as --gpu takes it
+    model: str  # display name
+    gpu: str  # value of --gpu
     hardware: str
     commit: str
     command: str
     shape: Shape
-    estimated: tuple[str, ...] = ()  # fields below that nobody has measured, each with how it was come by
+    estimated: tuple[str, ...] = ()  # fields below that were not measured, each with the source of its value
     pp: int = 1
     tp: int = 1
-    prefill_ms: Points  # a prompt of so many tokens by itself, to its first token
-    decode_ms: Points  # a step that decodes so many sequences of little context
-    context_ns: float = 0.0  # in such a step, of each token of context of each sequence
-    kv_tokens: int  # the KV cache has room for
-    step_tokens: int = 8192  # of a prompt that a step computes at most
-    first_token_ms: float = 0.0  # that a handoff adds to the first token
-    second_token_ms: Points = ((0.0, 0.0),)  # … to the gap behind it, by prompt tokens
-    kv_gb_per_s: float  # 10^9 bytes, read by one node
+    prefill_ms: Points  # TTFT of a single prompt, by its tokens
+    decode_ms: Points  # a decode step with short contexts, by its sequences
+    context_ns: float = 0.0  # added to a decode step per sequence and token of context
+    kv_tokens: int  # capacity of the KV cache in tokens
+    step_tokens: int = 8192  # most prompt tokens per step
+    first_token_ms: float = 0.0  # added to the first token by a handoff
+    second_token_ms: Points = ((0.0, 0.0),)  # added to the gap after it, by prompt tokens
+    kv_gb_per_s: float  # 10^9 bytes per second, read by one node
 
     def __post_init__(self) -> None:
         for name in ("prefill_ms", "decode_ms", "second_token_ms"):
@@ -82,15 +82,16 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.pp * self.tp
 
     def prefill(self, tokens: float, cached: float = 0.0) -> float:
-        """Seconds for a prompt of which the first ``cached`` tokens are there already.
+        """Return the seconds of a prompt whose first ``cached`` tokens are cached.
 
-        The others attend to these too, so they take what they add to the whole, but no less than a prompt of their own.
+        The other tokens attend to the cached ones: they cost the difference of both prompts, but no less than a prompt
+        of their own length.
         """
         alone = _line_at(self.prefill_ms, tokens - cached)
         return max(alone, _line_at(self.prefill_ms, tokens) - _line_at(self.prefill_ms, cached)) / 1e3
 
     def decode(self, batch: float, context: float) -> float:
-        """Seconds of a step in which ``batch`` sequences decode, with so many tokens each behind them on average."""
+        """Return the seconds of a decode step of ``batch`` sequences with ``context`` tokens each on average."""
         return (
             _line_at(self.decode_ms, max(batch, self.decode_ms[0][0])) / 1e3 + batch * context * self.context_ns / 1e9
         )
@@ -107,18 +108,18 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 def _check_points(name: str, points: Points) -> None:
     if not points:
-        raise ConfigError(f"{name} has no points; measure one at least")
+        raise ConfigError(f"{name} has no points; measure at least one")
     for (x, y), (next_x, next_y) in pairwise(points):
         if next_x <= x or next_y < y:
             raise ConfigError(
-                f"{name} goes from {y:g} ms at {x:g} to {next_y:g} ms at {next_x:g}; both have to grow: measure again"
+                f"{name} goes from {y:g} ms at {x:g} to {next_y:g} ms at {next_x:g}; both must increase: measure again"
             )
     if points[0][0] < 0.0 or not 0.0 <= points[-1][1] < 1e9:
-        raise ConfigError(f"{name} has numbers that cannot be: {points[0]} … {points[-1]}")
+        raise ConfigError(f"{name} has impossible values: {points[0]} … {points[-1]}")
 
 
 def _line_at(points: Points, x: float) -> float:
-    """Through the two points about ``x``; beyond the ends as between the last two, but never below 0."""
+    """Interpolate linearly, and extrapolate beyond both ends; never below 0."""
     if len(points) == 1:
         return points[0][1]
     right = min(max(bisect_right(points, x, key=lambda point: point[0]), 1), len(points) - 1)
@@ -130,7 +131,7 @@ def _line_at(points: Points, x: float) -> float:
 
 
 def load_costs(name: str) -> Costs:
-    """Those of a file, or of one in ``measured/`` by its name. Raises ConfigError."""
+    """Read a costs file, given by path or by its name in ``measured/``. Raises ConfigError."""
     path = Path(name)
     bundled = MEASURED / f"{name}.toml"
     if not path.is_file() and bundled.is_file():
@@ -139,36 +140,36 @@ def load_costs(name: str) -> Costs:
         return msgspec.toml.decode(path.read_bytes(), type=Costs)
     except OSError as exc:
         known = ", ".join(sorted(file.stem for file in MEASURED.glob("*.toml")))
-        raise ConfigError(f"costs {name!r} cannot be read ({exc.strerror}); name a file, or one of {known}") from exc
+        raise ConfigError(f"costs {name!r} cannot be read ({exc.strerror}); use a file or one of {known}") from exc
     except (msgspec.DecodeError, ValueError) as exc:
         raise ConfigError(f"costs {path}: {exc}") from exc
 
 
 def find_costs(shape: Shape, gpu: str, pp: int, tp: int) -> Costs:
-    """What was measured for this. Raises ConfigError where nothing was: nothing is made up."""
+    """Return the measured costs of this shape and hardware. Raises ConfigError if there are none."""
     every = [load_costs(file.stem) for file in sorted(MEASURED.glob("*.toml"))]
     for costs in every:
         if (costs.shape, costs.gpu, costs.pp, costs.tp) == (shape, gpu, pp, tp):
             return costs
     known = "; ".join(f"{costs.model} on {costs.gpu}, pp {costs.pp}, tp {costs.tp}" for costs in every)
     raise ConfigError(
-        f"nothing was measured for {shape} on {gpu} with pp {pp}, tp {tp}, only {known}. Measure it on such a machine, "
-        "python bench/engine_steps.py MODEL --costs-out FILE, and give --costs FILE"
+        f"no measured costs for {shape} on {gpu} with pp {pp}, tp {tp}, only {known}; measure them with "
+        "`python bench/engine_steps.py MODEL --costs-out FILE` and use --costs FILE"
     )
 
 
 def costs_as_toml(costs: Costs) -> str:
-    """A file that ``load_costs`` reads."""
+    """Return the text of a file that ``load_costs`` reads."""
     fields = msgspec.to_builtins(costs)
     shape = fields.pop("shape")
-    # JSON's numbers, strings and arrays are TOML's as well.
+    # JSON numbers, strings and arrays are valid TOML.
     lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items()]
     lines += ["", "[shape]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in shape.items())]
     return "\n".join(lines) + "\n"
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Points:
-    """Measured points in their order, none lower than one before it: noise makes a longer prompt seem quicker."""
+    """Sort points and raise each to at least the one before it, since noise can make longer prompts faster."""
     most, found = 0.0, list[tuple[float, float]]()
     for x, y in sorted(points):
         most = max(most, y)

@@ -1,7 +1,7 @@
-"""What a number of nodes make of a load: how busy they are, how long tokens take, and what they lack, if anything.
+"""Model a load on a number of nodes: utilisation, TTFT, ITL, and the first bottleneck.
 
-A role's nodes are looked at by themselves: prompts reach decode nodes as they arrive, however long they were on P.
-``aggregated`` nodes do both, which is what decode nodes do without prefill nodes.
+Each role is modelled alone: prompts reach decode nodes at their arrival times, regardless of their time on P.
+``aggregated`` nodes do both, like decode nodes without prefill nodes.
 """
 
 from __future__ import annotations
@@ -18,58 +18,54 @@ from pdserve.plan.costs import Costs
 from pdserve.plan.queues import beside, occupancy, percentile, waits, weighted_percentile
 from pdserve.plan.workload import Workload
 
-_FULL = 0.01  # share of time in which a decode node may be full: who comes then waits for a place there
-_RARE = 1e-7  # share of the busy time in which a number of sequences is not worth looking at
-_LENGTHS = 32  # quantiles of the prompts that stand for all where steps are computed
-
-#: Steps until a sequence that joins others has its token: of two in flight one is half over, and then its own.
-_JOINING = 2.5
-
-#: Percentiles that are told of beside those of the SLO.
-_TOLD = (50, 99)
+_FULL = 0.01  # accepted share of time in which a decode node is full, so that new requests wait
+_RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
+_LENGTHS = 32  # quantiles that represent all prompts
+_JOINING_STEPS = 2.5  # steps until a joining sequence has its token: half of one, one in flight, its own
+_REPORTED = (50, 99)  # percentiles to report beside those of the SLO
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Most seconds, by percentile."""
+    """Limits in seconds by percentile."""
 
     ttft: dict[int, float] = {}
     itl: dict[int, float] = {}
 
 
 class LoadLimits(msgspec.Struct, frozen=True):
-    """``headroom`` is the share of its work that no node is to be given: for bursts, growth, a lost node."""
+    """Limits of each node."""
 
-    headroom: float = 0.2
-    max_num_seqs: int = 256  # as nodes are started with
-    kv_gb_per_s: float = 0.0  # of the network, into or out of a node; 0: as it was measured
+    headroom: float = 0.2  # share of a node's capacity kept free for bursts, growth and lost nodes
+    max_num_seqs: int = 256  # the nodes' --max-num-seqs
+    kv_gb_per_s: float = 0.0  # network bandwidth into or out of a node; 0: the measured one
 
 
 class PlannedRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes of a role under a load. ``lacks`` says in a word what there is too little of; nothing: ""."""
+    """The nodes of a role under a load."""
 
     nodes: int
-    lacks: str
-    utilisation: float  # of the time, or of the tokens, that they could do
-    kv_gb_per_s: float = 0.0  # out of or into each
-    ttft: dict[int, float] = {}  # percentiles, seconds
-    itl: dict[int, float] = {}
-    mean_batch: float = 0.0  # sequences that decode on each, on average
-    most_batch: int = 0  # … and at most
-    most_by: str = ""  # what sets that
+    lacks: str  # the bottleneck in one word; empty if there is none
+    utilisation: float  # of compute time (prefill) or of token throughput (decode)
+    kv_gb_per_s: float = 0.0  # out of or into each node
+    ttft: dict[int, float] = {}  # seconds by percentile
+    itl: dict[int, float] = {}  # seconds by percentile
+    mean_batch: float = 0.0  # decoding sequences per node
+    most_batch: int = 0  # largest possible number of decoding sequences per node
+    most_by: str = ""  # the limit behind ``most_batch``
 
 
 class NodeLoad:
-    """A workload at a rate, on nodes of some costs: what nodes of either role are asked for."""
+    """A workload on nodes with known costs."""
 
     def __init__(self, costs: Costs, workload: Workload, slo: Slo, limits: LoadLimits) -> None:
         self.costs, self.workload, self.slo, self.limits = costs, workload, slo, limits
         self.network = limits.kv_gb_per_s or costs.kv_gb_per_s
         if not 0.0 <= limits.headroom < 1.0:
-            raise ConfigError(f"headroom {limits.headroom:g} is not within 0 … 1; 0.2 leaves a fifth")
+            raise ConfigError(f"headroom {limits.headroom:g} is not within 0 … 1; 0.2 keeps a fifth free")
 
     @cached_property
     def prefill_seconds(self) -> list[float]:
-        """Of each request's prompt, on an idle node."""
+        """Prefill time of each prompt on an idle node."""
         pairs = zip(self.workload.prompts, self.workload.cached, strict=True)
         return [self.costs.prefill(prompt, cached) for prompt, cached in pairs]
 
@@ -79,29 +75,29 @@ class NodeLoad:
 
     @cached_property
     def pieces(self) -> list[int]:
-        """Steps of each prompt."""
+        """Steps per prompt."""
         pairs = zip(self.workload.prompts, self.workload.cached, strict=True)
         return [ceil((prompt - cached) / self.costs.step_tokens) for prompt, cached in pairs]
 
     @cached_property
     def piece_seconds(self) -> list[float]:
-        """Quantiles of how long a step's part of a prompt takes."""
+        """Quantiles of the time of a prompt chunk."""
         parts = sorted(s / n for s, n in zip(self.prefill_seconds, self.pieces, strict=True) for _ in range(n))
         return [parts[len(parts) * (2 * index + 1) // (2 * _LENGTHS)] for index in range(_LENGTHS)]
 
     @cached_property
     def handoff_seconds(self) -> float:
-        """That the gap behind a first token is longer, for the mean prompt."""
+        """Time that a handoff adds to the gap after the first token, for the mean prompt."""
         return self.costs.second_token(self.workload.mean_prompt, self.network)
 
     def step(self, batch: int) -> float:
-        """Seconds of a step in which so many sequences decode."""
+        """Return the seconds of a decode step."""
         return self.costs.decode(batch, self.workload.mean_context)
 
     # ------------------------------------------------------------ roles
 
     def on_prefill(self, rate: float, nodes: int) -> PlannedRole:
-        """``rate`` is in requests per second, of all nodes together."""
+        """Model prefill nodes. ``rate`` is in requests per second over all nodes."""
         busy = rate * self.prefill_mean / nodes
         traffic = rate * self.workload.mean_prompt * self.costs.shape.kv_bytes / 1e9 / nodes
         share = 1.0 - self.limits.headroom
@@ -112,7 +108,7 @@ class NodeLoad:
         return PlannedRole(nodes=nodes, lacks=lacks, utilisation=busy, kv_gb_per_s=traffic, ttft=ttft)
 
     def on_decode(self, rate: float, nodes: int) -> PlannedRole:
-        """A place is also taken by who is on P still: as if each prompt waited there as long as it takes."""
+        """Model decode nodes. Requests still on P hold blocks here, for twice their mean prefill time."""
         traffic = rate * self.workload.mean_prompt * self.costs.shape.kv_bytes / 1e9 / nodes
         expected = rate / nodes * 2 * self.prefill_mean
         handoff = [(self.handoff_seconds, 1.0)]
@@ -122,7 +118,7 @@ class NodeLoad:
         return msgspec.structs.replace(role, kv_gb_per_s=traffic)
 
     def aggregated(self, rate: float, nodes: int) -> PlannedRole:
-        """A step in which a prompt is computed takes so much longer for all that decode there, and the prompt too."""
+        """Model nodes that prefill and decode: a prompt chunk delays all sequences that decode in the same step."""
         busy = rate * self.prefill_mean / nodes
         if busy > 1.0 - self.limits.headroom:
             return PlannedRole(nodes=nodes, lacks="compute", utilisation=busy)
@@ -148,7 +144,7 @@ class NodeLoad:
         return msgspec.structs.replace(role, ttft=ttft, lacks=lacks, utilisation=max(role.utilisation, busy))
 
     def _first_tokens(self, seconds: Sequence[float], exposed: float, rate: float, nodes: int) -> dict[int, float]:
-        """Percentiles of TTFT, where prompts take ``seconds``. What waits shares steps, and is done together."""
+        """Return TTFT percentiles for prompts that take ``seconds``. Waiting prompts share steps."""
         gaps, full = self.workload.gaps, self.costs.prefill(self.costs.step_tokens)
         waited = waits(gaps, seconds, rate, nodes)
         behind = beside(gaps, waited, seconds, rate)
@@ -156,12 +152,12 @@ class NodeLoad:
             wait + own + exposed + min(others / nodes, max(0.0, full - own))
             for wait, own, others in zip(waited, seconds, behind, strict=True)
         ]
-        return {percent: percentile(times, percent) for percent in (*_TOLD, *self.slo.ttft)}
+        return {percent: percentile(times, percent) for percent in (*_REPORTED, *self.slo.ttft)}
 
     # ------------------------------------------------------------ decoding
 
-    def places(self, expected: float) -> tuple[int, str]:
-        """How many sequences may decode on a node, beside ``expected`` prompts still elsewhere; what sets it."""
+    def max_batch(self, expected: float) -> tuple[int, str]:
+        """Return the largest decode batch of a node with ``expected`` more prompts on P, and the limit behind it."""
         context = max(1.0, self.workload.mean_context)
         by_memory = (self.costs.kv_tokens - expected * self.workload.mean_prompt) / context
         by_flag = self.limits.max_num_seqs - expected
@@ -176,13 +172,13 @@ class NodeLoad:
         longer: Callable[[int], Sequence[tuple[float, float]]],
         first: Sequence[tuple[float, float]],
     ) -> PlannedRole:
-        """Of a node with ``rate`` requests a second.
+        """Model a node with ``rate`` requests per second.
 
-        A step of n sequences takes ``step(n)`` on average. Gaps between tokens are ``self.step(n)``, some are longer:
-        ``longer(n)`` are (by how many seconds, share of gaps), ``first`` those behind the first token of an output.
+        A step of n sequences takes ``step(n)`` on average. A gap between tokens is ``self.step(n)``. Some are longer:
+        by ``longer(n)`` (seconds, share of gaps) or, after the first token of an output, by ``first``.
         """
         demand = rate * self.workload.mean_decoded
-        most, by = self.places(expected)
+        most, by = self.max_batch(expected)
         if most < 1:
             return PlannedRole(nodes=nodes, lacks=by, utilisation=1.0, most_by=by)
         role = PlannedRole(nodes=nodes, lacks="", utilisation=demand * step(most) / most, most_batch=most, most_by=by)
@@ -190,7 +186,7 @@ class NodeLoad:
             return msgspec.structs.replace(role, lacks="decode steps" if by == "max-num-seqs" else by)
         shares = occupancy(demand, step, most)
         gaps = list(self._gaps(shares, step, longer, first))
-        itl = {percent: weighted_percentile(gaps, percent) for percent in (*_TOLD, *self.slo.itl)}
+        itl = {percent: weighted_percentile(gaps, percent) for percent in (*_REPORTED, *self.slo.itl)}
         lacks = by if shares[-1] > _FULL else _missed("ITL", itl, self.slo.itl)
         mean = sum(batch * share for batch, share in enumerate(shares))
         return msgspec.structs.replace(role, lacks=lacks, itl=itl, mean_batch=mean)
@@ -202,7 +198,7 @@ class NodeLoad:
         longer: Callable[[int], Sequence[tuple[float, float]]],
         first: Sequence[tuple[float, float]],
     ) -> Iterator[tuple[float, float]]:
-        """(seconds, weight) of gaps between tokens, each weighted by how many tokens are drawn so."""
+        """Yield (seconds, weight) of gaps between tokens, weighted by their number."""
         of_first = 1.0 / max(self.workload.mean_decoded, 1.0) if first else 0.0
         busy = 1.0 - shares[0]
         for batch, share in enumerate(shares):
@@ -214,7 +210,7 @@ class NodeLoad:
             for seconds, part in pieces:
                 yield usual + seconds, weight * (1.0 - of_first) * part
             for seconds, part in first:
-                yield seconds + usual * (_JOINING if batch > 1 else 1.0), weight * of_first * part
+                yield seconds + usual * (_JOINING_STEPS if batch > 1 else 1.0), weight * of_first * part
 
 
 def _missed(what: str, found: dict[int, float], slo: dict[int, float]) -> str:

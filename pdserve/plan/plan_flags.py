@@ -1,4 +1,4 @@
-"""The flags of ``pdserve plan``. Apart from what it does, which ``pdserve --help`` does not wait for."""
+"""The flags of ``pdserve plan``, apart from its code, so that ``pdserve --help`` stays fast."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pdserve.config.flags import positive_int
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint directory or hub id; or give --costs")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="checkpoint directory or hub id (or use --costs)")
     nodes = parser.add_argument_group("nodes")
-    nodes.add_argument("--gpu", default="h200", metavar="KIND", help="default %(default)s")
+    nodes.add_argument("--gpu", default="h200", metavar="KIND", help="GPU of the measured costs (default %(default)s)")
     nodes.add_argument("--pp", type=positive_int, default=1, metavar="N", help="pipeline stages of a node (default 1)")
     nodes.add_argument("--tp", type=positive_int, default=1, metavar="N", help="tensor shards of a stage (default 1)")
-    nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or one that comes with pdserve")
-    nodes.add_argument("--max-num-seqs", type=positive_int, default=256, metavar="N", help="of a node (default 256)")
+    nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or the name of a bundled one")
+    nodes.add_argument(
+        "--max-num-seqs", type=positive_int, default=256, metavar="N", help="decoding sequences per node (default 256)"
+    )
     nodes.add_argument(
         "--network",
         type=_positive,
@@ -23,31 +25,35 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="10^9 bytes/s into or out of a node (default: as measured)",
     )
     load = parser.add_argument_group("load")
-    load.add_argument("--rate", type=_positive, metavar="R", help="requests per second: how many nodes are needed?")
-    load.add_argument("--gpus", type=positive_int, metavar="N", help="GPUs that there are: what can they serve?")
+    load.add_argument("--rate", type=_positive, metavar="R", help="requests per second; prints the nodes needed")
+    load.add_argument("--gpus", type=positive_int, metavar="N", help="available GPUs; prints the rate they can serve")
     load.add_argument(
         "--prompt-tokens",
         default="2048",
         metavar="LENGTH",
         help="2048, 256-1024 (uniform), p50=900,p99=8000 or mean=1500,p99=8000 (log-normal); default %(default)s",
     )
-    load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="likewise (default %(default)s)")
+    load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="same formats (default %(default)s)")
     load.add_argument(
         "--cached", type=float, default=0.0, metavar="F", help="share of prompts in prefix caches (default 0)"
     )
     load.add_argument(
-        "--trace", type=Path, metavar="FILE", help="instead: requests, and their rate, in Mooncake's format"
+        "--trace", type=Path, metavar="FILE", help="replay requests and their rate from a trace in Mooncake's format"
     )
     parser.add_argument(
         "--slo",
         default="",
         metavar="SLO",
-        help="for example ttft:p99=1s,itl:p99=30ms; percentiles of time to first token, and between tokens",
+        help="percentiles of TTFT and ITL, e.g. ttft:p99=1s,itl:p99=30ms",
     )
     parser.add_argument(
-        "--headroom", type=float, default=0.2, metavar="F", help="share of each node to be kept free (default 0.2)"
+        "--headroom",
+        type=float,
+        default=0.2,
+        metavar="F",
+        help="share of each node's capacity to keep free (default 0.2)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _positive(text: str) -> float:

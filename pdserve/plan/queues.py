@@ -1,13 +1,12 @@
-"""How long requests wait, and how many are served at once: two queues, exact for what they model.
+"""Two exact queueing models: waiting time of prompts, and number of decoding sequences.
 
-Prompts go to the node with the least work ahead, and each node computes them one after the other: that is the queue
-G/G/c with one line for all nodes (M. Harchol-Balter, Performance Modeling and Design of Computer Systems, 2013, ch.
-24, "least work left"), followed here request by request (J. Kiefer, J. Wolfowitz, On the theory of queues with many
-servers, Trans. AMS 78, 1955). Waits never get longer when requests come further apart, are shorter, or there are more
-nodes.
+Prompts go to the node with the least work, and each node computes them one by one. This is the queue G/G/c with a
+common line (M. Harchol-Balter, Performance Modeling and Design of Computer Systems, 2013, ch. 24, "least work left"),
+simulated request by request (J. Kiefer, J. Wolfowitz, On the theory of queues with many servers, Trans. AMS 78, 1955).
+Waits never grow with longer gaps, shorter prompts or more nodes.
 
-Sequences that decode share each step: a processor-sharing queue whose rate depends on how many there are. How many
-there are then depends on the mean length of outputs alone (J. W. Cohen, The multiple phase service network with
+Decoding sequences share each step. This is a processor-sharing queue whose rate depends on the number of sequences,
+whose distribution depends only on the mean output length (J. W. Cohen, The multiple phase service network with
 generalized processor sharing, Acta Informatica 12, 1979).
 """
 
@@ -21,7 +20,7 @@ from itertools import accumulate
 
 
 def waits(gaps: Sequence[float], seconds: Sequence[float], rate: float, nodes: int) -> list[float]:
-    """Seconds until each request is begun. ``gaps`` before them are divided by ``rate``; each takes ``seconds``."""
+    """Return the seconds that each request waits. Gaps are divided by ``rate``; requests take ``seconds``."""
     free_at = [0.0] * nodes
     found = []
     for at, taken in zip(accumulate(gap / rate for gap in gaps), seconds, strict=True):
@@ -32,9 +31,9 @@ def waits(gaps: Sequence[float], seconds: Sequence[float], rate: float, nodes: i
 
 
 def beside(gaps: Sequence[float], waited: Sequence[float], seconds: Sequence[float], rate: float) -> list[float]:
-    """Seconds of work that has come behind each request by the time that it is begun, of all nodes together.
+    """Return the seconds of work, over all nodes, that arrives while each request waits.
 
-    It shares steps with that, where there is room, and so is done when that is.
+    That work shares the request's steps if there is room.
     """
     times = list(accumulate(gap / rate for gap in gaps))
     work = list(accumulate(seconds, initial=0.0))
@@ -45,17 +44,17 @@ def beside(gaps: Sequence[float], waited: Sequence[float], seconds: Sequence[flo
 
 
 def occupancy(demand: float, step: Callable[[int], float], most: int) -> list[float]:
-    """The share of time that 0, 1, 2, … ``most`` sequences decode on a node; those beyond wait, and count as ``most``.
+    """Return the share of time in which 0, 1, …, ``most`` sequences decode on a node; further ones wait.
 
-    ``demand`` is in tokens per second, ``step(n)`` the seconds in which each of n sequences gets one. The node must be
-    able to do it: demand · step(most) < most.
+    ``demand`` is in tokens per second; ``step(n)`` is the seconds of a step of n sequences. Requires
+    demand · step(most) < most.
     """
     last_ratio = demand * step(most) / most
-    assert last_ratio < 1.0, f"{demand} tokens/s are more than a node decodes"
+    assert last_ratio < 1.0, f"{demand} tokens/s exceed the capacity of a node"
     if demand <= 0.0:
         return [1.0] + [0.0] * most
     logs = list(accumulate((math.log(demand) + math.log(step(n) / n) for n in range(1, most + 1)), initial=0.0))
-    logs[-1] -= math.log(1.0 - last_ratio)  # the geometric tail of those who wait
+    logs[-1] -= math.log(1.0 - last_ratio)  # geometric tail of the waiting sequences
     peak = max(logs)
     shares = [math.exp(each - peak) for each in logs]
     total = sum(shares)
@@ -63,13 +62,13 @@ def occupancy(demand: float, step: Callable[[int], float], most: int) -> list[fl
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all are at most."""
+    """Return the smallest value that ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def weighted_percentile(pairs: Iterable[tuple[float, float]], percent: float) -> float:
-    """The same of (value, weight); 0 where all weights are."""
+    """Return the percentile of (value, weight) pairs; 0 without pairs."""
     ordered = sorted(pairs)
     left = sum(weight for _, weight in ordered) * percent / 100
     for value, weight in ordered:

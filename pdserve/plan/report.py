@@ -1,4 +1,4 @@
-"""A plan as a person reads it, and as a program does."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROVENANCE = ("model", "gpu", "hardware", "commit", "command", "estimated")
 
 
 def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
-    """Plain values: seconds, requests and tokens per second, 10^9 bytes per second."""
+    """Return plain values in seconds, requests/s, tokens/s and 10^9 bytes/s."""
     costs, workload = load.costs, load.workload
     found: dict[str, Any] = msgspec.to_builtins(plan, str_keys=True)
     return found | {
@@ -27,9 +27,7 @@ def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
         "kv_bytes_per_token": costs.shape.kv_bytes,
         "network_gb_per_s": load.network,
         "worthwhile": _split_is_better(plan),
-        "costs": {
-            name: getattr(costs, name) for name in ("model", "gpu", "hardware", "commit", "command", "estimated")
-        },
+        "costs": {name: getattr(costs, name) for name in _PROVENANCE},
         "doubts": list(_doubts(load, plan)),
     }
 
@@ -51,7 +49,7 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
             *lines,
             "",
             f"P:D = {_ratio(plan)}: {plan.prefill.nodes} prefill and {plan.decode.nodes} decode nodes, {gpus} GPUs, "
-            f"with {load.limits.headroom:.0%} head-room",
+            f"with {load.limits.headroom:.0%} headroom",
             "",
             *_table(plan, costs.gpus),
             "",
@@ -87,7 +85,7 @@ def _ms(seconds: float) -> str:
 
 def _table(plan: Plan, gpus: int) -> Iterator[str]:
     row = "{:<11}{:>6}{:>6}{:>7}{:>10}{:>10}{:>10}{:>10}{:>16}{:>10}".format
-    yield row("", "nodes", "GPUs", "busy", "TTFT p50", "p99", "ITL p50", "p99", "decode at once", "KV, GB/s")
+    yield row("", "nodes", "GPUs", "busy", "TTFT p50", "p99", "ITL p50", "p99", "decode batch", "KV, GB/s")
     named = [("prefill", plan.prefill), ("decode", plan.decode)]
     if plan.aggregated is not None:
         named.append(("aggregated", plan.aggregated))
@@ -103,36 +101,36 @@ def _notes(load: NodeLoad, plan: Plan) -> Iterator[str]:
     tokens = plan.rate * load.workload.mean_output
     yield f"each GPU serves {plan.rate / count:.3g} requests/s and {tokens / count:,.0f} output tokens/s"
     room = f"{load.costs.kv_tokens:,} tokens of KV, {load.costs.shape.kv_bytes / 1024:.0f} KiB each"
-    yield f"each decode node has room for {room}: {plan.decode.most_batch} sequences at most, by {plan.decode.most_by}"
+    yield f"each decode node holds {room}: at most {plan.decode.most_batch} sequences, limited by {plan.decode.most_by}"
     most = max(plan.prefill.kv_gb_per_s, plan.decode.kv_gb_per_s)
-    yield f"KV travels at {most:.3g} GB/s at most into or out of a node, whose network gives {load.network:.3g}"
+    yield f"KV traffic into or out of a node is at most {most:.3g} GB/s of the network's {load.network:.3g}"
     for name, role, needs in (
         ("prefill", plan.prefill, plan.prefill_needs),
         ("decode", plan.decode, plan.decode_needs),
     ):
         if role.nodes > 1:
-            yield f"one {name} node fewer would lack {needs}"
+            yield f"with one {name} node fewer, the bottleneck would be {needs}"
     limits = [
         (plan.prefill_carries, "prefill nodes", plan.prefill_lacks),
         (plan.decode_carries, "decode nodes", plan.decode_lacks),
     ]
     (first, name, lacks), (second, other, _) = sorted(limits)
-    yield f"without head-room {name} carry {first:.3g} requests/s, limited by {lacks}, and {other} {second:.3g}"
+    yield f"without headroom, {name} serve {first:.3g} requests/s, limited by {lacks}, and {other} {second:.3g}"
 
 
 def _verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
     both, gpus = plan.aggregated, load.costs.gpus
     if both is None:
-        yield f"split: no number of nodes that do both would do, they lack {plan.aggregated_lacks}"
+        yield f"disaggregate: aggregated nodes cannot serve this load; bottleneck {plan.aggregated_lacks}"
     elif _split_is_better(plan):
-        yield f"split: nodes that do both would take {both.nodes * gpus} GPUs instead of {plan.nodes * gpus}"
+        yield f"disaggregate: aggregated nodes would take {both.nodes * gpus} GPUs instead of {plan.nodes * gpus}"
     else:
         yield (
-            f"do not split: {both.nodes * gpus} GPUs of nodes that do both are enough, instead of {plan.nodes * gpus}; "
+            f"do not disaggregate: {both.nodes * gpus} GPUs of aggregated nodes suffice, not {plan.nodes * gpus}; "
             "start decode nodes without prefill nodes"
         )
         if not load.slo.itl:
-            yield "(what splitting improves is the tail of the time between tokens: give --slo itl:p99=… if it matters)"
+            yield "(disaggregation improves the tail of ITL: set --slo itl:p99=… if it matters)"
 
 
 def _split_is_better(plan: Plan) -> bool:
@@ -140,10 +138,10 @@ def _split_is_better(plan: Plan) -> bool:
 
 
 def _doubts(load: NodeLoad, plan: Plan) -> Iterator[str]:
-    """Where figures rest on what was not measured."""
+    """Yield where the plan extrapolates beyond the measured costs."""
     costs = load.costs
     longest, measured = percentile(load.workload.prompts, 99), costs.prefill_ms[-1][0]
     if longest > measured:
-        yield f"1 % of the prompts are longer than {longest:,} tokens; the longest measured was {measured:,.0f}"
+        yield f"1 % of the prompts exceed {longest:,} tokens; the longest measured one has {measured:,.0f}"
     if plan.decode.mean_batch > costs.decode_ms[-1][0]:
-        yield f"{plan.decode.mean_batch:.0f} decode at once; at most {costs.decode_ms[-1][0]:.0f} were measured"
+        yield f"the mean decode batch is {plan.decode.mean_batch:.0f}; at most {costs.decode_ms[-1][0]:.0f} measured"

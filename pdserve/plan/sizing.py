@@ -1,4 +1,4 @@
-"""The fewest nodes that suffice, for a rate; and the highest rate, for a number of GPUs."""
+"""Find the fewest nodes for a rate, or the highest rate for a number of GPUs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pdserve.errors import CapacityError
 from pdserve.plan.node_load import NodeLoad, PlannedRole
 
 _MOST_NODES = 1 << 14
-_PRECISION = 1e-3  # of rates
+_PRECISION = 1e-3  # relative, of rates
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """``rate`` is in requests per second. A rate that nodes carry leaves nothing of the head-room."""
+    """The nodes for a rate, in requests per second."""
 
     rate: float
     prefill: PlannedRole
     decode: PlannedRole
-    prefill_needs: str  # what one prefill node fewer would lack
-    decode_needs: str
-    prefill_carries: float
+    prefill_needs: str  # bottleneck with one prefill node fewer
+    decode_needs: str  # bottleneck with one decode node fewer
+    prefill_carries: float  # highest rate without headroom
     decode_carries: float
-    prefill_lacks: str  # what prefill nodes lack first as the rate grows
+    prefill_lacks: str  # first bottleneck as the rate grows
     decode_lacks: str
-    aggregated: PlannedRole | None  # as many nodes as do the same by themselves; None: no number of them does
-    aggregated_lacks: str  # then what they lack
+    aggregated: PlannedRole | None  # the same load on aggregated nodes; None if no number suffices
+    aggregated_lacks: str  # their bottleneck if none suffices
 
     @property
     def nodes(self) -> int:
@@ -34,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
-    """Raises CapacityError where no number of nodes suffices."""
+    """Raises CapacityError if no number of nodes suffices."""
     prefill, prefill_needs = _fewest(lambda nodes: load.on_prefill(rate, nodes), "prefill")
     decode, decode_needs = _fewest(lambda nodes: load.on_decode(rate, nodes), "decode")
     try:
@@ -61,14 +61,14 @@ def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
 
 
 def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
-    """At the highest rate that so many GPUs suffice for. Raises CapacityError where there are too few for any."""
+    """Return the plan for the highest rate that ``gpus`` can serve. Raises CapacityError if they cannot serve any."""
     nodes = gpus // load.costs.gpus
     if nodes < 2:
         raise CapacityError(
-            f"{gpus} GPUs are {nodes} nodes; a prefill and a decode node take {2 * load.costs.gpus} GPUs; "
-            "on fewer start decode nodes alone: they compute prompts as well"
+            f"{gpus} GPUs are {nodes} nodes; a prefill and a decode node need {2 * load.costs.gpus} GPUs; "
+            "with fewer, start decode nodes alone, which also compute prompts"
         )
-    idle = 1e-6  # requests per second: whatever cannot be served at this rate never can
+    idle = 1e-6  # requests per second; a load that fails at this rate fails at any
     _fewest(lambda count: load.on_prefill(idle, count), "prefill")
     _fewest(lambda count: load.on_decode(idle, count), "decode")
 
@@ -84,14 +84,14 @@ def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
 
 
 def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRole, str]:
-    """The smallest number that lacks nothing, by halving; and what one less would lack."""
+    """Return the smallest sufficient number of nodes, by bisection, and the bottleneck with one node fewer."""
     low, high, needs = 0, 1, "a node"
     while (role := try_out(high)).lacks:
         low, needs = high, role.lacks
         if high >= _MOST_NODES:
             raise CapacityError(
-                f"no number of {what} nodes suffices: {_MOST_NODES} lack {needs}; {_best(role)}allow more, or choose "
-                "faster nodes (more tensor shards, another GPU)"
+                f"no number of {what} nodes suffices: with {_MOST_NODES} the bottleneck is {needs}; {_best(role)}"
+                "relax the SLO or choose faster nodes (more tensor shards, another GPU)"
             )
         high *= 2
     found = role
@@ -106,7 +106,7 @@ def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRo
 
 
 def _best(role: PlannedRole) -> str:
-    """The figures of nodes that are all but idle."""
+    """Return the latencies of idle nodes as text."""
     parts = [
         f"{name} p{p} is {1e3 * s:.0f} ms"
         for name, of in (("TTFT", role.ttft), ("ITL", role.itl))
@@ -116,7 +116,7 @@ def _best(role: PlannedRole) -> str:
 
 
 def _most(lacks: Callable[[float], str], enough: float) -> tuple[float, str]:
-    """The highest rate at which nothing is lacking, from one that is low enough; and what lacks beyond it."""
+    """Return the highest rate without a bottleneck, starting from a feasible one, and the bottleneck beyond it."""
     low, high = enough, 2 * enough
     while not (word := lacks(high)):
         low, high = high, 2 * high

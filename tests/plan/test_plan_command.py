@@ -84,18 +84,18 @@ def test_the_model_finds_its_costs(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "neither MODEL nor --costs is given"),
-        (["--costs", "h200-llama-8b"], "neither --rate nor --gpus is given"),
-        (["--costs", "h200-llama-8b", "--rate", "1", "--gpus", "2"], "--rate and --gpus are both given"),
+        ([], "neither MODEL nor --costs is set"),
+        (["--costs", "h200-llama-8b"], "neither --rate nor --gpus is set"),
+        (["--costs", "h200-llama-8b", "--rate", "1", "--gpus", "2"], "--rate and --gpus are both set"),
         (["--costs", "b200", "--rate", "1"], "costs 'b200' cannot be read"),
         (["--costs", "h200-llama-8b", "--rate", "0"], "'0' must be a number above 0"),
-        (["--costs", "h200-llama-8b", "--rate", "1", "--slo", "ttft=1s"], "slo 'ttft=1s' is no limit; write for"),
+        (["--costs", "h200-llama-8b", "--rate", "1", "--slo", "ttft=1s"], "slo 'ttft=1s' is invalid; use"),
         (["--costs", "h200-llama-8b", "--rate", "1", "--headroom", "1"], "headroom 1 is not within"),
-        (["models/tiny", "--rate", "1"], "nothing was measured for 6 layers of 256"),
-        (["models/tiny", "--costs", "h200-llama-8b", "--rate", "1"], "leave one of them out"),
+        (["models/tiny", "--rate", "1"], "no measured costs for 6 layers of 256"),
+        (["models/tiny", "--costs", "h200-llama-8b", "--rate", "1"], "remove one of them"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_a_line(
+def test_invalid_plan_arguments_are_refused_in_one_line(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(DOCS.parent)

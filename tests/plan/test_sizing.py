@@ -112,11 +112,17 @@ def test_little_kv_memory_needs_more_decode_nodes() -> None:
 @pytest.mark.parametrize(
     ("slo", "message"),
     [
-        (Slo(ttft={99: 0.1}), "no number of prefill nodes suffices: 16384 lack TTFT p99; when idle, TTFT p50 is"),
-        (Slo(itl={50: 0.003}), "no number of decode nodes suffices: 16384 lack ITL p50; when idle, ITL p50 is 4 ms"),
+        (
+            Slo(ttft={99: 0.1}),
+            "no number of prefill nodes suffices: with 16384 the bottleneck is TTFT p99; when idle, TTFT p50 is",
+        ),
+        (
+            Slo(itl={50: 0.003}),
+            "no number of decode nodes suffices: with 16384 the bottleneck is ITL p50; when idle, ITL p50 is 4 ms",
+        ),
     ],
 )
-def test_what_no_number_of_nodes_does_is_refused(slo: Slo, message: str) -> None:
+def test_load_that_no_number_of_nodes_can_serve_is_refused(slo: Slo, message: str) -> None:
     load = NodeLoad(COSTS, CHAT, slo, LoadLimits())
     with pytest.raises(CapacityError, match=message):
         plan_for_rate(load, 10.0)
@@ -124,6 +130,6 @@ def test_what_no_number_of_nodes_does_is_refused(slo: Slo, message: str) -> None
         plan_for_gpus(load, 8)
 
 
-def test_one_gpu_cannot_be_split() -> None:
-    with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node take 2 GPUs"):
+def test_one_gpu_is_too_few_for_both_roles() -> None:
+    with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node need 2 GPUs"):
         plan_for_gpus(NodeLoad(COSTS, CHAT, Slo(), LoadLimits()), 1)

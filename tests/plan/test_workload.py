@@ -32,16 +32,16 @@ def test_lengths_are_as_they_were_asked_for(text: str, figures: dict[str, float]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0", "length '0' is none; write 2048"),
-        ("9-3", "length '9-3' is none"),
-        ("many", "length 'many' is none"),
+        ("0", "length '0' is invalid; use 2048"),
+        ("9-3", "length '9-3' is invalid"),
+        ("many", "length 'many' is invalid"),
         ("9999999", "in tokens up to 1048576"),
-        ("p99=100,p50=9", "the second is a percentile above p50"),
+        ("p99=100,p50=9", "the second value must be a percentile above p50"),
         ("p50=100,p99=9", "not below the first"),
-        ("mean=10,p99=100000", "no log-normal's p99 is 10000.0 times its mean"),
+        ("mean=10,p99=100000", "no log-normal distribution has p99 at 10000.0 times its mean"),
     ],
 )
-def test_lengths_that_cannot_be_are_refused(text: str, message: str) -> None:
+def test_invalid_lengths_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         workload_of(text, "1", 0.0)
     with pytest.raises(ConfigError, match="cached share 1 is not within"):
@@ -68,11 +68,11 @@ def test_a_trace_says_what_comes_when_and_what_has_come_before(tmp_path: Path) -
     assert (rate, workload.gaps) == (1.0, (1.0, 0.5, 1.5, 1.0))
 
 
-def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_trace(tmp_path / "nothing"))
     (tmp_path / "text").write_text('{"timestamp": 1}')
     with pytest.raises(ConfigError, match="line 1: Object missing required field"):
         list(read_trace(tmp_path / "text"))
-    with pytest.raises(ConfigError, match="a rate needs two at different times"):
+    with pytest.raises(ConfigError, match="it needs two at different times"):
         workload_of_trace(list(read_trace(write_trace(tmp_path / "one", (0, 8, 8, [1])))))
