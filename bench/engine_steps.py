@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.frontend.engine_client import EngineClient, Event
-from engine.ipc.messages import Mode, Output, Posts, Refused, Submit
+from engine.ipc.messages import Mode, Output, RankPlacement, Refused, Submit
 from pdserve.config.device import detect_devices
 from pdserve.config.flags import add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig
@@ -51,8 +51,8 @@ class Run(NamedTuple):
 class Bench:
     """Sends requests to an engine and waits until all are done."""
 
-    def __init__(self, link: EngineClient, vocab_size: int) -> None:
-        self._link = link
+    def __init__(self, engine: EngineClient, vocab_size: int) -> None:
+        self._engine = engine
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
@@ -61,7 +61,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
         done = asyncio.Event()
-        remaining, tokens, decoding = batch, 0, self._link.status.totals
+        remaining, tokens, decoding = batch, 0, self._engine.status.totals
 
         def on_event(event: Event) -> None:
             nonlocal remaining, tokens, decoding
@@ -71,15 +71,15 @@ class Bench:
                 tokens += 1
                 remaining -= event.finish is not None
             if tokens == SHORT * batch:
-                decoding = self._link.status.totals
+                decoding = self._engine.status.totals
             if not remaining:
                 done.set()
 
         start = time.perf_counter()
         for prompt_ids in prompts:
-            self._link.send(Submit(self._link.open(on_event), prompt_ids.tobytes(), sampling, Mode.LOCAL))
+            self._engine.send(Submit(self._engine.open(on_event), prompt_ids.tobytes(), sampling, Mode.LOCAL))
         await done.wait()
-        seconds, last = time.perf_counter() - start, self._link.status.totals
+        seconds, last = time.perf_counter() - start, self._engine.status.totals
         return Run(seconds, (last.host_seconds - decoding.host_seconds) / max(last.steps - decoding.steps, 1))
 
     async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Run:
@@ -101,14 +101,14 @@ class Bench:
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
     config = resolve(options_from(args), devices[0])
-    link = EngineClient(config, agent="", posts=Posts(devices))
+    engine = EngineClient(config, agent="", placement=RankPlacement(devices))
     start = time.perf_counter()
-    await link.start()
+    await engine.start()
     try:
         print(
             json.dumps({"start_s": round(time.perf_counter() - start, 2), "runner": config.decision.runner}), flush=True
         )
-        bench = Bench(link, config.model.vocab_size)
+        bench = Bench(engine, config.model.vocab_size)
         await bench.run(1, 32, 8)
         decode, prefill = dict[int, float](), dict[int, float]()
         for batch in args.batches:
@@ -126,7 +126,7 @@ async def run(args: argparse.Namespace) -> None:
             context = await bench.context(decode, max(prefill), args.steps, args.repeat)
             args.costs_out.write_text(costs_as_toml(costs_of(config, decode, prefill, context)))
     finally:
-        await link.shutdown()
+        await engine.shutdown()
 
 
 def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, float], context: float) -> Costs:

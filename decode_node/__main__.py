@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from decode_node.decode_role import add_flags, make_role
-from engine.frontend.node import role_parser, run_role
+from engine.frontend.node_command import role_parser, run_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:

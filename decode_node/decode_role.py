@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
+import grpc
 from prometheus_client.metrics_core import Metric
 
 from decode_node.decode_metrics import DecodeMetrics
@@ -12,8 +13,8 @@ from decode_node.decode_service import DecodeService
 from decode_node.handoff_driver import HandoffContext
 from decode_node.prefill_peers import PrefillPeers
 from decode_node.settings import DecodeSettings, FailurePolicy
-from engine.frontend.drain import Drained
-from engine.frontend.node import Node
+from engine.frontend.drain import Drainable
+from engine.frontend.node_context import NodeContext
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -37,11 +38,11 @@ class DecodeRole:
         self._metrics = DecodeMetrics()
         self._peers: PrefillPeers | None = None
 
-    def attach(self, node: Node) -> Drained:
+    def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         self._peers = PrefillPeers(self._settings, node, self._metrics)
-        handoffs = HandoffContext(node.link, self._peers, self._settings, node.config.model, self._metrics)
+        handoffs = HandoffContext(node.engine, self._peers, self._settings, node.config.model, self._metrics)
         service = DecodeService(node, handoffs)
-        pb_grpc.add_DecodeNodeServicer_to_server(service, node.server)
+        pb_grpc.add_DecodeNodeServicer_to_server(service, server)
         return service
 
     async def connect(self) -> None:

@@ -10,7 +10,7 @@ from decode_node.handoff_driver import HandoffContext, HandoffDriver
 from decode_node.request_trace import RequestTrace
 from decode_node.settings import FailurePolicy
 from engine.frontend.drain import Streams
-from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request, check_resume
 from engine.frontend.stream_writer import Context, StreamWriter, serve
 from engine.ipc.messages import Mode
@@ -27,20 +27,20 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.generations: dict[int, NodeGeneration] = {}
-        self.outbox = StreamWriter(pb.OutputBatch)
+        self.writer = StreamWriter(pb.OutputBatch)
 
     def is_idle(self) -> bool:
-        return not self.generations and self.outbox.empty
+        return not self.generations and self.writer.empty
 
     def add(self, request: int, bulk: int = 0) -> pb.Output:
         """A new output at the end of what is sent next, to be filled in at once; of ``bulk`` bytes if it is large."""
-        output = self.outbox.put(bulk).outputs.add()
+        output = self.writer.put(bulk).outputs.add()
         output.request = request
         return output
 
     def forget(self, generation: NodeGeneration) -> None:
         self.generations.pop(generation.number, None)
-        self.outbox.wake()
+        self.writer.wake()
 
     def cancel(self) -> None:
         for generation in list(self.generations.values()):
@@ -52,11 +52,11 @@ class RouterStream:
 
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
-    def __init__(self, node: Node, handoffs: HandoffContext) -> None:
+    def __init__(self, node: NodeContext, handoffs: HandoffContext) -> None:
         self._node = node
         self._handoffs = handoffs
         self._streams: Streams[RouterStream] = Streams()
-        self.farewell = node.config.peer_timing.answer_timeout
+        self.release_timeout = node.config.peer_timing.answer_timeout
 
     async def finish(self) -> None:
         """Tell routers that nothing is taken in any more; returns when no request runs."""
@@ -69,7 +69,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         for stream in self._streams:
             stream.fail(why)
 
-    async def part(self) -> None:
+    async def wait_released(self) -> None:
         await self._streams.ended()
 
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
@@ -78,7 +78,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         stream = RouterStream()
         with self._streams.opened(stream):
             try:
-                await serve(context, stream.outbox, self._read(stream, request_iterator), stream.is_idle)
+                await serve(context, stream.writer, self._read(stream, request_iterator), stream.is_idle)
             finally:
                 stream.cancel()
 
@@ -111,7 +111,9 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
         trace = self._trace(message, len(tokens))
-        generation = NodeGeneration(message, len(tokens), sampling, self._node.link, stream, self._ended(stream), trace)
+        generation = NodeGeneration(
+            message, len(tokens), sampling, self._node.engine, stream, self._ended(stream), trace
+        )
         stream.generations[message.request] = generation
         self._place(generation, message.prefill_node)
 

@@ -15,19 +15,19 @@ from pdserve.transports import Connected
 class EnginePeers:
     """``on_lost(epoch, reason)`` is told of connections that break after they were made; ``seconds`` is to make one."""
 
-    def __init__(self, link: EngineClient, seconds: float, on_lost: Callable[[str, str], None]) -> None:
-        self._link = link
+    def __init__(self, engine: EngineClient, seconds: float, on_lost: Callable[[str, str], None]) -> None:
+        self._engine = engine
         self._seconds = seconds
         self._on_lost = on_lost
         self._waiting: dict[str, asyncio.Future[Connected]] = {}  # by epoch
-        link.on_connected = self._connected
-        link.on_failed_peer = self._failed
+        engine.on_connected = self._connected
+        engine.on_failed_peer = self._failed
 
     async def connect(self, peer: Peer) -> Connected:
         """Have the connector connect. Raises PeerError when it cannot."""
         future: asyncio.Future[Connected] = asyncio.get_running_loop().create_future()
         self._waiting[peer.epoch] = future
-        self._link.send(Connect(peer))
+        self._engine.send(Connect(peer))
         try:
             return await asyncio.wait_for(future, self._seconds)
         except TimeoutError as exc:
@@ -37,7 +37,7 @@ class EnginePeers:
 
     def disconnect(self, epoch: str) -> None:
         """Forget that life of a peer: its reads in flight end with an error."""
-        self._link.send(Disconnect(epoch))
+        self._engine.send(Disconnect(epoch))
 
     def _connected(self, connection: Connected) -> None:
         if (future := self._waiting.get(connection.epoch)) is not None and not future.done():

@@ -45,7 +45,7 @@ class NodeGeneration:
         message: pb.Generate,
         num_tokens: int,
         sampling: SamplingParams,
-        link: EngineClient,
+        engine: EngineClient,
         sink: OutputSink,
         on_end: Callable[[NodeGeneration], None],
         trace: RequestTrace,
@@ -62,9 +62,9 @@ class NodeGeneration:
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
         self.handoff: HandoffSide | None = None  # to be set before it is submitted as one
-        self.rid = link.open(self._on_event)
+        self.rid = engine.open(self._on_event)
         loop = asyncio.get_running_loop()
-        self._link = link
+        self._engine = engine
         self._sink = sink
         self._on_end = on_end
         self._fresh = True  # the engine has brought nothing yet
@@ -92,7 +92,7 @@ class NodeGeneration:
         message = Submit(
             self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority, resume=self.resume
         )
-        self._link.send(message)
+        self._engine.send(message)
 
     def emit_peer_token(
         self, choice: int, sample: Sample, number: int, eos_token_ids: Sequence[int], cached_tokens: int = 0
@@ -113,7 +113,7 @@ class NodeGeneration:
         """End it without another word. Idempotent."""
         if not self.ended:
             self._choices.clear()
-            self._link.send(Cancel(self.rid))
+            self._engine.send(Cancel(self.rid))
             self._end(Outcome.CANCELLED if self.error is None else Outcome.FAILED)
 
     def _on_event(self, event: Event) -> None:
@@ -156,8 +156,8 @@ class NodeGeneration:
                 self._end(Outcome.DONE)
 
     def _on_deadline(self) -> None:
-        waits_for = self._link.pulse.waits_for
-        reason = f" ({waits_for})" if waits_for else ""
+        waiting_for = self._engine.monitor.waiting_for
+        reason = f" ({waiting_for})" if waiting_for else ""
         text = f"the request was not finished within its {self.timeout:.3g} s{reason}; allow more time"
         self.fail(DeadlineExceeded(text))
 
@@ -166,6 +166,6 @@ class NodeGeneration:
             self._timer.cancel()
         if self.handoff is not None:
             self.handoff.abandon()
-        self._link.close(self.rid)
+        self._engine.close(self.rid)
         self.trace.on_end(outcome, self.error)
         self._on_end(self)

@@ -28,7 +28,7 @@ from decode_node.decode_metrics import PeerMetrics, too_slow
 from decode_node.engine_peers import EnginePeers
 from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
-from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext
 from pdserve.compatibility import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
@@ -72,7 +72,7 @@ class PrefillPeer:
     def __init__(
         self,
         address: str,
-        node: Node,
+        node: NodeContext,
         engine: EnginePeers,
         metrics: PeerMetrics,
         required: str,

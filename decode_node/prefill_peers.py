@@ -13,7 +13,7 @@ from decode_node.decode_metrics import DecodeMetrics
 from decode_node.engine_peers import EnginePeers
 from decode_node.prefill_peer import PrefillPeer, TooSlow
 from decode_node.settings import DecodeSettings
-from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 class PrefillPeers:
     """All prefill nodes that are listed, and those that handoffs still need."""
 
-    def __init__(self, settings: DecodeSettings, node: Node, metrics: DecodeMetrics) -> None:
+    def __init__(self, settings: DecodeSettings, node: NodeContext, metrics: DecodeMetrics) -> None:
         """Raises ConfigError for a place that cannot be asked from here."""
         self._settings, self._node, self._metrics = settings, node, metrics
-        self._engine = EnginePeers(node.link, node.config.peer_timing.connect_timeout, self._on_engine_lost)
+        self._engine = EnginePeers(node.engine, node.config.peer_timing.connect_timeout, self._on_engine_lost)
         self._directory = Directory(settings.prefill, self._listed)
         self._peers: dict[str, PrefillPeer] = {}  # by address
         self._some = asyncio.Event()  # one has been connected, or is too slow
@@ -34,7 +34,7 @@ class PrefillPeers:
         self._turn = 0  # of those that stand in for one that drains
         self._streams = BackgroundTasks()
         self._background = BackgroundTasks()
-        node.link.on_read = metrics.count_read
+        node.engine.on_read = metrics.count_read
 
     def get(self, node_id: str) -> PrefillPeer:
         """The connected peer of that id; another one where that one drains. Raises PeerError or Draining."""

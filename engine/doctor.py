@@ -18,8 +18,8 @@ from importlib.metadata import version
 import grpc
 import msgspec
 
-from engine.executor.host_flags import add_host_flags, hosted_from
-from engine.frontend.frontend_flags import FrontOptions, add_front_flags, front_options_from
+from engine.executor.multi_host import add_host_flags, local_ranks_from
+from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
 from pdserve.compatibility import compat_hash
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="pdserve doctor", description="Would a node with these flags start here, and do it all?"
     )
     add_node_flags(parser)
-    add_front_flags(parser)
+    add_frontend_flags(parser)
     add_host_flags(parser)
     group = parser.add_argument_group("handoff")
     group.add_argument(
@@ -64,8 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    options, front = options_from(args), front_options_from(args)
-    host = hosted_from(args, options.num_ranks)
+    options, front = options_from(args), frontend_options_from(args)
+    host = local_ranks_from(args, options.num_ranks)
     findings = []
     for finding in _findings(options, front, len(host.ranks), args.prefill, args.require_transport):
         findings.append(finding)
@@ -77,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _findings(
-    options: NodeOptions, front: FrontOptions, ranks: int, prefill: Sequence[str], required: str
+    options: NodeOptions, front: FrontendOptions, ranks: int, prefill: Sequence[str], required: str
 ) -> Iterator[Finding]:
     """The cheap ones first."""
     yield found("clock", preflight.check_clock)

@@ -26,7 +26,7 @@ class Engine:
     """Takes the front's commands between steps and tells it what each step brought. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
-        self.turns = LoopTimer()
+        self.loop_timer = LoopTimer()
         self._scheduler = scheduler
         self._ranks = ranks
         self._pipeline = StepPipeline(ranks)
@@ -37,11 +37,11 @@ class Engine:
         """Serve until told to stop. Raises ChannelClosed when the front has gone."""
         while not self._stopped:
             messages = self._channel.receive(wait=self.idle)
-            self.turns.begin()
+            self.loop_timer.begin()
             waited, in_runner = self._pipeline.waited, self._ranks.runner_seconds
             self.obey(messages)
             self.step()
-            lasted = self.turns.end(self._ranks.runner_seconds - in_runner)
+            lasted = self.loop_timer.end(self._ranks.runner_seconds - in_runner)
             self._scheduler.totals.host_seconds += lasted - (self._pipeline.waited - waited)
 
     @property

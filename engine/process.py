@@ -1,4 +1,4 @@
-"""The engine process of a node: ``python -m engine.process FD HEART_FD``, its ends of two sockets to the front.
+"""The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the front.
 
 It builds what the first message describes, says Ready or StartFailed, and runs the step loop until the front tells it
 to stop or ends. It ignores SIGINT: Ctrl-C is the front's to handle.
@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.executor.build import assemble
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
-from engine.ipc.messages import Beat, Configure, Ready, Shutdown, StartFailed
+from engine.ipc.messages import Configure, Heartbeat, Ready, Shutdown, StartFailed
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
         return 0
 
 
-def _serve(channel: Channel, heart: socket.socket) -> int:
-    heart.setblocking(False)
+def _serve(channel: Channel, heartbeats: socket.socket) -> int:
+    heartbeats.setblocking(False)
     messages = channel.receive(wait=True)
     while not messages:
         messages = channel.receive(wait=True)
@@ -71,20 +71,22 @@ def _serve(channel: Channel, heart: socket.socket) -> int:
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
-    patience = configure.config.peer_timing.answer_timeout
-    HeartbeatSender(engine.turns, partial(_beat, heart), patience, ranks.pulses, ranks.waits_for).start()
+    timeout = configure.config.peer_timing.answer_timeout
+    HeartbeatSender(
+        engine.loop_timer, partial(_send_heartbeat, heartbeats), timeout, ranks.monitors, ranks.waiting_for
+    ).start()
     try:
         engine.obey(rest)
         engine.run()
-        ranks.dismiss()
+        ranks.announce_shutdown()
     finally:
         ranks.close()
     return 0
 
 
-def _beat(heart: socket.socket, beat: Beat) -> None:
-    with contextlib.suppress(BlockingIOError):  # the front is stopped, and has beats enough
-        heart.send(framed(beat))
+def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
+    with contextlib.suppress(BlockingIOError):  # the frontend is stopped, and has heartbeats enough
+        sock.send(framed(heartbeat))
 
 
 def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers) -> Scheduler:

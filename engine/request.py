@@ -6,10 +6,18 @@ from array import array
 from dataclasses import dataclass, field
 
 from engine.ipc.messages import Mode
-from engine.scheduler.grammar_workers import Constraint
-from pdserve.grammar import Grammar
+from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence
+
+
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """The grammar of one choice. ``mask`` is of its next token; None while it is computed, and once it was used."""
+
+    grammar: Grammar
+    mask: bytes | None
+    matcher: Matcher | None = None  # behind the tokens so far; made with the first one
 
 
 @dataclass(slots=True, eq=False)

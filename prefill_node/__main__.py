@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from engine.frontend.node import role_parser, run_role
+from engine.frontend.node_command import role_parser, run_role
 from prefill_node.prefill_role import add_flags, make_role
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable
 from typing import Any
 
-from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request, check_skip
 from engine.frontend.stream_writer import StreamWriter
 from engine.ipc.messages import Leased
@@ -19,15 +19,15 @@ from prefill_node.prefill_trace import PrefillTrace
 
 
 class DecodeStream:
-    """What comes of an engine's batch, or of a message, is in the outbox when the callback that brought it returns.
+    """What comes of an engine's batch, or of a message, is in the writer when the callback that brought it returns.
 
     A D that does not read: its messages are not read either while many events wait for it, so that at most those of the
     prompts that the engine has accepted are added, a few each.
     """
 
-    def __init__(self, node: Node, leases: Leases, ahead: int, on_end: Callable[[], None]) -> None:
+    def __init__(self, node: NodeContext, leases: Leases, ahead: int, on_end: Callable[[], None]) -> None:
         """Prompts go ahead of D by ``ahead`` tokens at most. ``on_end`` is called when one is not computed any more."""
-        self.outbox = StreamWriter(pb.PrefillEvents)
+        self.writer = StreamWriter(pb.PrefillEvents)
         self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until their leases have ended
         self._node = node
         self._leases = leases
@@ -51,7 +51,7 @@ class DecodeStream:
                         self._on_end()
                 case _:
                     raise RequestError("a HandoffRequest asks for nothing known; use the same version everywhere")
-            await self.outbox.room()
+            await self.writer.room()
 
     def hang_up(self) -> None:
         """The stream has ended: nobody waits for its prompts. What was announced stays leased."""
@@ -67,7 +67,7 @@ class DecodeStream:
 
     def add(self, event: pb.PrefillEvent) -> None:
         """At the end of what is sent next."""
-        self.outbox.put().events.append(event)
+        self.writer.put().events.append(event)
 
     def end(self, number: int, error: PdserveError | None) -> None:
         """Nothing more becomes of a prompt; with an error, D is told."""
@@ -86,7 +86,7 @@ class DecodeStream:
             self.end(number, exc)
             return
         self.prefills[number] = prefill
-        accepted = pb.Accepted(queue_position=self._node.link.status.waiting, lease=prefill.rid)
+        accepted = pb.Accepted(queue_position=self._node.engine.status.waiting, lease=prefill.rid)
         self.add(pb.PrefillEvent(request=number, accepted=accepted))
 
     def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:
@@ -102,7 +102,7 @@ class DecodeStream:
         check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
         answers = _Answers(self, request.request, int(self._leases.table.seconds * 1000))
         timeout, course = request.timeout_ms / 1000, self._course(request, len(tokens))
-        prefill = PendingPrefill(node.link, self._leases, len(tokens), timeout, answers, course)
+        prefill = PendingPrefill(node.engine, self._leases, len(tokens), timeout, answers, course)
         prefill.submit(
             request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens, self._ahead
         )

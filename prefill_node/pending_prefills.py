@@ -44,16 +44,16 @@ class PendingPrefill:
 
     def __init__(
         self,
-        link: EngineClient,
+        engine: EngineClient,
         leases: Leases,
         num_tokens: int,
         timeout: float,
         listener: PrefillListener,
         course: PrefillTrace,
     ) -> None:
-        self._link = link
+        self._engine = engine
         self._leases = leases
-        self.rid = link.open(self._on_event)
+        self.rid = engine.open(self._on_event)
         self.num_tokens = num_tokens
         self.samples: list[Sample] = []  # by choice, while the prompt is computed
         self.cached_tokens = 0
@@ -74,7 +74,7 @@ class PendingPrefill:
         self, token_ids: bytes, sampling: SamplingParams, cache_salt: str, priority: int, skip_tokens: int, ahead: int
     ) -> None:
         self._num_choices = sampling.n
-        self._link.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, priority, skip_tokens, ahead))
+        self._engine.send(Submit(self.rid, token_ids, sampling, Mode.LEASE, cache_salt, priority, skip_tokens, ahead))
 
     def settle(self, then: Callable[[], None]) -> None:
         """Do it when the token is told that is being sampled ahead of the peer; now if there is none.
@@ -91,7 +91,7 @@ class PendingPrefill:
     def hang_up(self) -> None:
         """Stop it, wherever it is: nobody waits for it, or it was refused. What was announced stays leased."""
         self._stop()
-        self._link.send(Cancel(self.rid))
+        self._engine.send(Cancel(self.rid))
         self._leases.hang_up(self.rid)
         self._settled()
 
@@ -148,7 +148,7 @@ class PendingPrefill:
 
     def _stop(self) -> None:
         self._goes_ahead = False
-        self._link.close(self.rid)
+        self._engine.close(self.rid)
         self._stop_timer()
 
     def _stop_timer(self) -> None:
@@ -162,8 +162,8 @@ class Leases:
     ``on_end`` is called when a lease has ended.
     """
 
-    def __init__(self, link: EngineClient, table: LeaseTable) -> None:
-        self._link = link
+    def __init__(self, engine: EngineClient, table: LeaseTable) -> None:
+        self._engine = engine
         self.table = table
         self.on_end: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
@@ -230,7 +230,7 @@ class Leases:
 
     def _free(self, lease: int, how: LeaseState) -> None:
         """The blocks of a lease that has ended are free; what the engine still computes for it is not wanted."""
-        self._link.send(FreeLease(lease))
+        self._engine.send(FreeLease(lease))
         on_end = self._waiting.pop(lease, None)
         if on_end is not None:
             on_end()

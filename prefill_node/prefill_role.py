@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
+import grpc
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.frontend.drain import Drained
-from engine.frontend.node import Node
+from engine.frontend.drain import Drainable
+from engine.frontend.node_context import NodeContext
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from prefill_node.leases import LeaseTable
@@ -34,10 +35,10 @@ class PrefillRole:
         self._lease_guard = lease_guard
         self._leases: Leases | None = None
 
-    def attach(self, node: Node) -> Drained:
-        self._leases = Leases(node.link, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
+    def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
+        self._leases = Leases(node.engine, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
         service = PrefillService(node, self._leases, self._decode_ahead)
-        pb_grpc.add_PrefillNodeServicer_to_server(service, node.server)
+        pb_grpc.add_PrefillNodeServicer_to_server(service, server)
         return service
 
     async def connect(self) -> None:

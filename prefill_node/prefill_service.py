@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterable
 
 from engine.frontend.drain import Streams
-from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext
 from engine.frontend.stream_writer import Context, serve
 from pdserve.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
-    def __init__(self, node: Node, leases: Leases, ahead: int) -> None:
+    def __init__(self, node: NodeContext, leases: Leases, ahead: int) -> None:
         """Prompts go ahead of their decode nodes by ``ahead`` tokens at most."""
         self._node = node
         self._leases = leases
         self._ahead = ahead
         self._streams: Streams[DecodeStream] = Streams()
-        self.farewell = leases.table.seconds + leases.table.guard
+        self.release_timeout = leases.table.seconds + leases.table.guard
         leases.on_end = self._streams.changed
 
     async def finish(self) -> None:
@@ -41,7 +41,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         for stream in self._streams:
             stream.fail(why)
 
-    async def part(self) -> None:
+    async def wait_released(self) -> None:
         await self._streams.until(lambda: self._leases.idle)
         await self._streams.ended()
 
@@ -55,7 +55,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         return pb.HandshakeReply(
             node_id=self._node.node_id,
             epoch=self._node.epoch,
-            ranks=[rank_to_pb(rank) for rank in self._node.link.ranks],
+            ranks=[rank_to_pb(rank) for rank in self._node.engine.ranks],
         )
 
     async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
@@ -64,7 +64,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         stream = DecodeStream(self._node, self._leases, self._ahead, self._streams.changed)
         with self._streams.opened(stream):
             try:
-                await serve(context, stream.outbox, stream.read(request_iterator), lambda: stream.outbox.empty)
+                await serve(context, stream.writer, stream.read(request_iterator), lambda: stream.writer.empty)
             finally:
                 stream.hang_up()
 

@@ -127,7 +127,7 @@ class Aggregator:
         return [] if read is None else [rank for rank in self._ranks if rank not in read.ended]
 
     @property
-    def waits_for(self) -> str:
+    def waiting_for(self) -> str:
         """For people: which ranks have not reported what others have; empty where none has, or all."""
         waits = [(f"step {step}", self.missing(step)) for step in self._steps]
         waits += [(f"read {read_id}", self.missing_read(read_id)) for read_id in self._reads]

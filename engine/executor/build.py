@@ -65,7 +65,7 @@ def assemble(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[RankK
         return rank, (kv,) if configure.agent else ()
     links, configs = _call_up(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
-    meeting, address = _open_meeting(configure.posts.listen)
+    meeting, address = _open_meeting(configure.placement.listen)
     crew = RankProcesses(links, lambda kind, text: _end(channel, kind, text))
     for link, of_rank, agent in zip(links, configs[1:], agents[1:], strict=True):
         link.send(Assign(of_rank, agent, address))
@@ -80,17 +80,17 @@ def _call_up(
     configure: Configure, progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Connections to all ranks but the first, which is this process; and the node as each rank sees it."""
-    config, posts = configure.config, configure.posts
-    here, split = len(posts.devices), config.split
+    config, placement = configure.config, configure.placement
+    here, split = len(placement.devices), config.split
     patience = config.peer_timing.answer_timeout
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // here))
-        for rank, device in enumerate(posts.devices)
+        for rank, device in enumerate(placement.devices)
     ]
     links: list[RankChannel] = []
-    if posts.listen:
+    if placement.listen:
         missing = range(here, split.num_ranks)
-        with listen(posts.listen) as listener:
+        with listen(placement.listen) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(GATHER_SECONDS)
         for rank in missing:

@@ -63,9 +63,9 @@ class Executor:
         return self._rank.runner_seconds + self._waited
 
     @property
-    def pulses(self) -> Sequence[HeartbeatMonitor]:
+    def monitors(self) -> Sequence[HeartbeatMonitor]:
         """Of the other ranks."""
-        return self._crew.pulses
+        return self._crew.monitors
 
     def launch(self, plan: StepPlan) -> PendingOutputs:
         """Start a step on all ranks. An empty plan goes to none of the others: they tell their news by themselves."""
@@ -90,14 +90,14 @@ class Executor:
             self._waited += time.perf_counter() - start
             return self._aggregator.take(plan.step)
 
-    def waits_for(self) -> str:
+    def waiting_for(self) -> str:
         """Which ranks have not reported what others have, in words; any thread may ask."""
         with self._heard:
-            return self._aggregator.waits_for
+            return self._aggregator.waiting_for
 
-    def dismiss(self) -> None:
+    def announce_shutdown(self) -> None:
         """Let the other ranks end in peace: the node was told to stop. Without, they take the end for a failure."""
-        self._crew.dismiss()
+        self._crew.announce_shutdown()
 
     def close(self) -> None:
         self._rank.close()

@@ -36,16 +36,16 @@ class Ranks(Protocol):
         """Spent in the runner: launching, and waiting for devices."""
 
     @property
-    def pulses(self) -> Sequence[HeartbeatMonitor]:
+    def monitors(self) -> Sequence[HeartbeatMonitor]:
         """Of the other ranks."""
 
-    def waits_for(self) -> str:
+    def waiting_for(self) -> str:
         """Which of the other ranks something waits for, in words; any thread may ask."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step."""
 
-    def dismiss(self) -> None:
+    def announce_shutdown(self) -> None:
         """Let the other ranks end in peace: the node was told to stop. Without, they take the end for a failure."""
 
     def close(self) -> None:
@@ -82,10 +82,10 @@ class Rank:
         return self._runner.kv_layout
 
     @property
-    def pulses(self) -> Sequence[HeartbeatMonitor]:
+    def monitors(self) -> Sequence[HeartbeatMonitor]:
         return ()
 
-    def waits_for(self) -> str:
+    def waiting_for(self) -> str:
         return ""
 
     def launch(self, plan: StepPlan) -> PendingOutput:
@@ -108,7 +108,7 @@ class Rank:
         news = self._connector.poll()
         return ModelRunnerOutput(EMPTY_OUTPUT.step, news) if news else EMPTY_OUTPUT
 
-    def dismiss(self) -> None:
+    def announce_shutdown(self) -> None:
         """There are no others."""
 
     def close(self) -> None:

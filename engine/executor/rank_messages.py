@@ -10,7 +10,7 @@ In frames (engine/ipc/frames.py): over a Unix socket pair where the leader has s
       Step(plan)                   ──►
                                    ◄──        RankOutput            one per plan, in their order …
                                    ◄──        RankOutput            … and of no step, whenever its connector has news
-                                   ◄──        Beat                  often, from RankReady on
+                                   ◄──        Heartbeat                  often, from RankReady on
                                    ◄──        Failed                anything that it cannot go on after
       Shutdown                     ──►
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.ipc.messages import Beat, Shutdown
+from engine.ipc.messages import Heartbeat, Shutdown
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVLayout
@@ -80,4 +80,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Assign | Step | Shutdown
-FromRank = RankReady | RankOutput | Beat | Failed
+FromRank = RankReady | RankOutput | Heartbeat | Failed

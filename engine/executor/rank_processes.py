@@ -25,7 +25,7 @@ import msgspec
 
 from engine.executor.rank_messages import Failed, FromRank, RankOutput, RankReady, ToRank
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Beat, Shutdown
+from engine.ipc.messages import Heartbeat, Shutdown
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.parallel import RankPosition
 from pdserve.records import ModelRunnerOutput
@@ -61,7 +61,7 @@ class RankChannel:
         self.place = place
         self.socket = sock
         self.process = process
-        self.pulse = HeartbeatMonitor(patience, str(place))
+        self.monitor = HeartbeatMonitor(patience, str(place))
         self.ready: RankReady | None = None
         self.ended = False
         self._frames: Frames[FromRank] = Frames(msgspec.msgpack.Decoder(FromRank))
@@ -166,8 +166,8 @@ class RankProcesses:
         self._thread.start()
 
     @property
-    def pulses(self) -> tuple[HeartbeatMonitor, ...]:
-        return tuple(link.pulse for link in self._links)
+    def monitors(self) -> tuple[HeartbeatMonitor, ...]:
+        return tuple(link.monitor for link in self._links)
 
     def send(self, message: ToRank) -> None:
         """To all ranks, without waiting."""
@@ -192,7 +192,7 @@ class RankProcesses:
                 self._thread.join()
             raise
 
-    def dismiss(self) -> None:
+    def announce_shutdown(self) -> None:
         """Tell all ranks to end; from now on their ends are no failures."""
         self._dismissed = True
         self.send(Shutdown())
@@ -248,8 +248,8 @@ class RankProcesses:
         match message:
             case RankOutput(output):
                 self.on_output(link.place.rank, output)
-            case Beat():
-                link.pulse.beat(message)
+            case Heartbeat():
+                link.monitor.receive(message)
             case RankReady():
                 link.ready = message
                 if all(each.ready is not None for each in self._links):

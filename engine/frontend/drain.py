@@ -1,11 +1,11 @@
-"""How a node ends that is told to: it takes nothing in, what it has goes on, and it ends when nobody needs it.
+"""How a node shuts down: it accepts no requests, finishes those it has, and exits when no peer needs it.
 
-    ready ──SIGTERM──► draining: what is under way ends ──────────────────────► its streams end ──► exit 0
-                          └─ --drain-timeout is over, SIGINT, a second signal ─► what is left is handed over ──┘
+    ready ──SIGTERM──► draining: requests finish ───────────────────────────► streams end ──► exit 0
+                          └─ --drain-timeout is over, SIGINT, a second signal ─► hand over ──┘
 
-A node that drains says so to whoever has a stream to it, in order with everything else on that stream. So what was sent
-before it was heard is refused with ``Draining``, and nothing is ever lost between the two: whoever has heard it sends
-nothing more, and ends the stream when nothing of his is under way.
+A draining node says so on every open stream, in order with the other messages. It refuses with ``Draining`` what was
+sent before the peer received that, so no request is lost. The peer then sends nothing more, and ends the stream when
+none of its requests is open.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class ShutdownSignals:
 class Stream(Protocol):
     """A long-lived stream to this node."""
 
-    outbox: StreamWriter[Any]  # of messages with a field ``draining``
+    writer: StreamWriter[Any]  # of messages with a field ``draining``
 
 
 S = TypeVar("S", bound=Stream)
 
 
 class Streams(Generic[S]):
-    """The open streams of a service: told once that the node drains, and waited for."""
+    """The open streams of a service. Each receives one ``draining`` message."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -61,10 +61,10 @@ class Streams(Generic[S]):
 
     @contextmanager
     def opened(self, stream: S) -> Iterator[None]:
-        """While it is open."""
+        """Keep ``stream`` among the open ones while the context lasts."""
         self._open.append(stream)
         if self.draining:
-            stream.outbox.put().draining = True
+            stream.writer.put().draining = True
         try:
             yield
         finally:
@@ -72,53 +72,53 @@ class Streams(Generic[S]):
             self.changed()
 
     def drain(self) -> None:
-        """Have everybody know. Idempotent."""
+        """Send ``draining`` on every stream. Idempotent."""
         if not self.draining:
             self.draining = True
             for stream in self:
-                stream.outbox.put().draining = True
+                stream.writer.put().draining = True
 
     def changed(self) -> None:
-        """Something that somebody may wait for is over."""
+        """Have ``until`` check its condition again."""
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns once it holds; looked at whenever ``changed`` is called."""
+        """Return once ``condition`` holds; it is checked after every call of ``changed``."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
 
     async def ended(self) -> None:
-        """Returns once nobody has a stream open."""
+        """Return once no stream is open."""
         await self.until(lambda: not self._open)
 
 
-class Drained(Protocol):
-    """What has to end before a node does."""
+class Drainable(Protocol):
+    """A service that has to end before its node exits."""
 
-    farewell: float
-    """Seconds that others have to let go, after all is done or handed over."""
+    release_timeout: float
+    """Seconds for peers to close their streams after all requests are finished or handed over."""
 
     async def finish(self) -> None:
-        """Tell everybody that nothing is taken in any more; returns when nothing is under way."""
+        """Refuse new requests; return when none is open."""
 
     def hand_over(self, why: Draining) -> None:
-        """Give back what is under way, to go on elsewhere. Idempotent."""
+        """Return open requests to their routers or decode nodes, which continue them elsewhere. Idempotent."""
 
-    async def part(self) -> None:
-        """Returns when nobody needs this node any more."""
+    async def wait_released(self) -> None:
+        """Return when no peer needs this node any more."""
 
 
-async def drain(service: Drained, seconds: float) -> None:
-    """End what is under way within so many ``seconds``, hand the rest over, and wait until others have let go."""
+async def drain(service: Drainable, seconds: float) -> None:
+    """Finish open requests within ``seconds``, hand the rest over, and wait until peers have closed their streams."""
     try:
         async with asyncio.timeout(seconds):
             await service.finish()
     except TimeoutError:
-        _log.warning("draining took longer than %g s: what still runs is handed over", seconds)
-        service.hand_over(Draining(f"the node ends, and this was not over within {seconds:g} s; send it again"))
+        _log.warning("draining took longer than %g s: open requests are handed over", seconds)
+        service.hand_over(Draining(f"the node shuts down, and this took longer than {seconds:g} s; send it again"))
     try:
-        async with asyncio.timeout(service.farewell):
-            await service.part()
+        async with asyncio.timeout(service.release_timeout):
+            await service.wait_released()
     except TimeoutError:
-        _log.warning("others did not let go of this node within %g s", service.farewell)
+        _log.warning("peers did not close their streams to this node within %g s", service.release_timeout)

@@ -16,7 +16,7 @@ from pdserve.tracing.trace_flags import add_trace_flag
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
-class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
+class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where a node listens, what it is called, what it tells, and who started it."""
 
     host: str = "127.0.0.1"
@@ -43,8 +43,8 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
         return join_address(host, int(explicit))
 
 
-def add_front_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag that ``front_options_from`` reads."""
+def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag that ``frontend_options_from`` reads."""
     group = parser.add_argument_group("network")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     group.add_argument("--port", type=_port, default=0, help="port to listen on; 0 takes a free one (default)")
@@ -66,8 +66,8 @@ def add_front_flags(parser: argparse.ArgumentParser) -> None:
     internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")
 
 
-def front_options_from(args: argparse.Namespace) -> FrontOptions:
-    return FrontOptions(**{name: getattr(args, name) for name in FrontOptions.__struct_fields__})
+def frontend_options_from(args: argparse.Namespace) -> FrontendOptions:
+    return FrontendOptions(**{name: getattr(args, name) for name in FrontendOptions.__struct_fields__})
 
 
 def _port(text: str) -> int:

@@ -1,11 +1,11 @@
-"""What a node says of its health, to probes and to whoever else asks grpc.health.v1.
+"""A node's health for probes, over grpc.health.v1.
 
-    service               serves while the node is                        asked by Kubernetes as
-    live                  anything but stuck                              liveness: the step loop goes on
-    loaded                connecting, ready, stuck or draining            startup: weights are there, kernels compiled
-    "" and its services   ready                                           readiness: it takes requests
+    service               serves while the node is                        Kubernetes probe
+    live                  anything but stuck                              liveness: the step loop makes progress
+    loaded                connecting, ready, stuck or draining            startup: weights loaded, kernels compiled
+    "" and its services   ready                                           readiness: it accepts requests
 
-Neither ``live`` nor ``loaded`` depends on another node: nobody is restarted because a peer is gone.
+``live`` and ``loaded`` do not depend on other nodes: no node is restarted because a peer is gone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class State(StrEnum):
 
 
 class Health:
-    """Says nothing true until ``show`` has been called once."""
+    """Valid after the first ``show``."""
 
     def __init__(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
-        """``services`` serve requests, and so only while the node is ready."""
+        """``services`` accept requests, so they serve only while the node is ready."""
         self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._services = ("", *services)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)

@@ -1,34 +1,32 @@
 """A node's ``/metrics`` over HTTP, for Prometheus.
 
-On the front's event loop; what is said is put together on a thread, since that takes 20 ms where a decode node has a
-thousand peers. Whoever can reach the port is told no more than ``Node.Status`` tells, and what the processes use.
+It runs on the frontend's event loop. A thread renders the metrics: that takes 20 ms on a decode node with a thousand
+peers. The port needs no authentication: it serves the figures of ``Node.Status`` and the resource use of the processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
 from uvicorn.server import ServerState
 
 from pdserve.rpc.address import join_address
 from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
 
-if TYPE_CHECKING:
-    from engine.frontend.node import Node
-
-_MAX_SCRAPES = 16  # connections at once; further requests get a 503
+_MAX_SCRAPES = 16  # concurrent connections; further requests get a 503
 
 _log = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Takes its port at once, so that a taken one is found before anything is loaded."""
+    """Binds its port at construction, so that a port in use is found before the model loads."""
 
     def __init__(self, host: str, port: int) -> None:
         """Port 0 is any free one. Raises CapacityError when it cannot listen there."""
@@ -36,14 +34,14 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._state = ServerState()
 
-    async def start(self, node: Node) -> None:
-        """Serve ``node``'s metrics, and those of its two processes, until ``close``."""
+    async def start(self, metrics: Collector, engine_pid: Callable[[], int | None]) -> None:
+        """Serve ``metrics`` and the resource use of the frontend and engine processes, until ``close``."""
         registry = CollectorRegistry()
-        registry.register(node.metrics)
+        registry.register(metrics)
         ProcessCollector(registry=registry)
-        ProcessCollector(namespace="pdserve_engine", pid=lambda: str(node.link.pid), registry=registry)
+        ProcessCollector(namespace="pdserve_engine", pid=lambda: str(engine_pid()), registry=registry)
         config = uvicorn.Config(
-            _Page(registry),
+            _MetricsApp(registry),
             http=BoundedConnection,
             ws="none",
             lifespan="off",
@@ -59,10 +57,10 @@ class MetricsServer:
         self._server = await asyncio.get_running_loop().create_server(
             lambda: BoundedConnection(config=config, server_state=self._state, app_state={}), sock=self._socket
         )
-        _log.info("metrics are at http://%s/metrics", join_address(*self._socket.getsockname()[:2]))
+        _log.info("metrics at http://%s/metrics", join_address(*self._socket.getsockname()[:2]))
 
     def close(self) -> None:
-        """Scrapes that are under way end without an answer. Idempotent."""
+        """Stop serving and abort open connections. Idempotent."""
         if self._server is not None:
             self._server.close()
         self._socket.close()
@@ -70,8 +68,8 @@ class MetricsServer:
             connection.transport.abort()
 
 
-class _Page:
-    """An ASGI application that has metrics at one path, and at others nothing."""
+class _MetricsApp:
+    """An ASGI application that serves ``/metrics`` and 404 elsewhere."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

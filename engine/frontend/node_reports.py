@@ -1,50 +1,54 @@
-"""What routers are told of a node, as it changes: the source of Node.Watch.
+"""Reports of a node's description, load and cache changes to routers: the source of Node.Watch.
 
-    engine ──Batch──► Watching ─┬─► Watcher: changes of the cache since its last report ──► a router
-                                └─► Watcher …
+    engine ──Batch──► NodeReports ─┬─► ReportSubscriber: changes since its last report ──► a router
+                                   └─► ReportSubscriber …
 
-A router that reads slowly holds nobody up: what it has not been told adds up to no more than what has come and gone.
+A slow router delays no other: its unreported changes are merged, so they never outgrow the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from engine.ipc.kv_events import KVEvents
 from engine.ipc.messages import Batch, Status
-from engine.kv_cache.block_pool import KVEvents
 from pdserve.hashing import NUMBER_BYTES
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import throughput_to_pb
 
-MOST_BLOCKS = 65_536  # of one node that routers are told of
-
-_HEARTBEAT = 1.0  # seconds without a change
+MOST_BLOCKS = 65_536  # cached blocks of one node that are reported
+_REPORT_INTERVAL = 1.0  # seconds between two reports at most
 
 
 def sample_bits(num_blocks: int) -> int:
-    """Of a cache of so many blocks routers are told of those whose number ends with so many zero bits."""
+    """Return how many low bits of a block's number must be zero for it to be reported, so that few enough are."""
     return max(0, (num_blocks - 1).bit_length() - MOST_BLOCKS.bit_length() + 1)
 
 
 class ReportSubscriber:
-    """One router. ``changed`` is set while there is something that it has not been told of."""
+    """One router. ``changed`` is set while there is something to report to it."""
 
-    def __init__(self, known: dict[bytes, None]) -> None:
+    def __init__(self, cached: dict[bytes, None]) -> None:
         self.changed = asyncio.Event()
+        self._reported: Status | None = None
         self._changes = KVEvents()
-        for digest in known:
+        for digest in cached:
             self._changes.add(digest)
 
-    def cache_changed(self, batch: Batch) -> None:
+    def on_batch(self, batch: Batch) -> None:
         for digest in batch.cached:
             self._changes.add(digest)
         for digest in batch.evicted:
             self._changes.remove(digest)
+        if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
+            self.changed.set()
 
-    def take(self, sample_bits: int) -> pb.CacheChange:
-        """What has changed in the cache since the last time."""
+    def take(self, status: Status | None, sample_bits: int) -> pb.CacheChange:
+        """Return the cache changes since the last call; ``status`` is reported with them."""
+        self.changed.clear()
+        self._reported = status
         added, removed = self._changes.take()
         return pb.CacheChange(added=_numbers(added, sample_bits), removed=_numbers(removed, sample_bits))
 
@@ -58,69 +62,66 @@ def _numbers(digests: list[bytes], sample_bits: int) -> bytes:
 
 
 class NodeReports:
-    """All who watch a node."""
+    """All subscribers of a node's reports."""
 
     def __init__(self, describe: Callable[[], pb.NodeDescription], pause: float = 0.1) -> None:
-        """``pause`` is how many seconds lie between two reports at least."""
-        self._describe = describe
+        """``pause`` is the least time between two reports, in seconds."""
+        self.describe = describe
         self._pause = pause
         self._status: Status | None = None
         self._cached: dict[bytes, None] = {}  # digests, oldest first
-        self._watchers: set[ReportSubscriber] = set()
+        self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
 
     def on_batch(self, batch: Batch) -> None:
-        """News of the engine."""
+        """Take in load and cache changes from the engine."""
+        self._status = batch.status
         for digest in batch.cached:
             self._cached[digest] = None
         for digest in batch.evicted:
             self._cached.pop(digest, None)
-        before, self._status = self._status, batch.status
-        changed = before is None or _differ(before, batch.status)
-        for watcher in self._watchers:
-            if batch.cached or batch.evicted:
-                watcher.cache_changed(batch)
-            if changed or batch.cached or batch.evicted:
-                watcher.changed.set()
+        for subscriber in self._subscribers:
+            subscriber.on_batch(batch)
 
     def wake(self) -> None:
-        """The description has changed."""
-        for watcher in self._watchers:
-            watcher.changed.set()
+        """Report to all subscribers: the description has changed."""
+        for subscriber in self._subscribers:
+            subscriber.changed.set()
 
     def end(self) -> None:
-        """Nothing will change any more."""
+        """Send a last report to every subscriber, then end its stream."""
         self._ended = True
         self.wake()
 
-    async def reports(self, pause: float = 0.0) -> AsyncGenerator[pb.NodeReport, None]:
-        """For one router, until the node ends; ``pause`` is how many seconds it wants between two of them at least."""
-        pause = min(max(pause, self._pause), _HEARTBEAT)
-        sequence, told = 0, pb.NodeDescription()
-        with self._watched() as watcher:
+    async def subscribe(self, pause: float = 0.0) -> AsyncGenerator[pb.NodeReport, None]:
+        """Yield reports to one router until the node ends, at least ``pause`` seconds apart."""
+        pause = min(max(pause, self._pause), _REPORT_INTERVAL)
+        sequence, reported = 0, pb.NodeDescription()
+        with self._subscribed() as subscriber:
             while True:
-                watcher.changed.clear()
                 sequence, last = sequence + 1, self._ended
-                description = self._describe()
-                cache = watcher.take(description.cache_sample_bits)
+                description = self.describe()
+                cache = subscriber.take(self._status, description.cache_sample_bits)
                 report = pb.NodeReport(sequence=sequence, load=self._load(description), cache=cache)
-                if description != told:
+                if description != reported:
                     report.description.CopyFrom(description)
-                    told = description
+                    reported = description
                 yield report
                 if last:
                     return
                 await asyncio.sleep(pause)
-                await _wait(watcher.changed, _HEARTBEAT - pause)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_REPORT_INTERVAL - pause):
+                        await subscriber.changed.wait()
 
     @contextmanager
-    def _watched(self) -> Iterator[ReportSubscriber]:
-        watcher = ReportSubscriber(self._cached)
-        self._watchers.add(watcher)
+    def _subscribed(self) -> Iterator[ReportSubscriber]:
+        subscriber = ReportSubscriber(self._cached)
+        self._subscribers.add(subscriber)
         try:
-            yield watcher
+            yield subscriber
         finally:
-            self._watchers.discard(watcher)
+            self._subscribers.discard(subscriber)
 
     def _load(self, description: pb.NodeDescription) -> pb.NodeLoad:
         status = self._status
@@ -137,19 +138,9 @@ class NodeReports:
         )
 
 
-def _differ(one: Status, other: Status) -> bool:
-    """Whether a router might choose otherwise, beyond what changes with every step."""
-    return (one.waiting, one.reading, one.running, one.backlog) != (
-        other.waiting,
-        other.reading,
-        other.running,
-        other.backlog,
-    ) or abs(one.free - other.free) * 100 > one.total
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
+def _differ(reported: Status, status: Status) -> bool:
+    """Whether a router might choose otherwise: other requests or backlog, or free blocks that moved by over 1 %."""
+    if abs(reported.free - status.free) * 100 > status.total:
+        return True
+    names = ("waiting", "reading", "running", "backlog")
+    return any(getattr(reported, name) != getattr(status, name) for name in names)

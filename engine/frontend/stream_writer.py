@@ -1,4 +1,4 @@
-"""The way out of a node on a long-lived stream: all there is to say at a time travels in one message."""
+"""Batches the outgoing entries of a long-lived gRPC stream into as few messages as possible."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from pdserve.rpc.channel import abort
 
 M = TypeVar("M")
 
-_MOST_UNSENT = 4096  # entries beyond which nothing that would make for more is taken in
+_MOST_UNSENT = 4096  # entries; beyond, no messages are read that would produce more
 _MOST_BULK = 4 << 20  # bytes of large entries in a message, far below MAX_MESSAGE_BYTES
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class StreamWriter(Generic[M]):
-    """A message that grows until it is sent. A write waits for the peer to read (gRPC's flow control); what comes
-    meanwhile makes up the next message, or several where entries are large.
+    """Collects entries into the next message while gRPC's flow control delays the one before.
+
+    Large entries are spread over several messages.
     """
 
     def __init__(self, kind: Callable[[], M]) -> None:
         self._kind = kind
-        self._messages = deque([kind()])  # that are to be sent, the oldest first
+        self._messages = deque([kind()])  # unsent, oldest first; entries are added to the last one
         self._size = 0  # entries
-        self._bulk = 0  # bytes of large entries in the newest message
+        self._bulk = 0  # bytes of large entries in the last message
         self._wake = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._sent = asyncio.Event()
 
     @property
     def empty(self) -> bool:
         return not self._size
 
     def put(self, bulk: int = 0) -> M:
-        """The message that is sent last, for one entry to be added at once; ``bulk`` is its size if that matters."""
+        """Return the last unsent message, to add one entry to at once; ``bulk`` is a large entry's size in bytes."""
         self._size += 1
         self._wake.set()
         if bulk:
@@ -49,43 +50,43 @@ class StreamWriter(Generic[M]):
         return self._messages[-1]
 
     def wake(self) -> None:
-        """Have ``take`` return, be it with nothing."""
+        """End a waiting ``take``, even without entries."""
         self._wake.set()
 
     async def take(self) -> M | None:
-        """All there is so far, or as much as a message holds; waits for something, or for being woken."""
+        """Wait for entries and return the oldest unsent message; None if only woken."""
         await self._wake.wait()
         self._wake.clear()
         if self.empty:
             return None
         message = self._messages.popleft()
-        if self._messages:  # these are next
+        if self._messages:
             self._wake.set()
             return message
         self._messages.append(self._kind())
         self._size = self._bulk = 0
-        self._taken.set()
+        self._sent.set()
         return message
 
     async def room(self) -> None:
-        """Wait while too much is unsent because the peer does not read."""
+        """Wait while too many entries are unsent because the peer does not read."""
         while self._size >= _MOST_UNSENT:
-            self._taken.clear()
-            await self._taken.wait()
+            self._sent.clear()
+            await self._sent.wait()
 
 
 async def serve(
-    context: Context, outbox: StreamWriter[Any], read: Coroutine[Any, Any, None], is_over: Callable[[], bool]
+    context: Context, writer: StreamWriter[Any], read: Coroutine[Any, Any, None], is_over: Callable[[], bool]
 ) -> None:
-    """A bidirectional call: write what is put into the outbox, until ``read`` has ended and ``is_over``.
+    """Serve a bidirectional call: send what ``writer`` collects, until ``read`` has ended and ``is_over()``.
 
-    What ``read`` raises ends the call at once; a RequestError does so with its words.
+    An exception of ``read`` ends the call at once; a RequestError becomes the call's status message.
     """
     reader = asyncio.create_task(read, name="stream reader")
-    reader.add_done_callback(lambda _: outbox.wake())
+    reader.add_done_callback(lambda _: writer.wake())
     try:
         while not (reader.done() and (is_over() or reader.exception())):
-            message = await outbox.take()
+            message = await writer.take()
             if message is not None:
                 await context.write(message)
         reader.result()

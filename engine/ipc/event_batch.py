@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.ipc.kv_events import KVEvents
 from engine.ipc.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Scored, Status
-from engine.kv_cache.block_pool import KVEvents
 from pdserve.records import KVConnectorOutput
 from pdserve.transports import Connected
 

@@ -50,11 +50,11 @@ class Mode(StrEnum):
 # ---------------------------------------------------------------- front → engine
 
 
-class Posts(msgspec.Struct, frozen=True):
-    """Where the ranks of a node run."""
+class RankPlacement(msgspec.Struct, frozen=True):
+    """Devices of the ranks on this host, and where ranks on other hosts connect."""
 
-    devices: tuple[DeviceInfo, ...]  # of the first ranks, which run on this host
-    listen: str = ""  # host:port where ranks on other hosts dial in; empty where there are none
+    devices: tuple[DeviceInfo, ...]  # of the first ranks
+    listen: str = ""  # host:port; empty without ranks on other hosts
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +62,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 
     config: NodeConfig
     agent: str
-    posts: Posts
+    placement: RankPlacement
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -255,14 +255,14 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     evicted: tuple[bytes, ...] = ()  # … that cannot any more
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process runs. Times are in seconds; the gaps are the longest since Ready."""
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Liveness of a process. Times are in seconds; the gaps are the longest since Ready."""
 
-    loop_gap: float  # of a turn of the step loop, outside of the runner
-    thread_gap: float  # that another thread of Python could not run
-    turn: float  # that the present turn of the step loop has lasted; 0.0 while it waits for work
-    silent: str = ""  # which other ranks give no sign of life, in words
-    waits_for: str = ""  # which other ranks the step loop or a read waits for, in words
+    loop_gap: float  # part of a step loop iteration outside the runner
+    thread_gap: float  # time in which no other Python thread could run
+    iteration: float  # duration of the current step loop iteration; 0.0 while it waits for work
+    silent_ranks: str = ""  # ranks without heartbeat, in words
+    waiting_for: str = ""  # ranks that the step loop or a read waits for, in words
 
 
-FromEngine = Progress | Ready | StartFailed | Batch | Beat
+FromEngine = Progress | Ready | StartFailed | Batch | Heartbeat

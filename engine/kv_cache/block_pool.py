@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
+from engine.ipc.kv_events import KVEvents
 from engine.kv_cache.free_runs import FreeRuns
 
 
@@ -28,38 +29,6 @@ class Use(IntEnum):
 
 
 _WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → other claims that a block may keep, strongest first
-
-
-class KVEvents:
-    """Which digests have come and gone since the last ``take``; what has done both is not told."""
-
-    def __init__(self) -> None:
-        self._added: dict[bytes, None] = {}  # oldest first
-        self._removed: dict[bytes, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._added or self._removed)
-
-    def add(self, digest: bytes) -> None:
-        _move(digest, self._removed, self._added)
-
-    def remove(self, digest: bytes) -> None:
-        _move(digest, self._added, self._removed)
-
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Those that are there now, and those that are not any more."""
-        changes = list(self._added), list(self._removed)
-        self._added.clear()
-        self._removed.clear()
-        return changes
-
-
-def _move(digest: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
-    """Undo an opposite change that nobody has been told of, or make one."""
-    if digest in source:
-        del source[digest]
-    else:
-        target[digest] = None
 
 
 class BlockPool:

@@ -1,9 +1,9 @@
-"""The front's ear at the engine's heart, and its watch over itself.
+"""Monitors the heartbeats of another process: engine → frontend, other ranks → engine.
 
-    ready ──silent for half of --peer-timeout, or one turn without end──► stuck ──a beat──► ready
+    ready ──no heartbeat for half of --peer-timeout, or an endless iteration──► stuck ──heartbeat──► ready
 
-While the engine is stuck the node says so in Describe and to health checks, takes no request and ends those that run:
-whoever waits is told in time, and may go elsewhere.
+While the engine is stuck, the node reports that in Describe and to health checks, refuses requests and fails open ones,
+so that clients may retry elsewhere in time.
 """
 
 from __future__ import annotations
@@ -12,66 +12,68 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from engine.ipc.messages import Beat
+from engine.ipc.messages import Heartbeat
 
-_LONGEST_TURN = 120.0  # seconds: no step takes so long, but a device or a lock that will never answer does
+_LONGEST_ITERATION = 120.0  # seconds; no step takes so long, but a hung device or a deadlock does
 
 
-def nap_within(patience: float) -> float:
-    """How long whoever watches sleeps between two looks, in seconds; a stall is measured to within this.
+def poll_interval(timeout: float) -> float:
+    """Return the seconds between two checks of a heartbeat; a stall is measured to within this.
 
-    Who has more patience looks less often: a hundred nodes on one machine would do little else.
+    It grows with ``timeout``: with a fixed one, a hundred nodes on one machine would do little else.
     """
-    return max(0.02, patience / 100)
+    return max(0.02, timeout / 100)
 
 
 class HeartbeatMonitor:
-    """What is known of a process's life. Time in which this process itself stood still is no silence of the other."""
+    """Liveness of one process. Time in which the monitoring process itself did not run does not count as silence."""
 
-    def __init__(self, patience: float, who: str = "the engine process") -> None:
-        self.last = Beat(0.0, 0.0, 0.0)
-        self._who = who
-        self._patience = patience  # seconds of silence
-        self.nap = nap_within(patience)
-        self.waits_for = ""  # which other ranks it has waited for since the beat before, in words
+    def __init__(self, timeout: float, name: str = "the engine process") -> None:
+        """``timeout`` is in seconds of silence."""
+        self.last = Heartbeat(0.0, 0.0, 0.0)
+        self.interval = poll_interval(timeout)
+        self.waiting_for = ""  # ranks that the last two heartbeats both waited for, in words
+        self._name = name
+        self._timeout = timeout
         self._silence = 0.0
 
-    def beat(self, beat: Beat) -> None:
-        self.waits_for = beat.waits_for if beat.waits_for == self.last.waits_for else ""
-        self.last = beat
+    def receive(self, heartbeat: Heartbeat) -> None:
+        self.waiting_for = heartbeat.waiting_for if heartbeat.waiting_for == self.last.waiting_for else ""
+        self.last = heartbeat
         self._silence = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        """So long nothing was heard, though somebody listened for at least one nap of it."""
-        self._silence += min(seconds, 2 * self.nap)
+        """Count ``seconds`` since the last check as silence, two intervals at most: the rest is our own stall."""
+        self._silence += min(seconds, 2 * self.interval)
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, or with other ranks that only it hears; empty while nothing is."""
-        if self._silence > self._patience:
-            return f"{self._who} has given no sign of life for {self._patience:.3g} s"
-        if self.last.turn > _LONGEST_TURN:
-            waits_for = f": {self.waits_for}" if self.waits_for else ""
-            return f"the engine has been in one step for {self.last.turn:.0f} s{waits_for}"
-        return self.last.silent
+        """Describe what is wrong with the process, or with the ranks that it monitors; empty while nothing is."""
+        if self._silence > self._timeout:
+            return f"{self._name} has sent no heartbeat for {self._timeout:.3g} s"
+        if self.last.iteration > _LONGEST_ITERATION:
+            waiting_for = f": {self.last.waiting_for}" if self.last.waiting_for else ""
+            return f"the engine has been in one step for {self.last.iteration:.0f} s{waiting_for}"
+        return self.last.silent_ranks
 
 
 class LivenessWatch:
-    """Tells of trouble as it comes and goes, and measures how long the event loop could not run."""
+    """Reports when trouble begins and ends, and measures how long the event loop could not run."""
 
-    def __init__(self, pulse: HeartbeatMonitor) -> None:
+    def __init__(self, monitor: HeartbeatMonitor) -> None:
         self.longest_gap = 0.0  # seconds
-        self._pulse = pulse
+        self._monitor = monitor
 
     async def run(self, on_change: Callable[[str], Awaitable[None]]) -> None:
-        """For ever. ``on_change`` is told of trouble, and with "" of its end."""
-        said, before = "", time.monotonic()
+        """Check until cancelled. ``on_change`` receives the trouble, and "" at its end."""
+        reported, before = "", time.monotonic()
         while True:
-            await asyncio.sleep(self._pulse.nap)
+            await asyncio.sleep(self._monitor.interval)
             now = time.monotonic()
-            self.longest_gap = max(self.longest_gap, now - before - self._pulse.nap)
-            self._pulse.pass_time(now - before)
+            self.longest_gap = max(self.longest_gap, now - before - self._monitor.interval)
+            self._monitor.pass_time(now - before)
             before = now
-            if bool(self._pulse.trouble) != bool(said):
-                said = self._pulse.trouble
-                await on_change(said)
+            trouble = self._monitor.trouble
+            if bool(trouble) != bool(reported):
+                reported = trouble
+                await on_change(reported)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.request import Request
+from engine.request import Constraint, Request
 from engine.request import Sequence as Choice
-from engine.scheduler.grammar_workers import Advance, Compiled, Constraint, GrammarWorkers
+from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, without
 

@@ -16,22 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.request import Constraint
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, start_thread, without
+from pdserve.grammar import Grammar, GrammarVocabulary, start_thread, without
 
 COMPILE_SECONDS = 10.0  # after which whoever waits for a grammar is told that it takes too long
 _MASK_THREADS = 2
 _KEPT = 256  # grammars that were used last; a few MB where vocabularies are large
-
-
-@dataclass(slots=True, eq=False)
-class Constraint:
-    """The grammar of one choice. ``mask`` is of its next token; None while it is computed, and once it was used."""
-
-    grammar: Grammar
-    mask: bytes | None
-    matcher: Matcher | None = None  # behind the tokens so far; made with the first one
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kin
 from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
 from engine.doctor import make_parser
-from engine.executor.host_flags import hosted_from
-from engine.frontend.frontend_flags import front_options_from
-from engine.frontend.node import role_parser
+from engine.executor.multi_host import local_ranks_from
+from engine.frontend.frontend_flags import frontend_options_from
+from engine.frontend.node_command import role_parser
 from pdserve.cli import _parser as command_parser
 from pdserve.config.flags import options_from
 from pdserve.discovery.sources import check_source
@@ -64,8 +64,8 @@ def check_flags(pod: Pod) -> None:
         args = parser.parse_args(words)
         options = options_from(args)
         make(args)
-        front_options_from(args).address(1)
-        assert hosted_from(args, options.num_ranks).leads is not pod.role.endswith("-ranks")
+        frontend_options_from(args).address(1)
+        assert local_ranks_from(args, options.num_ranks).has_leader is not pod.role.endswith("-ranks")
 
 
 @each_overlay

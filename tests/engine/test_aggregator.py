@@ -148,7 +148,7 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
     assert ended == dict.fromkeys(reads_of, 1)
     for rank, report in given_out:  # of steps and reads that are over by now
         aggregator.add(rank, report)
-    assert aggregator.waits_for == ""
+    assert aggregator.waiting_for == ""
     assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
     assert msgspec.msgpack.encode(script.reports) == before, "reports were altered"
     assert not EMPTY_OUTPUT.connector
@@ -160,13 +160,13 @@ def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing:
     split = ParallelConfig((2, 2), 2)
     aggregator = aggregator_of(split)
     aggregator.expect(plan_of(5, 3))
-    assert aggregator.waits_for == ""
+    assert aggregator.waiting_for == ""
     for rank in set(range(4)) - {missing}:
         aggregator.add(rank, ModelRunnerOutput(StepOutput(5), KVConnectorOutput((ReadResult(3),))))
     assert aggregator.missing(5) == aggregator.missing_read(3) == [missing]
     assert not aggregator.has_news
     place = f"rank {missing} (stage {missing // 2}, shard {missing % 2})"
-    assert aggregator.waits_for == f"{place} has not ended step 5; {place} has not ended read 3"
+    assert aggregator.waiting_for == f"{place} has not ended step 5; {place} has not ended read 3"
 
 
 def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
@@ -226,7 +226,7 @@ def test_nothing_comes_of_nothing(output: ModelRunnerOutput) -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
     for rank in (0, 1, 1):
         aggregator.add(rank, output)
-    assert aggregator.waits_for == ""
+    assert aggregator.waiting_for == ""
     assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
     with pytest.raises(AttributeError):
         EMPTY_OUTPUT.step = StepOutput(1)  # type: ignore[misc]

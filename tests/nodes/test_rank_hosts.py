@@ -18,8 +18,8 @@ from checkpoints import reference_greedy, reference_model
 from fleet import NODE_FLAGS, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
 
-from engine.executor.host_flags import HostRanks, hosted_from
-from engine.frontend.node import role_parser
+from engine.executor.multi_host import LocalRanks, local_ranks_from
+from engine.frontend.node_command import role_parser
 from pdserve.errors import ConfigError
 
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "256", "--peer-timeout", "2")
@@ -185,15 +185,15 @@ def test_a_rank_of_another_node_is_told_so_in_one_line(
 @pytest.mark.parametrize(
     ("flags", "hosted"),
     [
-        ([], HostRanks(range(4))),
-        (["--leader", "h:1", "--rank", "0"], HostRanks(range(1), "h:1")),
-        (["--leader", "h:1", "--rank", "3"], HostRanks(range(3, 4), "h:1")),
-        (["--leader", "[::1]:80", "--node-rank", "1", "--local-ranks", "2"], HostRanks(range(2, 4), "[::1]:80")),
-        (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], HostRanks(range(4))),
+        ([], LocalRanks(range(4))),
+        (["--leader", "h:1", "--rank", "0"], LocalRanks(range(1), "h:1")),
+        (["--leader", "h:1", "--rank", "3"], LocalRanks(range(3, 4), "h:1")),
+        (["--leader", "[::1]:80", "--node-rank", "1", "--local-ranks", "2"], LocalRanks(range(2, 4), "[::1]:80")),
+        (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], LocalRanks(range(4))),
     ],
 )
-def test_which_ranks_a_host_has(flags: list[str], hosted: HostRanks) -> None:
-    assert hosted_from(role_parser("x", "").parse_args(["m", *flags]), 4) == hosted
+def test_which_ranks_a_host_has(flags: list[str], hosted: LocalRanks) -> None:
+    assert local_ranks_from(role_parser("x", "").parse_args(["m", *flags]), 4) == hosted
 
 
 @pytest.mark.parametrize(
@@ -214,5 +214,5 @@ def test_which_ranks_a_host_has(flags: list[str], hosted: HostRanks) -> None:
 )
 def test_flags_that_do_not_go_together(flags: list[str], word: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        hosted_from(role_parser("x", "").parse_args(["m", *flags]), 4)
+        local_ranks_from(role_parser("x", "").parse_args(["m", *flags]), 4)
     assert word in str(refused.value)

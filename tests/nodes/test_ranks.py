@@ -60,7 +60,7 @@ def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet,
         assert fleet.complete(PROMPT[:length], 12) == reference_greedy(reference, PROMPT[:length], 12)
     rank = rank_of(node)
     rank.suspend()
-    fleet.wait_until(lambda: f"{RANK_1} has given no sign of life" in node.output, END_SECONDS)
+    fleet.wait_until(lambda: f"{RANK_1} has sent no heartbeat" in node.output, END_SECONDS)
     fleet.wait_until(lambda: not fleet.serves(), END_SECONDS)
     rank.resume()
     fleet.wait_until(fleet.serves, END_SECONDS)

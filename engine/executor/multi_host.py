@@ -1,4 +1,4 @@
-"""The flags that spread a node over several hosts: which of its ranks this one has, and where the leader is."""
+"""Flags that spread a node over several hosts: the ranks of this host, and the address of the leader."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from pdserve.errors import ConfigError
 from pdserve.rpc.address import split_address
 
 
-class HostRanks(NamedTuple):
-    """The ranks of a node that are on this host, and host:port where they meet those of others; "" without others."""
+class LocalRanks(NamedTuple):
+    """The ranks of a node that run on this host."""
 
     ranks: range
-    leader: str = ""
+    leader: str = ""  # host:port where ranks of other hosts connect; empty without any
 
     @property
-    def leads(self) -> bool:
-        """Whether rank 0 is here, and with it the front: this host is the node, the others only add ranks."""
+    def has_leader(self) -> bool:
+        """Whether rank 0 runs here, and with it the frontend; other hosts only add ranks."""
         return self.ranks.start == 0
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag that ``hosted_from`` reads."""
+    """Add every flag that ``local_ranks_from`` reads."""
     group = parser.add_argument_group(
-        "ranks on several hosts", "Start the same command on each host; the one with rank 0 is the node."
+        "ranks on several hosts", "Start the same command on each host; the host with rank 0 serves requests."
     )
     group.add_argument("--leader", metavar="HOST:PORT", help="where rank 0 listens for the ranks of other hosts")
-    group.add_argument("--rank", type=_number, metavar="R", help="this host has this one rank")
-    group.add_argument("--node-rank", type=_number, metavar="K", help="this host has group K of the ranks, from 0 on")
-    group.add_argument("--local-ranks", type=positive_int, metavar="G", help="ranks of each such group")
+    group.add_argument("--rank", type=_number, metavar="R", help="run this one rank on this host")
+    group.add_argument("--node-rank", type=_number, metavar="K", help="run group K of the ranks on this host, from 0")
+    group.add_argument("--local-ranks", type=positive_int, metavar="G", help="ranks in each such group")
 
 
-def hosted_from(args: argparse.Namespace, num_ranks: int) -> HostRanks:
-    """Raises ConfigError for flags that do not go together, or name ranks that the node does not have."""
+def local_ranks_from(args: argparse.Namespace, num_ranks: int) -> LocalRanks:
+    """Return this host's ranks. Raises ConfigError for flags that contradict each other or the number of ranks."""
     leader, rank, group, size = args.leader, args.rank, args.node_rank, args.local_ranks
     if leader is None:
         for flag, value in (("--rank", rank), ("--node-rank", group), ("--local-ranks", size)):
             if value is not None:
                 raise ConfigError(f"{flag} {value} is for nodes on several hosts; give --leader HOST:PORT as well")
-        return HostRanks(range(num_ranks))
+        return LocalRanks(range(num_ranks))
     if (rank is None) == (group is None) or (group is None) != (size is None):
         raise ConfigError("--leader needs --rank R, or --node-rank K with --local-ranks G, to say which ranks are here")
     try:
@@ -50,12 +50,12 @@ def hosted_from(args: argparse.Namespace, num_ranks: int) -> HostRanks:
     ranks = range(rank, rank + 1) if group is None else range(group * size, (group + 1) * size)
     if ranks.stop > num_ranks:
         raise ConfigError(
-            f"rank {ranks.stop - 1} is none of this node, which has pp × tp = {num_ranks}, numbered from 0 on"
+            f"rank {ranks.stop - 1} does not exist: this node has pp × tp = {num_ranks} ranks, numbered from 0"
         )
-    return HostRanks(ranks, leader if len(ranks) < num_ranks else "")
+    return LocalRanks(ranks, leader if len(ranks) < num_ranks else "")
 
 
 def _number(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)

@@ -15,7 +15,7 @@ import subprocess
 import time
 from types import FrameType
 
-from engine.executor.host_flags import HostRanks
+from engine.executor.multi_host import LocalRanks
 from engine.executor.rank_processes import spawn_rank
 from engine.executor.rendezvous import dial, hello_of, join
 from pdserve.config.device import node_devices
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 
 
-def run_ranks(options: NodeOptions, host: HostRanks, status: StatusWriter) -> int:
+def run_ranks(options: NodeOptions, host: LocalRanks, status: StatusWriter) -> int:
     """Run this host's ranks until the leader ends, or a signal comes in a hurry; returns the exit status.
 
     Where all hosts of a node are told to end, SIGTERM reaches the leader, too: it drains, and then ends all ranks.
@@ -58,7 +58,7 @@ def _wait_for_leader(number: int, frame: FrameType | None) -> None:
 
 
 def _join(
-    options: NodeOptions, host: HostRanks, status: StatusWriter, processes: list[subprocess.Popen[bytes]]
+    options: NodeOptions, host: LocalRanks, status: StatusWriter, processes: list[subprocess.Popen[bytes]]
 ) -> NodeConfig:
     """Start each rank with a connection to the leader, who has accepted it."""
     devices = node_devices(options, len(host.ranks))

@@ -9,28 +9,28 @@ from engine.frontend.stream_writer import StreamWriter
 
 def test_all_there_is_travels_in_one_message() -> None:
     async def run() -> None:
-        outbox: StreamWriter[list[int]] = StreamWriter(list)
-        outbox.put().append(1)
-        outbox.put().append(2)
-        assert not outbox.empty
-        assert await outbox.take() == [1, 2]
-        assert outbox.empty
-        outbox.wake()
-        assert await outbox.take() is None
+        writer: StreamWriter[list[int]] = StreamWriter(list)
+        writer.put().append(1)
+        writer.put().append(2)
+        assert not writer.empty
+        assert await writer.take() == [1, 2]
+        assert writer.empty
+        writer.wake()
+        assert await writer.take() is None
 
     asyncio.run(run())
 
 
 def test_there_is_room_again_when_the_peer_has_read() -> None:
     async def run() -> None:
-        outbox: StreamWriter[list[int]] = StreamWriter(list)
-        await outbox.room()
+        writer: StreamWriter[list[int]] = StreamWriter(list)
+        await writer.room()
         for number in range(1 << 16):
-            outbox.put().append(number)
-        room = asyncio.ensure_future(outbox.room())
+            writer.put().append(number)
+        room = asyncio.ensure_future(writer.room())
         await asyncio.sleep(0)
         assert not room.done()
-        await outbox.take()
+        await writer.take()
         await asyncio.wait_for(room, 5.0)
 
     asyncio.run(run())

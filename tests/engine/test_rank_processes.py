@@ -105,7 +105,7 @@ def test_a_rank_that_ends_or_talks_nonsense_fails(ranks: Ranks, last: bytes, wor
 
 
 def test_ranks_that_were_dismissed_may_end(ranks: Ranks) -> None:
-    ranks.crew.dismiss()
+    ranks.crew.announce_shutdown()
     for sock in ranks.sockets.values():
         sock.close()
     ranks.crew.close()

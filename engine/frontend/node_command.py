@@ -1,0 +1,129 @@
+"""The command line of a node: parse flags, bind ports, then run the node, or the ranks that this host adds to one.
+
+The ports are bound before anything is loaded, so that a port in use is found at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+import uvloop
+
+from engine.executor.multi_host import LocalRanks, add_host_flags, local_ranks_from
+from engine.executor.remote_ranks import run_ranks
+from engine.frontend.drain import ShutdownSignals
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from engine.frontend.node import Node
+from engine.frontend.node_context import NodeContext, Role
+from engine.ipc.messages import RankPlacement
+from pdserve.config.device import node_devices
+from pdserve.config.flags import CommandParser, add_node_flags, options_from
+from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.exits import run_command
+from pdserve.logs import set_process_fields, setup_logging
+from pdserve.process import StatusWriter, one_line, watch_lifeline
+from pdserve.rpc import channel as rpc
+from pdserve.rpc.timeouts import PeerTiming
+from pdserve.rpc.tls import PeerTls
+from pdserve.tracing.trace_flags import make_tracer
+
+if TYPE_CHECKING:  # importing uvicorn takes 0.1 s, and most nodes serve no metrics over HTTP
+    from engine.frontend.metrics_server import MetricsServer
+
+_log = logging.getLogger(__name__)
+
+
+def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the flags that both roles share."""
+    parser = CommandParser(prog=prog, description=description)
+    add_node_flags(parser)
+    add_frontend_flags(parser)
+    add_host_flags(parser)
+    return parser
+
+
+def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: Callable[..., Role]) -> int:
+    """Run a node, or this host's ranks of it, until it is stopped; return the exit status.
+
+    ``make(args)`` builds the node's role.
+    """
+
+    def command() -> int:
+        args = parser.parse_args(argv)
+        role, frontend, options = make(args), frontend_options_from(args), options_from(args)
+        local = local_ranks_from(args, options.num_ranks)
+        setup_logging(role.name, frontend.log_format)
+        watch_lifeline(frontend.lifeline_fd)
+        status = StatusWriter(frontend.status_fd)
+        try:
+            if not local.has_leader:
+                return run_ranks(options, local, status)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(role, options, local, frontend, status))
+        except Exception as exc:
+            status.failed(one_line(exc))
+            raise
+        return 0
+
+    return run_command(command)
+
+
+async def _serve(
+    role: Role, options: NodeOptions, local: LocalRanks, frontend: FrontendOptions, status: StatusWriter
+) -> None:
+    signals = ShutdownSignals()
+    server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
+    tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
+    metrics_server = _bind_metrics(frontend)
+    address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
+    devices = node_devices(options, len(local.ranks))
+    config = resolve(options, devices[0])
+    for choice in config.choices:
+        _log.info("%s", choice)
+    _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+    context = _make_context(role, config, RankPlacement(devices, local.leader), frontend, address, tls)
+    set_process_fields(node=context.node_id)
+    node = Node(role, context, server, status)
+    try:
+        await node.start_server()
+        if metrics_server is not None:
+            await metrics_server.start(node.metrics, lambda: context.engine.pid)
+        status.listening(address)
+        _log.info("node %s (epoch %s) listens on %s", context.node_id, context.epoch, address)
+        await node.run(signals, frontend.drain_timeout)
+    finally:
+        await node.close()
+        if metrics_server is not None:
+            metrics_server.close()
+        context.tracer.close()
+
+
+def _make_context(
+    role: Role,
+    config: NodeConfig,
+    placement: RankPlacement,
+    frontend: FrontendOptions,
+    address: str,
+    tls: PeerTls | None,
+) -> NodeContext:
+    node_id, epoch = frontend.node_id or address, secrets.token_hex(8)
+    agent = f"{node_id}-{epoch}" if role.uses_connector else ""  # stale references to an earlier epoch cannot match
+    engine = EngineClient(config, agent, placement)
+    tracer = make_tracer(frontend.traces, role.name, node_id)
+    return NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)
+
+
+def _bind_metrics(frontend: FrontendOptions) -> MetricsServer | None:
+    if frontend.metrics_port is None:
+        return None
+    from engine.frontend.metrics_server import MetricsServer
+
+    return MetricsServer(frontend.host, frontend.metrics_port)

@@ -1,0 +1,77 @@
+"""Node identity, state and engine client: what gRPC services and roles may know of the node they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import grpc
+from prometheus_client.metrics_core import Metric
+
+from engine.frontend.drain import Drainable
+from engine.frontend.engine_client import EngineClient
+from engine.frontend.health import State
+from pdserve.compatibility import compat_hash
+from pdserve.config.node_config import NodeConfig
+from pdserve.errors import Draining, NodeError
+from pdserve.rpc.tls import PeerTls
+from pdserve.tracing.spans import Tracer
+
+
+@dataclass
+class NodeContext:
+    """One node from start to exit. A restart draws a new epoch."""
+
+    role: str  # "prefill" or "decode"
+    node_id: str
+    epoch: str
+    config: NodeConfig
+    engine: EngineClient
+    tls: PeerTls | None  # for calls to other nodes
+    tracer: Tracer
+    log_requests: bool
+    state: State = State.LOADING
+
+    @cached_property
+    def compat_hash(self) -> str:
+        return compat_hash(self.config.compat_fields)
+
+    @property
+    def name(self) -> str:
+        """Role and id, for errors and logs."""
+        return f"{self.role} node {self.node_id}"
+
+    def check_ready(self) -> None:
+        """Raise NodeError, or Draining, unless this node accepts requests now."""
+        if self.state is State.DRAINING:
+            raise Draining(f"{self.name} is shutting down; send the request to another node")
+        if self.state is not State.READY:
+            raise NodeError(f"{self.name} is {self.state}; try again when it is ready")
+
+
+class Role(Protocol):
+    """The part of a node that differs between prefill and decode."""
+
+    name: str  # "prefill" or "decode"
+    services: tuple[str, ...]  # full names of its gRPC services
+    uses_connector: bool
+
+    def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
+        """Register servicers at ``server`` and callbacks at ``node.engine``, before the engine starts.
+
+        Returns the service to drain before the node exits.
+        """
+
+    async def connect(self) -> None:
+        """Connect to peers, within a bound. The engine is ready; the node becomes ready afterwards."""
+
+    def connected_peers(self) -> Sequence[str]:
+        """Ids of the nodes that KV can be read from."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """Metrics that only this role has."""
+
+    async def close(self) -> None:
+        """End tasks and channels. Idempotent."""

@@ -1,0 +1,163 @@
+"""Reports of a node's load and cache to routers, whatever changes while they read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.frontend.node_reports import MOST_BLOCKS, NodeReports, sample_bits
+from engine.ipc.messages import Batch, Status, Totals
+from pdserve.hashing import unpack_numbers
+from pdserve.pb import pdserve_pb2 as pb
+
+NODE = pb.NodeDescription(node_id="n", state="ready")
+REPORT_INTERVAL = 1.0  # seconds
+
+
+def batch(
+    cached: tuple[int, ...] = (), evicted: tuple[int, ...] = (), running: int = 0, free: int = 10, total: int = 10
+) -> Batch:
+    status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals())
+    return Batch(status, cached=tuple(map(digest, cached)), evicted=tuple(map(digest, evicted)))
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(8, "little") + b"the rest"
+
+
+def applied(known: set[int], report: pb.NodeReport) -> set[int]:
+    return known - set(unpack_numbers(report.cache.removed)) | set(unpack_numbers(report.cache.added))
+
+
+@given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_a_slow_reader_ends_with_the_current_cache(caches: list[set[int]], reads: list[bool]) -> None:
+    async def watch() -> set[int]:
+        node_reports, before, known = NodeReports(lambda: NODE, pause=0.0), set[int](), set[int]()
+        unread = True  # else the next report comes after REPORT_INTERVAL
+        async with aclosing(node_reports.subscribe()) as reports:
+            for now, read in zip(caches, reads, strict=False):
+                node_reports.on_batch(batch(tuple(now - before), tuple(before - now)))
+                unread, before = unread or now != before, now
+                if read and unread:
+                    known, unread = applied(known, await anext(reports)), False
+            node_reports.end()
+            async for report in reports:
+                known = applied(known, report)
+        return known
+
+    assert asyncio.run(watch()) == caches[-1]
+
+
+def test_reports_are_numbered_and_carry_only_changed_descriptions() -> None:
+    async def watch() -> list[pb.NodeReport]:
+        states, seen = ["loading"], []
+        node_reports = NodeReports(lambda: pb.NodeDescription(node_id="n", state=states[-1]), pause=0.0)
+        changes: list[Callable[[], None]] = [
+            lambda: node_reports.on_batch(batch(running=1)),
+            lambda: states.append("ready"),
+            node_reports.end,
+        ]
+        async for report in node_reports.subscribe():
+            seen.append(report)
+            if changes:
+                changes.pop(0)()
+                node_reports.wake()
+        return seen
+
+    reports = asyncio.run(watch())
+    assert [report.sequence for report in reports] == [1, 2, 3, 4]
+    assert [report.description.state for report in reports] == ["loading", "", "ready", ""]
+    assert [report.load.running for report in reports] == [0, 1, 1, 1]
+
+
+@pytest.fixture
+def no_periodic_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only changes cause reports."""
+    monkeypatch.setattr("engine.frontend.node_reports._REPORT_INTERVAL", 3600.0)
+
+
+async def settle() -> None:
+    """Let all tasks run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.usefixtures("no_periodic_reports")
+def test_free_blocks_that_drift_slowly_are_reported_once_they_differ_from_the_last_report() -> None:
+    """Each batch takes one block of 1000; more than 1 % is reported, which eleven batches are."""
+
+    async def watch() -> list[int]:
+        node_reports, seen = NodeReports(lambda: NODE, pause=0.0), []
+        node_reports.on_batch(batch(free=1000, total=1000))
+        async with aclosing(node_reports.subscribe()) as reports:
+            seen.append((await anext(reports)).load.free_blocks)
+            report = asyncio.ensure_future(anext(reports))
+            for free in range(999, 960, -1):
+                await settle()
+                node_reports.on_batch(batch(free=free, total=1000))
+                await settle()
+                if report.done():
+                    seen.append(report.result().load.free_blocks)
+                    report = asyncio.ensure_future(anext(reports))
+            report.cancel()
+            await asyncio.wait([report])
+        return seen
+
+    assert asyncio.run(watch()) == [1000, 989, 978, 967]
+
+
+@pytest.mark.usefixtures("no_periodic_reports")
+def test_each_subscriber_is_compared_with_its_own_last_report() -> None:
+    async def watch() -> list[bool]:
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        node_reports.on_batch(batch(free=1000, total=1000))
+        async with aclosing(node_reports.subscribe()) as early, aclosing(node_reports.subscribe()) as late:
+            await anext(early)
+            node_reports.on_batch(batch(free=994, total=1000))
+            await anext(late)
+            reports = [asyncio.ensure_future(anext(each)) for each in (early, late)]
+            await settle()
+            node_reports.on_batch(batch(free=988, total=1000))  # 12 less than early's report, 6 less than late's
+            await settle()
+            reported = [report.done() for report in reports]
+            for report in reports:
+                report.cancel()
+            await asyncio.wait(reports)
+            return reported
+
+    assert asyncio.run(watch()) == [True, False]
+
+
+def test_a_router_that_wants_fewer_reports_still_gets_one_per_interval() -> None:
+    async def watch(pause: float) -> float:
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        async with aclosing(node_reports.subscribe(pause)) as reports:
+            await anext(reports)
+            node_reports.on_batch(batch(running=1))
+            began = time.monotonic()
+            assert (await anext(reports)).load.running == 1
+            return time.monotonic() - began
+
+    assert asyncio.run(watch(0.05)) >= 0.05
+    assert asyncio.run(watch(1e6)) >= REPORT_INTERVAL
+
+
+def test_a_sample_of_a_large_cache_is_reported() -> None:
+    bits = sample_bits(4 * MOST_BLOCKS)
+    assert [sample_bits(count) for count in (1, MOST_BLOCKS, MOST_BLOCKS + 1)] == [0, 0, 1]
+    assert bits == 2
+
+    async def watch() -> set[int]:
+        large = pb.NodeDescription(cache_sample_bits=bits)
+        node_reports = NodeReports(lambda: large)
+        node_reports.on_batch(batch(tuple(range(20))))
+        async with aclosing(node_reports.subscribe()) as reports:
+            return applied(set(), await anext(reports))
+
+    assert asyncio.run(watch()) == {0, 4, 8, 12, 16}
