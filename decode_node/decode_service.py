@@ -18,7 +18,8 @@ from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.request_cost import worth_handoff
-from pdserve.rpc.protobuf import failure_to_pb, sampling_from_pb, unpack_tokens
+from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 
 

@@ -13,7 +13,8 @@ from engine.ipc.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserv
 from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams
-from pdserve.rpc.protobuf import failure_to_pb, logprobs_to_pb, prompt_logprobs_to_pb
+from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
 from pdserve.stopping import finish_reason
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)

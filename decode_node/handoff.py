@@ -20,7 +20,7 @@ from math import inf
 from engine.ipc.messages import KVConfirmed, Outputs, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import failure_from_pb
+from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming
 
 _MARGIN_SHARE, _MARGIN_MAX = 0.1, 1.0  # reading stops this share of a lease before its end; at most this many seconds

@@ -34,7 +34,8 @@ from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
-from pdserve.rpc.channel import Dialer, error_from_rpc
+from pdserve.rpc.channel import Dialer
+from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.protobuf import rank_from_pb
 from pdserve.transports import Connected
 

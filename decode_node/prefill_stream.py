@@ -13,7 +13,7 @@ from decode_node.handoff import HandoffPeer, ToPeer
 from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc.channel import error_from_rpc
+from pdserve.rpc.errors import error_from_rpc
 
 _MAX_UNSENT = 4096  # queued messages to P beyond which no prompt is added
 _CLOSE_SECONDS = 2.0  # between the last message and the cancellation of the call, for P to receive released leases

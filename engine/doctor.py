@@ -33,6 +33,7 @@ from pdserve.exits import run_command
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
+from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls
 from pdserve.transports import REQUIRABLE
 
@@ -143,7 +144,7 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         peer = asyncio.run(_describe(address, tls))
     except grpc.aio.AioRpcError as exc:
         remedy = "start it, and look at firewalls, network policies and --grpc-tls on both sides"
-        return fail("peer", f"{address} does not answer: {exc.details() or exc.code().name}", remedy)
+        return fail("peer", f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail("peer", f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
     here = version("pdserve")

@@ -12,7 +12,8 @@ from engine.ipc.messages import Leased
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.rpc.protobuf import failure_to_pb, logprobs_to_pb, sampling_from_pb, unpack_tokens
+from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.protobuf import logprobs_to_pb, sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 from prefill_node.pending_prefills import Leases, PendingPrefill
 from prefill_node.prefill_trace import PrefillTrace
@@ -86,7 +87,7 @@ class DecodeStream:
             self.end(number, exc)
             return
         self.prefills[number] = prefill
-        accepted = pb.Accepted(queue_position=self._node.engine.status.waiting, lease=prefill.rid)
+        accepted = pb.Accepted(lease=prefill.rid)
         self.add(pb.PrefillEvent(request=number, accepted=accepted))
 
     def _admit(self, request: pb.PrefillRequest) -> PendingPrefill:

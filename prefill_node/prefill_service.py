@@ -12,7 +12,7 @@ from pdserve.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc.channel import abort
+from pdserve.rpc.errors import abort
 from pdserve.rpc.protobuf import rank_to_pb
 from prefill_node.decode_stream import DecodeStream
 from prefill_node.pending_prefills import Leases

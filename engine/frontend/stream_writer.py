@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from pdserve.errors import RequestError
-from pdserve.rpc.channel import abort
+from pdserve.rpc.errors import abort
 
 M = TypeVar("M")
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.errors import NodeError
 from pdserve.rpc import channel as rpc
+from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls
 
 
@@ -31,6 +32,5 @@ async def _serves(address: str, service: str, tls: PeerTls | None, timeout: floa
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         except grpc.aio.AioRpcError as exc:
-            reason = exc.details() or exc.code().name
-            raise NodeError(f"no answer on {service or 'the node'!r} from {address}: {reason}") from exc
+            raise NodeError(f"no answer on {service or 'the node'!r} from {address}: {rpc_reason(exc)}") from exc
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

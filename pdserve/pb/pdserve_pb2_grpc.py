@@ -59,22 +59,22 @@ class NodeServicer:
     """
 
     def Describe(self, request, context):
-        """What this node is. Answers while the node is still loading, too.
+        """Describe the node, also while it is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What this node holds right now.
+        """Count the node's KV blocks and requests now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What this node is and holds, and how busy it is: at once, at every change (ten times a second at most), and every
-        second. For those who choose among nodes. Ends with the node; one that drains says so here at once.
+        """Report description, load and cached blocks to routers: at once, at every change (at most ten times a second), and
+        every second. A node reports at once that it drains. The stream ends with the node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +217,7 @@ class DecodeNodeServicer:
     """
 
     def Serve(self, request_iterator, context):
-        """One stream per router. Its end aborts every request that came over it.
+        """One stream per router. Its end cancels every request on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,15 +301,14 @@ class PrefillNodeServicer:
     """
 
     def Handshake(self, request, context):
-        """Compatibility first: FAILED_PRECONDITION names both values when the two cannot exchange KV.
+        """Check compatibility and exchange memory regions. FAILED_PRECONDITION names both values of an incompatible setting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """One stream per D. Its end ends every prefill that came over it, but no lease once blocks have been announced: D may
-        still read them.
+        """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

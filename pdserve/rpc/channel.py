@@ -1,4 +1,4 @@
-"""gRPC settings and error translation of all processes.
+"""gRPC settings of all processes.
 
 Keepalive closes the connection to a dead or hung peer within the timeouts of pdserve/rpc/timeouts.py, with or without
 calls in flight. The calls fail with UNAVAILABLE.
@@ -7,19 +7,10 @@ calls in flight. The calls fail with UNAVAILABLE.
 from __future__ import annotations
 
 import socket
-from typing import Any, NoReturn
 
 import grpc
 
-from pdserve.errors import (
-    CapacityError,
-    DeadlineExceeded,
-    NodeError,
-    Overloaded,
-    PdserveError,
-    PeerError,
-    RequestError,
-)
+from pdserve.errors import CapacityError
 from pdserve.rpc.address import join_address
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
@@ -123,36 +114,3 @@ def probe_port(host: str, port: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(1)
-
-
-def status_code(error: PdserveError) -> grpc.StatusCode:
-    """Return the gRPC status of a pdserve error."""
-    if isinstance(error, RequestError):
-        return grpc.StatusCode.INVALID_ARGUMENT
-    if isinstance(error, Overloaded | CapacityError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED
-    if isinstance(error, DeadlineExceeded):
-        return grpc.StatusCode.DEADLINE_EXCEEDED
-    if isinstance(error, PeerError):
-        return grpc.StatusCode.FAILED_PRECONDITION
-    if isinstance(error, NodeError):
-        return grpc.StatusCode.UNAVAILABLE
-    return grpc.StatusCode.INTERNAL
-
-
-def error_from_rpc(exc: grpc.aio.AioRpcError, peer: str) -> PdserveError:
-    """What a failed call to ``peer`` means to us; raise it ``from exc``."""
-    details = f"{peer}: {exc.details() or exc.code().name}"
-    if exc.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return RequestError(details)
-    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(details)
-    if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(details)
-    return PeerError(details)
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
-    """End a call with the gRPC status of ``error``."""
-    await context.abort(status_code(error), " ".join(str(error).split()))
-    raise AssertionError("abort always raises")

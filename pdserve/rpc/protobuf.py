@@ -5,15 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from pdserve.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    Draining,
-    Overloaded,
-    PdserveError,
-    PeerError,
-    RequestError,
-)
+from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
@@ -150,37 +142,3 @@ def rank_from_pb(message: pb.RankKV) -> RankKV:
         layout=layout_from_pb(message.layout),
         share=share_from_pb(message.share) if message.HasField("share") else None,
     )
-
-
-def failure_to_pb(error: PdserveError) -> pb.Failure:
-    """An error as the other end of a stream is told of it."""
-    codes = pb.Failure
-    match error:
-        case RequestError():
-            code = codes.INVALID
-        case Draining():
-            code = codes.DRAINING
-        case Overloaded():
-            code = codes.OVERLOADED
-        case DeadlineExceeded():
-            code = codes.DEADLINE
-        case _:
-            code = codes.NODE_FAILED
-    retry = int(error.retry_after * 1000) if isinstance(error, Overloaded) else 0
-    return pb.Failure(code=code, message=str(error), retry_after_ms=retry)
-
-
-def failure_from_pb(failure: pb.Failure, peer: str) -> PdserveError:
-    """What a failure means to a node that was told of it by ``peer``."""
-    message = f"{peer}: {failure.message or 'it gave no reason'}"
-    match failure.code:
-        case pb.Failure.INVALID:
-            return RequestError(message)
-        case pb.Failure.OVERLOADED:
-            return Overloaded(message, max(failure.retry_after_ms / 1000, 1.0))
-        case pb.Failure.DEADLINE:
-            return DeadlineExceeded(message)
-        case pb.Failure.DRAINING:
-            return Draining(message)
-        case _:
-            return PeerError(message)

@@ -1,10 +1,10 @@
-"""One request at one decode node, and the errors it can end with."""
+"""One request at one decode node."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from pdserve.errors import DeadlineExceeded, Draining, NodeError, Overloaded, PdserveError, RequestError
+from pdserve.errors import NodeError, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 
 
@@ -20,17 +20,3 @@ class CallSink(Protocol):
 
     def on_failure(self, error: PdserveError) -> None:
         """The call has ended, with all its choices; nothing follows."""
-
-
-def error_of(failure: pb.Failure) -> PdserveError:
-    """A node's failure as the error that it stands for."""
-    code = failure.code
-    if code == pb.Failure.INVALID:
-        return RequestError(failure.message)
-    if code == pb.Failure.OVERLOADED:
-        return Overloaded(failure.message, max(failure.retry_after_ms / 1000, 1.0))
-    if code == pb.Failure.DEADLINE:
-        return DeadlineExceeded(failure.message)
-    if code == pb.Failure.DRAINING:
-        return Draining(failure.message)
-    return NodeError(failure.message or "the decode node ended the request without a reason")

@@ -16,6 +16,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
+from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.protobuf import throughput_from_pb
 from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import NodeView
@@ -161,7 +162,7 @@ class NodeClient:
             try:
                 await self._follow(call)
             except grpc.aio.AioRpcError as exc:
-                reason = exc.details() or exc.code().name
+                reason = rpc_reason(exc)
             except ValueError as exc:
                 reason = str(exc)
             except asyncio.CancelledError:

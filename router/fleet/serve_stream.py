@@ -10,7 +10,8 @@ import grpc.aio
 from pdserve.errors import Draining
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
-from router.fleet.node_call import CallSink, NodeLost, error_of
+from pdserve.rpc.errors import failure_from_pb, rpc_reason
+from router.fleet.node_call import CallSink, NodeLost
 
 
 class ServeStream:
@@ -97,7 +98,7 @@ class ServeStream:
                 for output in batch.outputs:
                     self._deliver(output)
         except grpc.aio.AioRpcError as exc:
-            reason = f"{exc.code().name}: {exc.details()}"
+            reason = rpc_reason(exc)
         self.close(reason)
 
     def _deliver(self, output: pb.Output) -> None:
@@ -107,7 +108,7 @@ class ServeStream:
         if output.HasField("failure"):
             self._sinks.pop(output.request, None)
             self._end_if_drained()
-            sink.on_failure(error_of(output.failure))
+            sink.on_failure(failure_from_pb(output.failure))
         else:
             sink.on_output(output)
 

@@ -23,7 +23,7 @@ FAILURES = [
     (pb.Failure.OVERLOADED, 503, "overloaded_error"),
     (pb.Failure.DEADLINE, 504, "timeout_error"),
     (pb.Failure.NODE_FAILED, 502, "node_error"),
-    (pb.Failure.CANCELLED, 502, "node_error"),
+    (pb.Failure.UNSPECIFIED, 502, "node_error"),
 ]
 
 
