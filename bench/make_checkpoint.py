@@ -23,7 +23,7 @@ from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_split, num_parameters
 from runner.distributed.parallel_state import ParallelState
-from runner.models.decoder import Decoder
+from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
 
 _QWEN3: dict[str, Any] = {
@@ -110,11 +110,11 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
     )
     world = ParallelState(choose_split(config, pp=1, tp=1).place(0), detect_device("cpu"), "")
-    model = Decoder(config, world, placement, use_triton=False)
+    model = decoder_class(config.architecture)(config, world, placement)
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(part.shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
-        for name, part in model.parts()
+        name: torch.randn(shard.full_shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()
+        for name, shard in model.weight_shards()
     }
 
 

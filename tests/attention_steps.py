@@ -51,7 +51,6 @@ class Shape:
             rope=RopeConfig(theta=1e4),
             max_position_embeddings=4096,
             dtype="float32",
-            qk_norm=self.has_norms,
             attention=self.specs(),
         )
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, as plain values. Torch-free, so that ``pdserve explain`` stays quick."""
+"""What a checkpoint's ``config.json`` says, as plain values. Torch-free: router, oracle and CLI read configs, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from pdserve.config.attention_spec import AttentionSpec
-from pdserve.errors import CheckpointError
+from pdserve.config.config_fields import ConfigFields
+from pdserve.config.families import FAMILIES
+from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
 
 
@@ -21,9 +23,9 @@ class RopeConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """A decoder-only transformer of one of the supported families."""
+    """A decoder-only transformer of one of the families in ``FAMILIES``."""
 
-    architecture: str  # LlamaForCausalLM, MistralForCausalLM or Qwen3ForCausalLM
+    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -38,8 +40,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     attention: tuple[AttentionSpec, ...] = ()  # per layer
+    weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
+    quantization: dict[str, Any] = {}  # config.json's quantization_config
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
 
@@ -53,16 +56,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return (FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype),) * self.num_layers
 
 
-# Architectures with the values transformers assumes where config.json leaves a field out.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-}
-SUPPORTED_ARCHITECTURES = tuple(_FAMILY_DEFAULTS)
-SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
-
-# Rope variants with the numbers each of them needs beside theta.
+# Rope types with the numbers that each needs beside theta.
 _ROPE_PARAMS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -77,10 +71,12 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
     Raises CheckpointError for anything that is missing, broken or not supported.
     """
-    fields = _Fields(model_dir / "config.json")
+    fields = ConfigFields(model_dir / "config.json")
     architecture = _architecture(fields)
-    fields.defaults = _FAMILY_DEFAULTS[architecture]
-    _refuse_unsupported(fields)
+    family = FAMILIES[architecture]
+    fields.defaults = family.defaults
+    weight_format = read_weight_format(fields)
+    _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -91,7 +87,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     max_position_embeddings = fields.integer("max_position_embeddings")
-    is_llama, is_qwen = architecture.startswith("Llama"), architecture.startswith("Qwen")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -105,86 +100,34 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         rope=_rope(fields, max_position_embeddings),
         max_position_embeddings=max_position_embeddings,
         dtype=_dtype(fields),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        attention_bias=(is_llama or is_qwen) and bool(fields.get("attention_bias", False)),
-        mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
-        qk_norm=is_qwen,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
         attention=tuple(
-            AttentionSpec(scale=head_dim**-0.5, window=window)
-            for window in _sliding_windows(fields, architecture, num_layers)
+            AttentionSpec(scale=head_dim**-0.5, window=window) for window in family.windows(fields, num_layers)
         ),
+        weight_format=weight_format,
+        quantization=fields.get("quantization_config") or {},
         bos_token_id=fields.get("bos_token_id"),
         eos_token_ids=_eos_token_ids(model_dir, fields),
     )
 
 
-class _Fields:
-    """A JSON object on disk, with typed access and errors that name file, field and value."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.defaults: dict[str, Any] = {}
-        try:
-            values = msgspec.json.decode(path.read_bytes())
-        except FileNotFoundError as exc:
-            raise CheckpointError(
-                f"{path} does not exist; a model directory holds config.json, a tokenizer and *.safetensors"
-            ) from exc
-        except (OSError, msgspec.DecodeError) as exc:
-            raise CheckpointError(f"{path} cannot be read as JSON ({exc}); download the checkpoint again") from exc
-        if not isinstance(values, dict):
-            raise self.error(f"holds a {type(values).__name__}, not an object; download the checkpoint again")
-        self.values: dict[str, Any] = values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The field, else what its family assumes, else ``default``. A JSON null in the file counts as absent."""
-        if name in self.values:
-            value = self.values[name]
-            return default if value is None else value
-        return self.defaults.get(name, default)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if value is None:
-            raise self.error(f"lacks {name!r}, which {'/'.join(SUPPORTED_ARCHITECTURES)} need")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"has {name} = {value!r}; it must be a positive whole number")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.error(f"has {name} = {value!r}; it must be a positive number")
-        return float(value)
-
-    def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {message}")
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: ConfigFields) -> str:
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    if name not in _FAMILY_DEFAULTS:
-        raise fields.error(
-            f"has architecture {name!r}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}. Choose a model of these"
-        )
+    if name not in FAMILIES:
+        raise fields.error(f"has architecture {name!r}; supported are {', '.join(FAMILIES)}. Choose a model of these")
     return str(name)
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
-    quantization = fields.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise fields.error(
-            f"describes a quantized checkpoint ({method!r}); supported are {', '.join(SUPPORTED_DTYPES)} weights. "
-            "Choose the unquantized model"
-        )
+def _check_activation(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise fields.error(f"has hidden_act = {activation!r}; supported is 'silu'")
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
     if dtype not in SUPPORTED_DTYPES:
         raise fields.error(
@@ -193,15 +136,15 @@ def _dtype(fields: _Fields) -> str:
     return str(dtype)
 
 
-def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
-    """``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (4, where "type" is older yet)."""
+def _rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig:
+    """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` (4; "type" is older)."""
     given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise fields.error(f"has rope_parameters = {given!r}; it must be an object")
     nested = [value for value in given.values() if isinstance(value, dict)]
     if nested:
         if any(value != nested[0] for value in nested):
-            raise fields.error("has other rope_parameters for each layer type; supported is one set for all layers")
+            raise fields.error("has different rope_parameters per layer type; supported is one set for all layers")
         given = nested[0]
     params = {name: value for name, value in given.items() if value is not None}
     rope_type = params.pop("rope_type", params.get("type", "default"))
@@ -230,30 +173,9 @@ def _rope(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     return RopeConfig(theta=float(theta), rope_type=rope_type, params=params)
 
 
-def _sliding_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    if architecture == "MistralForCausalLM":
-        window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
-        return (window,) * num_layers
-    if architecture != "Qwen3ForCausalLM" or not fields.get("use_sliding_window", False):
-        return (None,) * num_layers
-    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
-    first = fields.get("max_window_layers", num_layers)
-    layer_types = fields.get("layer_types") or [
-        "sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    if len(layer_types) != num_layers:
-        raise fields.error(f"has {len(layer_types)} layer_types for {num_layers} layers")
-    for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise fields.error(f"has layer type {layer_type!r}; supported are full_attention and sliding_attention")
-    if window is None and "sliding_attention" in layer_types:
-        raise fields.error("has sliding_attention layers but no sliding_window")
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-
-
-def _eos_token_ids(model_dir: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(model_dir: Path, fields: ConfigFields) -> tuple[int, ...]:
     path = model_dir / "generation_config.json"
-    value = _Fields(path).get("eos_token_id") if path.exists() else None
+    value = ConfigFields(path).get("eos_token_id") if path.exists() else None
     if value is None:
         value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -25,8 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.config.model_config import ModelConfig
+from pdserve.config.weight_formats import WEIGHT_FORMATS
 from pdserve.errors import ConfigError
-from pdserve.kv import KVShare
+from pdserve.kv import DTYPE_BYTES, KVShare
 
 
 class LateMLPs(NamedTuple):
@@ -160,10 +161,22 @@ def vocabulary_of(model: ModelConfig, place: RankPosition) -> range:
 
 
 def num_parameters(model: ModelConfig, place: RankPosition) -> int:
-    """Parameters that a rank holds: of tied models too, the output projection counts beside the embedding."""
+    """Count a rank's parameters without norms and biases; a tied output projection counts beside the embedding."""
+    return sum(_linear_and_table_parameters(model, place))
+
+
+def weight_bytes(model: ModelConfig, place: RankPosition, dtype: str) -> int:
+    """Return the bytes of a rank's weights: linear layers in the model's weight format, the rest in ``dtype``."""
+    linear, tables = _linear_and_table_parameters(model, place)
+    return int(linear * WEIGHT_FORMATS[model.weight_format].bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
+
+
+def _linear_and_table_parameters(model: ModelConfig, place: RankPosition) -> tuple[int, int]:
+    """Count the parameters of a rank's linear layers, and of its embedding and output projection."""
     mine = shard_of(model, place)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     mlp = 3 * mine.hidden_size * mine.intermediate_size
-    tables = place.is_first + place.is_last
-    mlps = mine.num_layers + place.shares_mlp_before
-    return mine.num_layers * attention + mlps * mlp + tables * len(vocabulary_of(model, place)) * mine.hidden_size
+    num_mlps = mine.num_layers + place.shares_mlp_before
+    num_tables = place.is_first + place.is_last
+    tables = num_tables * len(vocabulary_of(model, place)) * mine.hidden_size
+    return mine.num_layers * attention + num_mlps * mlp, tables

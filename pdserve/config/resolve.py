@@ -21,9 +21,10 @@ from pdserve.config.attention_backends import (
 from pdserve.config.hub import resolve_model, weights_fingerprint
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
-from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters, shard_of
+from pdserve.config.parallel import ParallelConfig, choose_split, shard_of, weight_bytes
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, can_capture, decide, decide_simulated
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
+from pdserve.config.weight_formats import UNQUANTIZED
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv import DTYPE_BYTES, KVLayout, group_layers
 from pdserve.rpc.timeouts import PeerTiming
@@ -128,6 +129,7 @@ def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend
         head_dim=model.head_dim,
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
+        quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
     )
 
 
@@ -157,8 +159,8 @@ def _choose_layout(
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
         return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
     largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
-    parameters = max(num_parameters(model, split.place(rank)) for rank in range(split.num_ranks))
-    memory = _choose_kv_memory(options, device, parameters * DTYPE_BYTES[dtype], choices)
+    weights = max(weight_bytes(model, split.place(rank), dtype) for rank in range(split.num_ranks))
+    memory = _choose_kv_memory(options, device, weights, choices)
     return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
 
 

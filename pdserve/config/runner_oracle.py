@@ -10,12 +10,13 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.config.attention_backends import Platform, fits_triton
+from pdserve.config.families import FAMILIES
 from pdserve.errors import ConfigError
 
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
 
 #: Where V2 has proven itself. Others get V1 unless V2 is forced.
-DEFAULT_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.v2_by_default)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

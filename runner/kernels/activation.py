@@ -1,4 +1,4 @@
-"""SiLU of the gate times the other half. The reference is ``runner.models.layers.pointwise_ops.TorchOps``."""
+"""SiLU of the gate times the other half. The reference is ``runner.kernels.reference``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bf
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """Grid (tokens, blocks of a row)."""
     wait_for_predecessor(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -24,12 +24,12 @@ def _silu_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAI
     tl.store(out + row * SIZE + columns, product.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up [tokens, size] of gate_up [tokens, 2 * size], computed in float32."""
     assert gate_up.is_contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+    _silu_and_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
         gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **chained(out)
     )
     return out

@@ -1,4 +1,4 @@
-"""RMS norm of rows, with the sum that precedes it. The reference is ``runner/models/layers/norm.py``."""
+"""RMS norm of rows, with the sum that precedes it. The reference is ``reference.py``."""
 
 from __future__ import annotations
 

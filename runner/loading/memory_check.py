@@ -1,4 +1,4 @@
-"""Will it fit? Asked once, before anything is allocated."""
+"""Check that weights and KV cache fit in memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pdserve.config.model_config import ModelConfig
-from pdserve.config.parallel import RankPosition, num_parameters
+from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.errors import CapacityError
 from pdserve.kv import KVLayout
 
@@ -16,13 +16,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_room(
-    config: ModelConfig, place: RankPosition, layout: KVLayout | None, device: torch.device, dtype: torch.dtype
+    config: ModelConfig, position: RankPosition, layout: KVLayout | None, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise CapacityError unless a rank's weights in ``dtype`` and its KV cache fit what is free on the device.
+    """Raise CapacityError unless a rank's weights and KV cache fit in the device's free memory.
 
-    Without a layout the cache will take what is left.
+    Weights that no format packs are held in ``dtype``. Without a layout the cache takes what is left later.
     """
-    weights = num_parameters(config, place) * dtype.itemsize
+    weights = weight_bytes(config, position, str(dtype).removeprefix("torch."))
     cache = 0 if layout is None else layout.total_bytes
     free = free_memory(device)
     if free is not None and weights + cache > free:
@@ -33,7 +33,7 @@ def check_room(
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device, or None where nothing says so."""
+    """Return the bytes that can still be allocated on a device, None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [limit for limit in (_available_of_host(), _available_in_cgroup()) if limit is not None]
@@ -50,7 +50,7 @@ def _available_of_host() -> int | None:
 
 
 def _available_in_cgroup() -> int | None:
-    """What a container's memory limit (cgroup v2) leaves; page cache can be reclaimed, so it counts as free."""
+    """Return the rest of a container's memory limit (cgroup v2); page cache counts as free, as it can be reclaimed."""
     limit, current, stat = (_CGROUP / name for name in ("memory.max", "memory.current", "memory.stat"))
     if not limit.exists() or not current.exists() or limit.read_text().strip() == "max":
         return None

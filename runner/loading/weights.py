@@ -1,94 +1,70 @@
-"""Fills tensors that exist already, from safetensors or with random numbers: a model never needs its memory twice.
+"""Fill existing tensors from safetensors or with random numbers, so a model never needs its memory twice.
 
-A rank that holds a part of a tensor reads that part alone.
+A rank that holds a part of a tensor reads only that part.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor
 
 from pdserve.config.hub import weight_files
 from pdserve.errors import CheckpointError
+from runner.models.layers.weight_shard import WeightShard
 
-# Buffers that old checkpoints carry along and that are computed here.
-_COMPUTED = (".rotary_emb.inv_freq",)
-_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names those that can be converted
+_COMPUTED = (".rotary_emb.inv_freq",)  # buffers of old checkpoints that are computed here
+_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that can be converted
 
 _DUMMY_DEVIATION = 0.02
 
 
-@dataclass(frozen=True)
-class TensorShard:
-    """Memory for a rank's part of a tensor of the checkpoint: a run along one of its dimensions, whole in the others.
-
-    The part begins at ``start`` of dimension ``dim`` and is as long there as ``memory`` is.
-    """
-
-    memory: Tensor
-    shape: tuple[int, ...]  # of the whole tensor
-    dim: int = 0
-    start: int = 0
-
-    @classmethod
-    def whole(cls, memory: Tensor) -> TensorShard:
-        return cls(memory, tuple(memory.shape))
-
-    @property
-    def where(self) -> tuple[slice, ...]:
-        """The index of the part in the whole."""
-        return (slice(None),) * self.dim + (slice(self.start, self.start + self.memory.shape[self.dim]),)
-
-
-def fill_random(parts: Mapping[str, TensorShard], seed: int) -> None:
+def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
     """Fill in place, on the device: norms with 1, all else with normal numbers of standard deviation 0.02.
 
-    The numbers of a tensor follow from its name, its whole shape and the seed, so ranks that hold parts of a model hold
-    parts of the same one. Devices of one kind draw the same; a CPU's and a GPU's numbers differ.
+    The numbers of a tensor depend on its name, its full shape and the seed, so ranks with parts of a model hold
+    parts of the same one. Devices of one kind draw the same numbers; those of a CPU and a GPU differ.
     """
-    for name, part in parts.items():
-        memory = part.memory
+    for name, shard in shards.items():
+        memory = shard.memory
         if name.endswith("norm.weight"):
             memory.fill_(1.0)
             continue
         key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4)
         generator = torch.Generator(memory.device).manual_seed(int.from_bytes(key.digest(), "little"))
-        if memory.shape == part.shape:
+        if memory.shape == shard.full_shape:
             memory.normal_(0.0, _DUMMY_DEVIATION, generator=generator)
         else:
-            whole = memory.new_empty(part.shape).normal_(0.0, _DUMMY_DEVIATION, generator=generator)
-            memory.copy_(whole[part.where])
+            full = memory.new_empty(shard.full_shape).normal_(0.0, _DUMMY_DEVIATION, generator=generator)
+            memory.copy_(full[shard.index])
 
 
 def load_weights(
-    model_dir: Path, parts: Mapping[str, TensorShard], elsewhere: Collection[str], progress: Callable[[float], None]
+    model_dir: Path, shards: Mapping[str, WeightShard], ignored: Collection[str], progress: Callable[[float], None]
 ) -> None:
-    """Fill every part from the checkpoint's tensor of that name, converting dtype and device.
+    """Fill every shard from the checkpoint's tensor of that name, converting dtype and device.
 
-    Tensors named in ``elsewhere`` are for others, and are passed over. ``progress`` is called with the fraction filled.
-    Raises CheckpointError naming the tensor, and both shapes where they differ.
+    Tensors named in ``ignored`` are skipped. ``progress`` is called with the fraction filled. Raises CheckpointError
+    naming the tensor, and both shapes where they differ.
     """
-    missing = dict(parts)
-    total = sum(part.memory.numel() for part in parts.values())
+    missing = dict(shards)
+    total = sum(shard.memory.numel() for shard in shards.values())
     done = 0
     for path in weight_files(model_dir):
         try:
             with safetensors.safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name.endswith(_COMPUTED) or name in elsewhere:
+                    if name.endswith(_COMPUTED) or name in ignored:
                         continue
-                    part = missing.pop(name, None)
-                    if part is None:
-                        raise _unexpected(path, name, name in parts)
-                    _fill(path, name, part, file.get_slice(name))
-                    done += part.memory.numel()
+                    shard = missing.pop(name, None)
+                    if shard is None:
+                        raise _unexpected(path, name, name in shards)
+                    _fill(path, name, shard, file.get_slice(name))
+                    done += shard.memory.numel()
                     progress(done / total)
         except (OSError, safetensors.SafetensorError) as exc:
             raise CheckpointError(
@@ -102,12 +78,12 @@ def load_weights(
         )
 
 
-def _fill(path: Path, name: str, part: TensorShard, source: Any) -> None:
-    """``source`` is a slice of safetensors: nothing is read before it is indexed."""
+def _fill(path: Path, name: str, shard: WeightShard, source: Any) -> None:
+    """Copy the shard's part of ``source``, a slice of safetensors, which reads nothing before it is indexed."""
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
-    if shape != part.shape:
+    if shape != shard.full_shape:
         raise CheckpointError(
-            f"{path}: tensor {name} has shape {shape}, config.json asks for {part.shape}; "
+            f"{path}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
             "the two belong to different models"
         )
     if dtype not in _DTYPES:
@@ -115,12 +91,12 @@ def _fill(path: Path, name: str, part: TensorShard, source: Any) -> None:
             f"{path}: tensor {name} has dtype {dtype}; supported are float32, bfloat16 and float16. "
             "Choose an unquantized checkpoint"
         )
-    part.memory.copy_(source[part.where])
+    shard.memory.copy_(source[shard.index])
 
 
 def _unexpected(path: Path, name: str, known: bool) -> CheckpointError:
     if known:
-        return CheckpointError(f"{path}: tensor {name} is in the checkpoint twice; remove the file that is too many")
+        return CheckpointError(f"{path}: tensor {name} is in the checkpoint twice; remove the second file")
     return CheckpointError(
         f"{path}: tensor {name} has no place in the model that config.json describes; "
         "leaving it out would change results. Check architectures, num_hidden_layers and the bias flags"

@@ -39,7 +39,7 @@ class RunnerV1:
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp
-        self._stages = PipelineStages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._stages = PipelineStages(world, config, self._loaded.placement.dtype, self._max_in_flight)
         self._returning = TokenReturn(self._stages.tokens_in)
         self._targets = PromptTargets()  # on the last stage, else none
         self._page_size = config.kv_layout.kernel_block_size
@@ -61,7 +61,7 @@ class RunnerV1:
                 config.attention_backend,
                 shard_of(config.model, config.place),
                 self._cache,
-                self._loaded.place,
+                self._loaded.placement,
                 config.max_num_seqs,
                 config.max_model_len + config.max_batch_tokens,
             )

@@ -35,7 +35,7 @@ class Forward:
             *mixed_shapes(config.max_num_seqs, config.max_batch_tokens),
         )
         self._graphs = StepGraphs(())
-        model, dtype, device = config.model, loaded.place.dtype, loaded.device
+        model, dtype, device = config.model, loaded.placement.dtype, loaded.device
         most = max(shape.tokens for shape in self._shapes) if config.cuda_graphs else 0
         # What graphs start with where there is a stage before, and what they leave behind: on the last stage logits of
         # steps of single tokens, else hidden states.

@@ -49,7 +49,7 @@ class RunnerV2:
         self._loaded = LoadedModel(config, world, progress)
         self._device = self._loaded.device
         self._max_in_flight = config.split.pp + 1
-        self._stages = PipelineStages(world, config, self._loaded.place.dtype, self._max_in_flight)
+        self._stages = PipelineStages(world, config, self._loaded.placement.dtype, self._max_in_flight)
         self._returning = TokenReturn(self._stages.tokens_in)
         self._targets = PromptTargets()  # on the last stage, else none
         layout = config.kv_layout
@@ -77,7 +77,7 @@ class RunnerV2:
             config.attention_backend,
             shard_of(model, config.place),
             self._cache,
-            self._loaded.place,
+            self._loaded.placement,
             config.max_num_seqs,
             config.max_model_len + config.max_batch_tokens,
         )

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import runner
 from pdserve.errors import CheckpointError
-from runner.loading.weights import TensorShard, fill_random
+from runner.loading.weights import fill_random
+from runner.models.layers.weight_shard import WeightShard
 
 
 def fill(tensors: dict[str, Tensor], seed: int) -> None:
-    fill_random({name: TensorShard.whole(tensor) for name, tensor in tensors.items()}, seed)
+    fill_random({name: WeightShard.full(tensor) for name, tensor in tensors.items()}, seed)
 
 
 def tensors(dtype: torch.dtype) -> dict[str, Tensor]:

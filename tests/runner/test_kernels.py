@@ -14,13 +14,12 @@ from runner.distributed.parallel_state import ParallelState
 from runner.kernels.embedding import embed
 from runner.kernels.gather import TILE, GatheredKeys
 from runner.kernels.gemv import gemv
-from runner.kernels.ops import TritonOps
 from runner.kernels.pages import PageLists
 from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
 from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.models.layers.pointwise_ops import TorchOps
-from runner.placement import TensorPlacement
+from runner.models.layers.pointwise_ops import TorchPointwiseOps
+from runner.models.layers.triton_ops import TritonPointwiseOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ALONE = ParallelState(ParallelConfig(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
@@ -40,37 +39,37 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def reference_ops(dtype: torch.dtype) -> TorchOps:
-    return TorchOps(EPS, ALONE, TensorPlacement(DEVICE, dtype, dtype, use_triton=False))
+def reference_ops() -> TorchPointwiseOps:
+    return TorchPointwiseOps(EPS, ALONE, DEVICE)
 
 
 @dtypes
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 100), (3, 1536)])
 def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
-    assert_close(TritonOps(EPS, ALONE).norm(x, weight), reference_ops(dtype).norm(x, weight))
+    assert_close(TritonPointwiseOps(EPS, ALONE).rms_norm(x, weight), reference_ops().rms_norm(x, weight))
 
 
 @dtypes
 def test_norm_of_a_sum_changes_the_residual(dtype: torch.dtype) -> None:
     x, residual, weight = (random(3, 200, dtype=dtype, seed=seed) for seed in range(3))
     weight, expected = weight[0].contiguous(), residual.clone()
-    normed = reference_ops(dtype).add_norm(x, expected, weight)
-    assert_close(TritonOps(EPS, ALONE).add_norm(x, residual, weight), normed)
+    normed = reference_ops().add_rms_norm(x, expected, weight)
+    assert_close(TritonPointwiseOps(EPS, ALONE).add_rms_norm(x, residual, weight), normed)
     assert_close(residual, expected)
 
 
 def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
     x, weight = random(4, 96, dtype=torch.bfloat16), random(96, dtype=torch.bfloat16, seed=1)
-    together = TritonOps(EPS, ALONE).norm(x, weight)
-    assert torch.equal(together[2:3], TritonOps(EPS, ALONE).norm(x[2:3].clone(), weight))
+    together = TritonPointwiseOps(EPS, ALONE).rms_norm(x, weight)
+    assert torch.equal(together[2:3], TritonPointwiseOps(EPS, ALONE).rms_norm(x[2:3].clone(), weight))
 
 
 @dtypes
 @pytest.mark.parametrize("size", [32, 1024, 1500])
-def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
-    assert_close(TritonOps(EPS, ALONE).silu_mul(gate_up), reference_ops(dtype).silu_mul(gate_up))
+    assert_close(TritonPointwiseOps(EPS, ALONE).silu_and_mul(gate_up), reference_ops().silu_and_mul(gate_up))
 
 
 @dtypes

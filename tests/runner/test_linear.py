@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.models.layers.linear import Linear, padded_tokens
+from runner.models.quantization.unquantized import UnquantizedLinearMethod, padded_tokens
 from runner.placement import TensorPlacement
 
 CPU = torch.device("cpu")
 
 
-def sealed(weight: Tensor, bias: Tensor | None, place: TensorPlacement) -> Linear:
-    linear = Linear(weight.shape[1], weight.shape[0], bias is not None, place)
+def loaded(weight: Tensor, bias: Tensor | None, placement: TensorPlacement) -> UnquantizedLinearMethod:
+    linear = UnquantizedLinearMethod(weight.shape[1], weight.shape[0], bias is not None, placement)
     linear.weight.copy_(weight)
     if bias is not None:
         assert linear.bias is not None
         linear.bias.copy_(bias)
-    linear.seal()
+    linear.process_weights_after_loading()
     return linear
 
 
@@ -35,7 +35,7 @@ def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, 
     weight = (torch.randn(96, 200, generator=generator) * magnitude).to(stored)
     bias = torch.randn(96, generator=generator).mul(magnitude).to(stored) if with_bias else None
     x = torch.randn(tokens, 200, generator=generator)
-    got = sealed(weight, bias, TensorPlacement(CPU, stored, torch.float32))(x)
+    got = loaded(weight, bias, TensorPlacement(CPU, stored, torch.float32)).apply(x)
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     float32 = x @ weight.float().T + (0 if bias is None else bias.float())
     error = (got.double() - exact).abs().max()
@@ -46,13 +46,13 @@ def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, 
 def test_weights_of_very_different_size_share_a_layer() -> None:
     weight = torch.full((4, 64), 3.0e-8, dtype=torch.bfloat16)
     weight[1:] = 200.0
-    y = sealed(weight, None, TensorPlacement(CPU, torch.bfloat16, torch.float32))(torch.ones(1, 64))
+    y = loaded(weight, None, TensorPlacement(CPU, torch.bfloat16, torch.float32)).apply(torch.ones(1, 64))
     assert torch.allclose(y, weight.float().sum(1)[None], rtol=1e-6, atol=0)
 
 
 def test_zero_weights() -> None:
-    linear = sealed(torch.zeros(8, 16), None, TensorPlacement(CPU, torch.bfloat16, torch.float32))
-    assert torch.equal(linear(torch.ones(3, 16)), torch.zeros(3, 8))
+    linear = loaded(torch.zeros(8, 16), None, TensorPlacement(CPU, torch.bfloat16, torch.float32))
+    assert torch.equal(linear.apply(torch.ones(3, 16)), torch.zeros(3, 8))
 
 
 def test_few_numbers_of_tokens_are_multiplied() -> None:

@@ -38,13 +38,13 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     llama = load(tmp_path, {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"})
     assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
     assert llama.rope == RopeConfig(theta=10_000.0)
-    flags = (llama.tie_word_embeddings, llama.attention_bias, llama.mlp_bias, llama.qk_norm)
-    assert flags == (False,) * 4
+    flags = (llama.tie_word_embeddings, llama.attention_bias, llama.mlp_bias)
+    assert flags == (False,) * 3
     assert llama.sliding_windows == (None,) * 4
     assert load(tmp_path, MISTRAL).sliding_windows == (4096,) * 4
     assert load(tmp_path, {**MISTRAL, "sliding_window": None}).sliding_windows == (None,) * 4
     qwen = load(tmp_path, QWEN)
-    assert (qwen.head_dim, qwen.qk_norm, qwen.sliding_windows) == (128, True, (None,) * 4)
+    assert (qwen.head_dim, qwen.sliding_windows) == (128, (None,) * 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,8 +16,10 @@ from torch import Tensor
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import RankPosition, choose_split, num_parameters
 from pdserve.errors import CheckpointError
-from runner.loading.weights import TensorShard, fill_random, load_weights
+from runner.loading.weights import fill_random, load_weights
 from runner.models.decoder import Decoder
+from runner.models.layers.weight_shard import WeightShard
+from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
 
 CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
@@ -29,18 +31,19 @@ def place_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = F
 
 def decoder_at(directory: Path, place: RankPosition) -> Decoder:
     world: Any = SimpleNamespace(place=place)  # until it is called, a decoder needs nobody else
-    return Decoder(load_model_config(directory), world, CPU, use_triton=False)
+    model = load_model_config(directory)
+    return decoder_class(model.architecture)(model, world, CPU)
 
 
-def loaded_parts(directory: Path, place: RankPosition) -> dict[str, TensorShard]:
+def loaded_parts(directory: Path, place: RankPosition) -> dict[str, WeightShard]:
     decoder = decoder_at(directory, place)
-    parts = dict(decoder.parts())
-    load_weights(directory, parts, decoder.elsewhere(), lambda fraction: None)
+    parts = dict(decoder.weight_shards())
+    load_weights(directory, parts, decoder.ignored_weights(), lambda fraction: None)
     return parts
 
 
-def random_parts(directory: Path, place: RankPosition) -> dict[str, TensorShard]:
-    parts = dict(decoder_at(directory, place).parts())
+def random_parts(directory: Path, place: RankPosition) -> dict[str, WeightShard]:
+    parts = dict(decoder_at(directory, place).weight_shards())
     fill_random(parts, seed=4)
     return parts
 
@@ -59,8 +62,8 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: b
     unseen = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
     for rank in range(8):
         for name, part in fill(directory, place_of(directory, 2, 4, rank, shared_mlps)).items():
-            assert torch.equal(part.memory, whole[name][part.where]), (rank, name)
-            unseen[name][part.where] = 0.0
+            assert torch.equal(part.memory, whole[name][part.index]), (rank, name)
+            unseen[name][part.index] = 0.0
     assert not any(left.any() for left in unseen.values())
 
 

@@ -1,81 +1,48 @@
-"""Matrix products that the tensor shards of a stage share, and which part of the checkpoint's weights each needs.
+"""Linear layers split over the tensor shards of a stage.
 
-column parallel   each shard computes a run of the outputs, from all inputs
-row parallel      each shard has a run of the inputs; the shards' results are still to be added up
+column parallel   each shard computes a range of the outputs from all inputs
+row parallel      each shard has a range of the inputs; the shards' results are still to be summed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
-from pdserve.config.parallel import RankPosition
-from runner.loading.weights import TensorShard
-from runner.models.layers.linear import Linear
-from runner.placement import TensorPlacement
-
-Parts = Iterator[tuple[str, TensorShard]]  # by name in the checkpoint
+from runner.models.layers.context import ModelContext
+from runner.models.layers.weight_shard import ShardRange, WeightShards, prefixed
 
 
-class WeightRange(NamedTuple):
-    """What a shard has of a dimension."""
+class MergedColumnParallelLinear:
+    """Projections of the same inputs, merged into one product."""
 
-    size: int
-    whole: int
-    start: int
+    def __init__(self, context: ModelContext, in_features: int, outputs: dict[str, ShardRange], bias: bool) -> None:
+        """``outputs`` has this shard's outputs of each projection, by its name in the checkpoint."""
+        self._in_features, self._outputs = in_features, outputs
+        self._linear = context.linear(in_features, sum(output.size for output in outputs.values()), bias)
+        self.apply = self._linear.apply  # [tokens, in_features] → [tokens, sum of the outputs]
 
-    @classmethod
-    def of_shard(cls, whole: int, place: RankPosition) -> WeightRange:
-        """An even division."""
-        size = whole // place.split.tp
-        return cls(size, whole, place.shard * size)
+    def weight_shards(self) -> WeightShards:
+        first, inputs = 0, ShardRange.full(self._in_features)
+        for name, output in self._outputs.items():
+            yield from prefixed(f"{name}.", self._linear.weight_shards(first, output, inputs))
+            first += output.size
 
-
-class ColumnParallel:
-    """Products of the same inputs in one: ``runs`` has their outputs by the names that the checkpoint gives them."""
-
-    def __init__(self, in_features: int, runs: dict[str, WeightRange], bias: bool, place: TensorPlacement) -> None:
-        self._runs = runs
-        self._linear = Linear(in_features, sum(run.size for run in runs.values()), bias, place)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] → [tokens, sum of the runs]."""
-        return self._linear(x)
-
-    def parts(self) -> Parts:
-        sizes = [run.size for run in self._runs.values()]
-        weight, bias = self._linear.weight, self._linear.bias
-        for (name, run), memory in zip(self._runs.items(), torch.split(weight, sizes), strict=True):
-            yield f"{name}.weight", TensorShard(memory, (run.whole, weight.shape[1]), 0, run.start)
-        if bias is not None:
-            for (name, run), memory in zip(self._runs.items(), torch.split(bias, sizes), strict=True):
-                yield f"{name}.bias", TensorShard(memory, (run.whole,), 0, run.start)
-
-    def seal(self) -> None:
-        self._linear.seal()
+    def process_weights_after_loading(self) -> None:
+        self._linear.process_weights_after_loading()
 
 
-class RowParallel:
-    def __init__(
-        self, name: str, run: WeightRange, out_features: int, bias: bool, stage: RankPosition, place: TensorPlacement
-    ) -> None:
-        self._name, self._run, self._stage = name, run, stage
-        self._linear = Linear(run.size, out_features, bias, place)
+class RowParallelLinear:
+    """One projection, whose inputs are split."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, size of the run] → this shard's part of [tokens, out_features]; the norm that follows sums them."""
-        return self._linear(x)
+    def __init__(self, context: ModelContext, name: str, inputs: ShardRange, out_features: int, bias: bool) -> None:
+        """``name`` is the projection's name in the checkpoint."""
+        self._name, self._inputs, self._outputs = name, inputs, ShardRange.full(out_features)
+        self._is_first_shard = context.position.shard == 0
+        self._linear = context.linear(inputs.size, out_features, bias)
+        self.apply = self._linear.apply  # [tokens, inputs.size] → this shard's part of the sum [tokens, out_features]
 
-    def parts(self) -> Parts:
-        weight, bias = self._linear.weight, self._linear.bias
-        yield f"{self._name}.weight", TensorShard(weight, (weight.shape[0], self._run.whole), 1, self._run.start)
-        if bias is not None:
-            yield f"{self._name}.bias", TensorShard.whole(bias)
+    def weight_shards(self) -> WeightShards:
+        return prefixed(f"{self._name}.", self._linear.weight_shards(0, self._outputs, self._inputs))
 
-    def seal(self) -> None:
-        if self._linear.bias is not None and self._stage.shard > 0:
-            self._linear.bias.zero_()  # the sum shall have it once
-        self._linear.seal()
+    def process_weights_after_loading(self) -> None:
+        if self._linear.bias is not None and not self._is_first_shard:
+            self._linear.bias.zero_()  # the sum over shards must contain the bias once
+        self._linear.process_weights_after_loading()

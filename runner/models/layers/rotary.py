@@ -13,27 +13,26 @@ from torch import Tensor
 
 from pdserve.config.model_config import RopeConfig
 from runner.batch import RotaryCosSin
-from runner.placement import TensorPlacement
 
 
 class RotaryEmbedding:
-    """Angles for a batch of positions, in float32, shared by all layers of a step."""
+    """cos and sin of a step's positions, in float32."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, place: TensorPlacement) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
         self._rope = rope
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=place.device) / head_dim
+        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         inv_freq, self._attention_factor = inverse_frequencies(rope, head_dim)
         self.depends_on_length = rope.rope_type == "dynamic"
-        positions = torch.arange(0 if self.depends_on_length else max_positions, device=place.device)
+        positions = torch.arange(0 if self.depends_on_length else max_positions, device=device)
         # [max_positions, head_dim]: cos, then sin
-        self._table = torch.cat(self._cos_sin(positions, inv_freq.to(place.device)), dim=1)
+        self._table = torch.cat(self._cos_sin(positions, inv_freq.to(device)), dim=1)
 
-    def turn(self, positions: Tensor, lengths: Tensor | None) -> RotaryCosSin:
-        """cos and sin of positions [tokens] int64 or int32.
+    def __call__(self, positions: Tensor, lengths: Tensor | None) -> RotaryCosSin:
+        """Return cos and sin of positions [tokens] int64 or int32.
 
-        ``lengths`` [tokens] int64 is used by dynamic NTK alone: the length of the sequence when the token is first
-        computed, that is the prompt's length within a prompt and position + 1 after it. transformers does the same for
-        one sequence: it never turns cached keys again.
+        Only dynamic NTK uses ``lengths`` [tokens] int64: the sequence's length when the token is first computed, that
+        is the prompt's length within a prompt and position + 1 after it. transformers does the same for one sequence:
+        it never rotates cached keys again.
         """
         if self.depends_on_length:
             assert lengths is not None, "dynamic rope needs lengths"
@@ -42,12 +41,12 @@ class RotaryEmbedding:
         return RotaryCosSin(cos, sin)
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-        """Each [tokens, head_dim / 2], from inverse frequencies that broadcast against it."""
+        """Return both [tokens, head_dim / 2], from inverse frequencies that broadcast against them."""
         angles = positions[:, None].float() * inv_freq
         return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
-        """Inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
+        """Return inverse frequencies [tokens, head_dim / 2]: theta grows with the length beyond the trained one."""
         trained = self._rope.params["original_max_position_embeddings"]
         factor = self._rope.params["factor"]
         dim = 2 * self._exponents.shape[0]
@@ -58,7 +57,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] float32 and the factor that cos and sin are multiplied with."""
+    """Return inverse frequencies [head_dim / 2] float32 and the factor of cos and sin."""
     frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     inv_freq = 1.0 / frequencies
     if rope.rope_type == "linear":
@@ -72,12 +71,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
 
 
 def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Tensor:
-    """Low frequencies are interpolated by ``factor``, high ones kept, with a linear ramp between (eq. 23 ff.)."""
+    """Interpolate low frequencies by ``factor``, keep high ones, with a linear ramp between (eq. 23 ff.)."""
     dim = 2 * frequencies.shape[0]
     trained = params["original_max_position_embeddings"]
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns so many times within the trained length."""
+        """Return the dimension with so many rotations within the trained length."""
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension_of(params.get("beta_fast") or 32)
@@ -88,8 +87,8 @@ def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Ten
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    keep = 1 - ramp
-    return (1.0 / (params["factor"] * frequencies)) * (1 - keep) + (1.0 / frequencies) * keep
+    kept = 1 - ramp
+    return (1.0 / (params["factor"] * frequencies)) * (1 - kept) + (1.0 / frequencies) * kept
 
 
 def _yarn_attention_factor(params: Mapping[str, float]) -> float:
@@ -105,7 +104,7 @@ def _yarn_attention_factor(params: Mapping[str, float]) -> float:
 
 
 def _llama3(inv_freq: Tensor, params: Mapping[str, float]) -> Tensor:
-    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
+    """Stretch long wavelengths by ``factor``, keep short ones, blend those between."""
     factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
     trained = params["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / inv_freq

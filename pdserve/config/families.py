@@ -1,0 +1,69 @@
+"""The decoder families that nodes can run: one entry per architecture.
+
+An entry holds what the architecture's config.json means. It is free of torch, because the router, the oracle and
+``pdserve explain`` read configs, too. The layers are in ``runner/models``. docs/adding-a-model.md adds a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pdserve.config.config_fields import ConfigFields
+
+Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
+
+
+def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return no window for any layer."""
+    return (None,) * num_layers
+
+
+def same_window(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return ``sliding_window`` for all layers."""
+    return (fields.optional_integer("sliding_window"),) * num_layers
+
+
+def windows_by_layer_type(fields: ConfigFields, num_layers: int) -> Windows:
+    """Return Qwen's windows if ``use_sliding_window``: by ``layer_types``, else from ``max_window_layers`` on."""
+    if not fields.flag("use_sliding_window"):
+        return (None,) * num_layers
+    window = fields.optional_integer("sliding_window")
+    first = fields.get("max_window_layers", num_layers)
+    layer_types = fields.get("layer_types") or [
+        "sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+    if len(layer_types) != num_layers:
+        raise fields.error(f"has {len(layer_types)} layer_types for {num_layers} layers")
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise fields.error(f"has layer type {layer_type!r}; supported are full_attention and sliding_attention")
+    if window is None and "sliding_attention" in layer_types:
+        raise fields.error("has sliding_attention layers but no sliding_window")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
+    module: str  # runner.models.<module> has the class, named like the architecture
+    defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
+    windows: Callable[[ConfigFields, int], Windows] = full_attention
+    v2_by_default: bool = False  # figures show V2 exact and faster than V1
+
+
+FAMILIES: dict[str, DecoderFamily] = {
+    "LlamaForCausalLM": DecoderFamily(module="llama", v2_by_default=True),
+    "MistralForCausalLM": DecoderFamily(
+        module="mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=same_window,
+        v2_by_default=True,
+    ),
+    "Qwen3ForCausalLM": DecoderFamily(
+        module="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+        windows=windows_by_layer_type,
+        v2_by_default=True,
+    ),
+}

@@ -1,0 +1,34 @@
+"""What all layers of a rank's model are built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.config.model_config import ModelConfig
+from pdserve.config.parallel import RankPosition
+from runner.distributed.parallel_state import ParallelState
+from runner.models.layers.pointwise_ops import PointwiseOps, build_pointwise_ops
+from runner.models.quantization import LinearMethod, linear_method_class
+from runner.placement import TensorPlacement
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    config: ModelConfig  # of the whole model
+    parallel: ParallelState
+    placement: TensorPlacement
+    ops: PointwiseOps
+    linear_method: type[LinearMethod]  # of the checkpoint's weight format
+
+    @classmethod
+    def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
+        ops = build_pointwise_ops(config.rms_norm_eps, parallel, placement)
+        return cls(config, parallel, placement, ops, linear_method_class(config.weight_format))
+
+    @property
+    def position(self) -> RankPosition:
+        return self.parallel.place
+
+    def linear(self, in_features: int, out_features: int, bias: bool) -> LinearMethod:
+        """Create a linear layer of a rank in the checkpoint's weight format."""
+        return self.linear_method(in_features, out_features, bias, self.placement, self.config.quantization)

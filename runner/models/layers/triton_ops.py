@@ -1,0 +1,28 @@
+"""The operations between matrix products as Triton kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from runner.distributed.parallel_state import ParallelState
+from runner.kernels.activation import silu_and_mul
+from runner.kernels.norm import add_rms_norm, rms_norm
+
+
+class TritonPointwiseOps:
+    """Implements PointwiseOps."""
+
+    def __init__(self, eps: float, parallel: ParallelState) -> None:
+        self._eps, self._parallel = eps, parallel
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        kernel = self._parallel.kernel
+        if kernel is not None and kernel.takes(x):
+            return kernel(x, residual, weight, self._eps)
+        return add_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul(gate_up)

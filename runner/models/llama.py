@@ -1,0 +1,14 @@
+"""Llama: biases in attention and MLP where config.json says so."""
+
+from __future__ import annotations
+
+from runner.models.decoder import MLP, Attention, Decoder
+
+
+class LlamaForCausalLM(Decoder):
+    def make_attention(self, layer: int) -> Attention:
+        bias = self.config.attention_bias
+        return Attention(self.context, layer, qkv_bias=bias, out_bias=bias)
+
+    def make_mlp(self) -> MLP:
+        return MLP(self.context, bias=self.config.mlp_bias)

@@ -1,0 +1,15 @@
+"""Find the class of an architecture."""
+
+from __future__ import annotations
+
+import importlib
+
+from pdserve.config.families import FAMILIES
+from runner.models.decoder import Decoder
+
+
+def decoder_class(architecture: str) -> type[Decoder]:
+    """Import the architecture's class from the module that its entry in ``FAMILIES`` names."""
+    module = importlib.import_module(f"runner.models.{FAMILIES[architecture].module}")
+    decoder: type[Decoder] = getattr(module, architecture)
+    return decoder
