@@ -66,8 +66,8 @@ class Engine:
             match message:
                 case Submit():
                     self._scheduler.submit(message)
-                case StartRead():
-                    self._scheduler.reservations.start_read(message)
+                case StartRead(rid, epoch, remote_blocks, num_tokens, digests):
+                    self._scheduler.connector.start_read(rid, epoch, remote_blocks, num_tokens, digests)
                 case KVConfirmed(rid, outputs):
                     self._scheduler.kv_confirmed(rid, outputs)
                 case PrefillLocally(rid, outputs):
@@ -77,9 +77,9 @@ class Engine:
                 case FreeLease(rid):
                     self._scheduler.free_lease(rid)
                 case Connect(peer):
-                    self._scheduler.transfers.connect(peer)
+                    self._scheduler.connector.connect(peer)
                 case Disconnect(epoch):
-                    self._scheduler.transfers.disconnect(epoch)
+                    self._scheduler.connector.disconnect(epoch)
                 case Shutdown():
                     self._stopped = True
                 case Configure():

@@ -20,9 +20,10 @@ from engine.executor.build import assemble
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Heartbeat, Ready, Shutdown, StartFailed
+from engine.kv_cache.connector_scheduler import NullConnectorScheduler, PeerConnectorScheduler
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import ConnectorFactory, Scheduler
 from engine.scheduler.step_builder import FULL_STEP
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
@@ -67,7 +68,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
-    engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars), ranks, channel)
+    engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars, configure.agent), ranks, channel)
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
@@ -89,7 +90,10 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
-def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers) -> Scheduler:
+def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, agent: str) -> Scheduler:
+    connector: ConnectorFactory = NullConnectorScheduler
+    if agent:
+        connector = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -99,7 +103,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers) -
         max_waiting=config.max_waiting,
         stages=config.split.pp,
         eos_token_ids=config.model.eos_token_ids,
-        kv_checksum=config.kv_checksum,
+        connector=connector,
         grammars=grammars,
         clock=time.monotonic,
     )

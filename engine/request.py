@@ -37,8 +37,6 @@ class Request:
     queued: float = 0.0  # seconds that it has waited for blocks, and a step to compute its prompt in
     sequences: dict[int, Sequence] = field(default_factory=dict)
     branches: dict[int, array[int]] = field(default_factory=dict)  # output of each choice without KV yet
-    announced: int = 0  # leading blocks that the peer needs no more word of: leased to it on P, asked for on D
-    reads: set[int] = field(default_factory=set)  # in flight for it
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice, once it has ``min_tokens``
     num_scored: int = 1  # tokens of the prompt whose log-probabilities were told, if asked for; the first has none
     grammar: Grammar | None = None  # that of its sampling parameters, compiled
@@ -97,6 +95,19 @@ class Sequence:
         self.length = len(self.token_ids)
         self.decode = ScheduledSequence(self.seq, 1, 1)
         self.for_peer = self.request.mode is Mode.LEASE
+
+    @property
+    def rid(self) -> int:
+        return self.request.rid
+
+    @property
+    def from_peer(self) -> bool:
+        """Whether a peer computes the prompt and this node reads its KV."""
+        return self.request.mode is Mode.HANDOFF
+
+    @property
+    def skip_tokens(self) -> int:
+        return self.request.skip_tokens
 
     @property
     def num_outputs(self) -> int:

@@ -47,24 +47,14 @@ class ThroughputMeter:
     def __init__(self) -> None:
         self._prompts = LineFit(_KEEP)
         self._decodes = LineFit(_KEEP_DECODES)
-        self._reads = LineFit(_KEEP)
-        self._throughput: Throughput | None = None
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
         """A step has ended that computed so many tokens of prompts, and went on with so many sequences."""
-        self._throughput = None
         if prompt_tokens:
             self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
         else:
             self._decodes.add(decodes, seconds)
 
-    def add_read(self, num_tokens: int, seconds: float) -> None:
-        """KV of so many tokens has been read."""
-        self._throughput = None
-        self._reads.add(num_tokens, seconds)
-
-    @property
-    def throughput(self) -> Throughput:
-        if self._throughput is None:
-            self._throughput = Throughput(self._prompts.line, self._decodes.line, self._reads.line)
-        return self._throughput
+    def throughput(self, read: LinearCost) -> Throughput:
+        """Return the measured costs of steps, with those of KV reads."""
+        return Throughput(self._prompts.line, self._decodes.line, read)

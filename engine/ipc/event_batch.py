@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.ipc.kv_events import KVEvents
 from engine.ipc.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Scored, Status
-from pdserve.records import KVConnectorOutput
 from pdserve.transports import Connected
 
 
@@ -41,13 +40,8 @@ class EventBatch:
     def refuse(self, rid: int, kind: str, text: str) -> None:
         self.refused.append(Refused(rid, kind, text))
 
-    def peers_changed(self, news: KVConnectorOutput) -> None:
-        self.connected += news.connected
-        self.failed_peers += news.failed_peers
-
-    def take(self, status: Status, cache: KVEvents) -> Batch:
+    def take(self, status: Status, cached: Collection[bytes], evicted: Collection[bytes]) -> Batch:
         """All of it as one message, with what has changed in the cache; the report is empty afterwards."""
-        cached, evicted = cache.take() if cache else ((), ())
         batch = Batch(
             status=status,
             scored=tuple(self.scored),

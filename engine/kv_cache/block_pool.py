@@ -42,7 +42,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free and cached, least recently used first
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self.changes = KVEvents()
+        self.events = KVEvents()
 
     @property
     def total(self) -> int:
@@ -122,12 +122,12 @@ class BlockPool:
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
-            self.changes.add(digest)
+            self.events.add(digest)
 
     def _forget(self, block: int) -> None:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
-        self.changes.remove(digest)
+        self.events.remove(digest)
 
     def _add_user(self, block: int, use: Use) -> None:
         self._users[use][block] += 1

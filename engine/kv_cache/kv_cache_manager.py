@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from engine.ipc.messages import Leased
 from engine.kv_cache.block_pool import BlockPool, Use
-from engine.kv_cache.kv_transfers import KVTransfers
 from engine.request import Sequence
+from pdserve.protocols import KVConnectorScheduler
 
 
 class KVCacheManager:
     """Who of the sequences holds which blocks of the pool."""
 
-    def __init__(self, pool: BlockPool, transfers: KVTransfers, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, connector: KVConnectorScheduler, block_size: int) -> None:
         self._pool = pool
-        self._transfers = transfers
+        self._connector = connector
         self._block_size = block_size
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -81,27 +80,10 @@ class KVCacheManager:
     def give_back(self, sequence: Sequence) -> None:
         """Its blocks are free again, but for those a transfer may still write to. No step in flight may include it."""
         assert not sequence.in_flight, f"sequence {sequence.seq} gives blocks back that a step still writes to"
-        quarantined = {block for read in sequence.request.reads for block in self._transfers.abandon(read)}
-        sequence.request.reads.clear()
+        quarantined = self._connector.abandon_load(sequence)
         self._pool.drop([block for block in sequence.blocks if block not in quarantined], Use.HELD)
         sequence.blocks = []
         sequence.num_computed = sequence.num_launched = sequence.room = 0
-
-    def lease(self, sequence: Sequence) -> Leased | None:
-        """Keep for a peer what it lacks and can read by now: full blocks, and with the prompt's end the rest.
-
-        None where that is nothing.
-        """
-        request, size = sequence.request, self._block_size
-        start = max(request.announced, request.skip_tokens // size)
-        complete = sequence.num_computed >= sequence.prompt_len
-        end = self.blocks_for(sequence.prompt_len) if complete else sequence.num_computed // size
-        if end <= start:
-            return None
-        request.announced = end
-        leased = sequence.blocks[start:end]
-        self._transfers.lease(request.rid, leased)
-        return Leased(request.rid, tuple(leased), sequence.prompt_len if complete else end * size)
 
     def _find(self, sequence: Sequence) -> tuple[list[int], int] | None:
         """The blocks of its cached prefix, and how many more it needs; None if there are too few."""

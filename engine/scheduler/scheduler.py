@@ -25,11 +25,9 @@ import msgspec
 
 from engine.ipc.event_batch import EventBatch
 from engine.ipc.messages import Batch, Mode, Outputs, Scored, Status, Submit, Totals
-from engine.kv_cache.block_digests import Announcements, BlockDigests
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.connector_scheduler import NullConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.kv_cache.kv_receives import KVReceives
-from engine.kv_cache.kv_transfers import KVTransfers
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.grammar_constraints import GrammarConstraints
@@ -38,7 +36,10 @@ from engine.scheduler.microbatch import StepSequences, StepsInFlight
 from engine.scheduler.step_builder import StepBuilder
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.throughput_meter import ThroughputMeter
+from pdserve.protocols import KVConnectorScheduler
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+
+ConnectorFactory = Callable[[BlockPool, EventBatch, int], KVConnectorScheduler]  # the last is the block size
 
 _LOOKS_PER_STEP = 8  # prompts in the queue that are looked up in the cache while the device computes
 
@@ -61,7 +62,7 @@ class Scheduler:
         max_waiting: int,
         stages: int = 1,
         eos_token_ids: Collection[int] = (),
-        kv_checksum: bool = False,
+        connector: ConnectorFactory = NullConnectorScheduler,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -75,16 +76,13 @@ class Scheduler:
         self.report = EventBatch()
         self.totals = Totals()
         self.meter = ThroughputMeter()
-        self.transfers = KVTransfers(self.pool)
-        self._kv = KVCacheManager(self.pool, self.transfers, block_size)
+        self.connector = connector(self.pool, self.report, block_size)
+        self._kv = KVCacheManager(self.pool, self.connector, block_size)
         self._constraints = GrammarConstraints(grammars, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.report)
         self._requests: dict[int, Request] = {}
         self._waiting = WaitingQueue()
-        self._digests = BlockDigests(block_size)
-        checks = self._digests if kv_checksum else None
-        self._announcements = Announcements(self.report, checks)
-        self.reservations = KVReceives(self.transfers, self.report, self.meter, checks, block_size)
+        self._loading: dict[int, Sequence] = {}  # by rid: blocks are held, the connector loads the prompt
         self._running: dict[int, Sequence] = {}  # by seq, in order of admission
         self._in_flight = StepsInFlight(stages)
         self._prompts: list[Sequence] = []  # that were being computed when the latest step was planned
@@ -118,12 +116,11 @@ class Scheduler:
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """The KV that was read is P's, unchanged: decode on it, behind the tokens that P has sampled."""
-        sequence = self.reservations.pop(rid)
+        sequence = self._loading.pop(rid, None)
         if sequence is None:
             return
         request = sequence.request
-        assert not request.reads, "KV was confirmed before all reads had ended"
-        assert request.announced == self._kv.blocks_for(sequence.prompt_len), "KV was confirmed before all was read"
+        self.connector.finish_load(sequence)
         request.mode = Mode.LOCAL
         self._kv.received(sequence)
         self._running[sequence.seq] = sequence
@@ -132,7 +129,7 @@ class Scheduler:
 
     def prefill_locally(self, rid: int, outputs: Outputs) -> None:
         """Give up the handoff: drop what was read and compute the prompt here, ahead of the queue."""
-        sequence = self.reservations.pop(rid)
+        sequence = self._loading.pop(rid, None)
         if sequence is None:
             return
         request = sequence.request
@@ -153,7 +150,7 @@ class Scheduler:
     def free_lease(self, rid: int) -> None:
         """No peer reads these blocks any more, nor waits for what would follow."""
         self.cancel(rid)
-        self.transfers.free_lease(rid)
+        self.connector.free_lease(rid)
         self.report.status_changed = True
 
     # ------------------------------------------------------------ a step
@@ -161,7 +158,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True when ``plan`` would have nothing for the runner or the connector, until a command or a result comes."""
-        orders = self._forgotten or self.transfers.has_orders or self._digests.has_orders
+        orders = self._forgotten or self.connector.has_orders
         runs = any(not sequence.blocked for sequence in self._running.values())
         return not (runs or orders or (self._head is not None and self._kv.fits(self._head)))
 
@@ -174,11 +171,12 @@ class Scheduler:
             self._admit(draft)
         self._in_flight.add(self._num_plans, draft.participants)
         finished, self._forgotten = tuple(self._forgotten), []
-        return draft.plan(finished, self.transfers.take_orders(), self._digests.take_orders())
+        return draft.plan(finished, self.connector.take_orders(), self.connector.take_digest_orders())
 
     def prepare(self) -> None:
         """Use the time while the device computes, or KV is read: work that would otherwise delay the next token."""
-        for sequence in chain(self._in_flight.newest_prompts, self.reservations.take_started()):
+        loading = (self._loading[rid] for rid in self.connector.take_started() if rid in self._loading)
+        for sequence in chain(self._in_flight.newest_prompts, loading):
             self._kv.prepare(sequence)
         for sequence in islice((s for s in self._waiting if s.expected < 0), _LOOKS_PER_STEP):
             self._kv.look(sequence)
@@ -190,21 +188,26 @@ class Scheduler:
             self._apply_step(plan.scheduled, output.step.samples, seconds)
             self.totals.steps += 1
             self.totals.step_seconds += seconds
-        self._digests.arrived(output.step.digests)
-        self.reservations.reads_ended(output.connector.finished_recving)
-        self.report.peers_changed(output.connector)
+        self.connector.update(output)
         self._constraints.order()
 
     def take_report(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
         self.totals.sampled_tokens += sum(output.sample is not None for output in self.report.outputs)
-        return self.report.take(self.status(), self.pool.changes) if self.report else None
+        return self.report.take(self.status(), *self.connector.take_events()) if self.report else None
 
     def status(self) -> Status:
         num_waiting = len(self._waiting) + self._constraints.num_waiting
-        requests = num_waiting, len(self.reservations), len(self._running)
+        requests = num_waiting, len(self._loading), len(self._running)
         totals = msgspec.structs.replace(self.totals)
-        return Status(*self.pool.counts, self.pool.total, *requests, totals, self._backlog(), self.meter.throughput)
+        return Status(
+            *self.pool.counts,
+            self.pool.total,
+            *requests,
+            totals,
+            self._backlog(),
+            self.meter.throughput(self.connector.load_cost),
+        )
 
     def _backlog(self) -> int:
         """Prompt tokens to be computed here; what is cached of those that wait is known once somebody has looked."""
@@ -274,7 +277,7 @@ class Scheduler:
     @property
     def _head(self) -> Sequence | None:
         """Who is to be admitted next; None while nobody waits that could go on, or as many run as may."""
-        seats = self._max_num_seqs - len(self._running) - len(self.reservations)
+        seats = self._max_num_seqs - len(self._running) - len(self._loading)
         head = self._waiting.head if seats > 0 else None
         return None if head is None or head.blocked else head
 
@@ -282,16 +285,17 @@ class Scheduler:
         """Give blocks to waiting sequences in their order, while there is room. Those of a handoff compute nothing."""
         while (sequence := self._head) is not None:
             request = sequence.request
-            handoff = request.mode is Mode.HANDOFF
-            if not (handoff or draft.takes_prompts) or not self._kv.allocate(sequence):
+            loads = self.connector.loadable(sequence) > 0
+            if not (loads or draft.takes_prompts) or not self._kv.allocate(sequence):
                 return
             self._waiting.remove(sequence)
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
                 self.totals.prefix_cached_tokens += sequence.num_computed
                 self.totals.admitted_prompt_tokens += sequence.prompt_len
-            if handoff:
-                self.reservations.add(sequence)
+            if loads:
+                self._loading[request.rid] = sequence
+                self.connector.load(sequence)
             else:
                 if not sequence.num_outputs:
                     request.queued += self._clock() - request.waits_since
@@ -340,8 +344,7 @@ class Scheduler:
     def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
         """More of a prompt is there; ``samples`` are empty unless this was its end."""
         goes_on = not samples or self._take_samples(sequence, samples)
-        if sequence.for_peer and (leased := self._kv.lease(sequence)) is not None:
-            self._announcements.add(leased)
+        self.connector.computed(sequence)
         self._branch(sequence)
         if not goes_on:
             self._finish(sequence)
@@ -372,7 +375,7 @@ class Scheduler:
         request = sequence.request
         if self._running.pop(sequence.seq, None) is not None:
             self._forget_in_runner(sequence)
-        elif self.reservations.pop(request.rid) is None:
+        elif self._loading.pop(request.rid, None) is None:
             self._waiting.remove(sequence)
         sequence.ended = True
         self._let_go(sequence)

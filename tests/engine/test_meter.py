@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.throughput_meter import LineFit, ThroughputMeter
-from pdserve.throughput import Throughput
+from pdserve.throughput import LinearCost, Throughput
 
 
 @given(
@@ -50,13 +50,12 @@ def test_it_follows_a_change() -> None:
 
 def test_prompts_decodes_and_reads_are_told_apart() -> None:
     meter = ThroughputMeter()
-    assert meter.throughput == Throughput()
+    assert meter.throughput(LinearCost()) == Throughput()
     for count in range(1, 40):
         meter.add_step(count, 0, 0.005 + 0.001 * count)
-        meter.add_read(count * 100, 0.002 + count * 1e-3)
     for count in range(100, 4000, 100):
         meter.add_step(3, count, 0.010 + 3 * 0.001 + count * 1e-4)
-    throughput = meter.throughput
+    throughput = meter.throughput(LinearCost(0.002, 1e-5))
     assert (throughput.decode.base, throughput.decode.slope) == pytest.approx((0.005, 0.001))
     assert (throughput.prompt.base, throughput.prompt.slope) == pytest.approx((0.010, 1e-4))
-    assert (throughput.read.base, throughput.read.slope) == pytest.approx((0.002, 1e-5))
+    assert (throughput.read.base, throughput.read.slope) == (0.002, 1e-5)

@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from engine.executor.rank import Rank
 from engine.ipc.channel import Channel
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, RankKV, SamplingParams
@@ -57,7 +59,7 @@ class Node:
             full_step=full_step,
             max_waiting=100,
             stages=stages,
-            kv_checksum=kv_checksum,
+            connector=partial(PeerConnectorScheduler, checksum=kv_checksum),
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages)

@@ -1,0 +1,75 @@
+"""Scheduler side of the KV connector; loads and leases in full are in test_scheduler.py and test_lease_protocol.py."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from toy_node import BLOCK, Node
+
+from engine.ipc.event_batch import EventBatch
+from engine.ipc.messages import Batch, Mode, Submit
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.connector_scheduler import NullConnectorScheduler, PeerConnectorScheduler
+from engine.scheduler.scheduler import Scheduler
+from pdserve.protocols import KVConnectorScheduler
+from pdserve.records import (
+    NO_ORDERS,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    Peer,
+    ReadResult,
+    SamplingParams,
+    StepOutput,
+)
+from pdserve.throughput import LinearCost
+
+
+def test_both_implementations_satisfy_the_protocol() -> None:
+    for kind in (NullConnectorScheduler, PeerConnectorScheduler):
+        connector: KVConnectorScheduler = kind(BlockPool(4), EventBatch(), BLOCK)
+        assert connector.load_cost == LinearCost()
+        assert (connector.has_orders, connector.take_orders()) == (False, NO_ORDERS)
+
+
+def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
+    scheduler = Scheduler(
+        num_blocks=8, block_size=BLOCK, max_num_seqs=2, max_batch_tokens=32, full_step=16, max_waiting=2
+    )
+    prompt = array("I", range(10)).tobytes()
+    scheduler.submit(Submit(1, prompt, SamplingParams(max_tokens=1), Mode.HANDOFF))
+    plan = scheduler.plan()
+    assert [(each.num_tokens, each.num_samples) for each in plan.scheduled] == [(10, 1)]
+
+
+def load(node: Node, rid: int, num_tokens: int) -> None:
+    """Reserve blocks for a prompt that a peer computes."""
+    node.submit(rid, list(range(num_tokens)), SamplingParams(max_tokens=2), Mode.HANDOFF)
+    reserved: list[Batch] = [node.turn()]
+    assert [each.rid for each in reserved[0].reserved] == [rid]
+
+
+def test_loads_are_measured_as_the_cost_of_tokens() -> None:
+    node = Node(64, 1)
+    connector = node.scheduler.connector
+    assert connector.load_cost == LinearCost()
+    load(node, 1, 10 * BLOCK)
+    connector.start_read(1, "epoch", tuple(range(8)), 8 * BLOCK, ())
+    (order,) = connector.take_orders().reads
+    result = ReadResult(order.read_id, seconds=0.5)
+    connector.update(ModelRunnerOutput(StepOutput(0), KVConnectorOutput((result,))))
+    assert connector.load_cost.at(8 * BLOCK) == pytest.approx(0.5)
+    assert node.scheduler.status().throughput.read == connector.load_cost
+    node.close()
+
+
+def test_orders_are_taken_once() -> None:
+    connector = PeerConnectorScheduler(BlockPool(4), EventBatch(), BLOCK)
+    peer = Peer("p", "epoch", ())
+    connector.connect(peer)
+    connector.disconnect("earlier")
+    assert connector.has_orders
+    orders = connector.take_orders()
+    assert (orders.connect, orders.disconnect, orders.reads) == ((peer,), ("earlier",), ())
+    assert not connector.has_orders
+    assert connector.take_orders() is NO_ORDERS
