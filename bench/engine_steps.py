@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.frontend.engine_client import EngineClient, Event
-from engine.ipc.messages import Mode, Output, RankPlacement, Refused, Submit
+from engine.ipc.messages import Mode, RankPlacement, Refused, Submit
 from pdserve.config.device import detect_devices
 from pdserve.config.flags import add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
-from pdserve.records import SamplingParams
+from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.request_cost import HANDOFF
 
 PROMPT = 64  # tokens in front of decode steps
@@ -46,6 +46,29 @@ SHORT = 8  # tokens of the shorter of the two runs that a decode step is the dif
 class Run(NamedTuple):
     seconds: float
     host: float  # seconds per step that the step loop worked, after the first tokens of each request
+
+
+class RunOutputs:
+    """Handles the events of a run's requests: counts tokens, and notes the engine's totals once all of them decode."""
+
+    def __init__(self, engine: EngineClient, batch: int) -> None:
+        self.done = asyncio.Event()
+        self.decoding = engine.status.totals
+        self._engine = engine
+        self._batch = self._remaining = batch
+        self._tokens = 0
+
+    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        self._tokens += 1
+        self._remaining -= finish is not None
+        if self._tokens == SHORT * self._batch:
+            self.decoding = self._engine.status.totals
+        if not self._remaining:
+            self.done.set()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Refused):
+            raise RuntimeError(event.message)
 
 
 class Bench:
@@ -60,27 +83,14 @@ class Bench:
         """Have ``batch`` requests with ``prompt`` random tokens generate ``output`` tokens each."""
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
-        done = asyncio.Event()
-        remaining, tokens, decoding = batch, 0, self._engine.status.totals
-
-        def on_event(event: Event) -> None:
-            nonlocal remaining, tokens, decoding
-            if isinstance(event, Refused):
-                raise RuntimeError(event.message)
-            if isinstance(event, Output):
-                tokens += 1
-                remaining -= event.finish is not None
-            if tokens == SHORT * batch:
-                decoding = self._engine.status.totals
-            if not remaining:
-                done.set()
-
+        outputs = RunOutputs(self._engine, batch)
         start = time.perf_counter()
         for prompt_ids in prompts:
-            self._engine.send(Submit(self._engine.open(on_event), prompt_ids.tobytes(), sampling, Mode.LOCAL))
-        await done.wait()
+            self._engine.send(Submit(self._engine.open(outputs), prompt_ids.tobytes(), sampling, Mode.LOCAL))
+        await outputs.done.wait()
         seconds, last = time.perf_counter() - start, self._engine.status.totals
-        return Run(seconds, (last.host_seconds - decoding.host_seconds) / max(last.steps - decoding.steps, 1))
+        first = outputs.decoding
+        return Run(seconds, (last.host_seconds - first.host_seconds) / max(last.steps - first.steps, 1))
 
     async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Run:
         """A step, and the host's work in it."""

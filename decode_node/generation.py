@@ -9,10 +9,10 @@ from typing import Protocol
 
 from decode_node.request_trace import Outcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
-from engine.ipc.messages import Cancel, Mode, Output, ReadEnded, Refused, Reserved, Scored, Submit
-from pdserve.errors import DeadlineExceeded, NodeError, PdserveError
+from engine.ipc.messages import Cancel, Mode, Prefilled, ReadEnded, Refused, Reserved, Scored, Submit
+from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import FinishReason, Sample, SamplingParams
+from pdserve.records import FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
 from pdserve.stopping import finish_reason
@@ -63,12 +63,13 @@ class NodeGeneration:
         self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
         self.handoff: HandoffSide | None = None  # to be set before it is submitted as one
-        self.rid = engine.open(self._on_event)
+        self.rid = engine.open(self)
         loop = asyncio.get_running_loop()
         self._engine = engine
         self._sink = sink
         self._on_end = on_end
-        self._fresh = True  # the engine has brought nothing yet
+        self._fresh = True  # the engine has sent no token yet
+        self._prefilled = Prefilled(self.rid, 0, 0.0)  # as long as the engine has not computed the prompt
         self._choices = set(self.resume or range(sampling.n))  # that go on
         self._timer = loop.call_later(self.timeout, self._on_deadline) if self.timeout else None
         self._until = time.monotonic() + self.timeout
@@ -100,7 +101,7 @@ class NodeGeneration:
     ) -> None:
         """Forward what P has sampled, the ``number``-th token of a choice; one that ends with it ends here."""
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
-        self._emit(choice, sample, reason, cached_tokens)
+        self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens)
 
     def fail(self, error: PdserveError) -> None:
         """End it with an error, here and in the engine."""
@@ -117,17 +118,18 @@ class NodeGeneration:
             self._engine.send(Cancel(self.rid))
             self._end(Outcome.CANCELLED if self.error is None else Outcome.FAILED)
 
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, Output):  # once per token, so ahead of the match, which costs more
-            if event.finish is FinishReason.ERROR or event.finish is FinishReason.ABORT:
-                self.fail(NodeError("the engine gave up this request"))
-            else:
-                if self._fresh:
-                    self._fresh = False
-                    self.trace.on_output(event.queued)
-                self._emit(event.choice, event.sample, event.finish, event.cached_tokens)
-            return
+    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        cached_tokens = 0
+        if self._fresh:
+            self._fresh = False
+            self.trace.on_output(self._prefilled.queued)
+            cached_tokens = self._prefilled.cached_tokens
+        self._emit(choice, token_id, logprobs, finish, cached_tokens)
+
+    def on_event(self, event: Event) -> None:
         match event:
+            case Prefilled():
+                self._prefilled = event
             case Scored(_, found):
                 output = self._sink.add(self.number, len(found.table))
                 output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(found))
@@ -138,16 +140,22 @@ class NodeGeneration:
             case Refused():
                 self.fail(error_of(event))
 
-    def _emit(self, choice: int, sample: Sample | None, finish: FinishReason | None, cached_tokens: int) -> None:
+    def _emit(
+        self,
+        choice: int,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        finish: FinishReason | None,
+        cached_tokens: int,
+    ) -> None:
         if choice not in self._choices:
             return
         output = self._sink.add(self.number)
         if choice:
             output.choice = choice
-        if sample is not None:
-            output.token_id, output.has_token = sample.token_id, True
-            if sample.logprobs is not None:
-                output.logprobs.CopyFrom(logprobs_to_pb(sample.logprobs))
+        output.token_id, output.has_token = token_id, True
+        if logprobs is not None:
+            output.logprobs.CopyFrom(logprobs_to_pb(logprobs))
         if cached_tokens:
             output.cached_tokens = cached_tokens
         if finish is not None:

@@ -86,6 +86,6 @@ class Engine:
                     raise AssertionError("a running engine cannot be configured again")
 
     def _emit(self) -> None:
-        report = self._scheduler.take_report()
-        if report is not None:
-            self._channel.send(report)
+        batch = self._scheduler.take_events()
+        if batch is not None:
+            self._channel.send(batch)

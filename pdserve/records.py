@@ -17,12 +17,10 @@ TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. ``STOP`` and ``LENGTH`` are OpenAI's words; the rest never reach a client as such."""
+    """Why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 MAX_PROMPT_LOGPROBS = 20

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.frontend.engine_client import EngineClient, Event, error_of
-from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, Output, Refused, Submit
+from engine.ipc.messages import Cancel, DecodeAheadEnded, FreeLease, Leased, Mode, Prefilled, Refused, Submit
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
-from pdserve.records import Sample, SamplingParams
+from pdserve.records import FinishReason, Sample, SamplingParams, TokenLogprobs
 from prefill_node.leases import LeaseState, LeaseTable
 from prefill_node.prefill_trace import PrefillTrace
 
@@ -53,7 +53,7 @@ class PendingPrefill:
     ) -> None:
         self._engine = engine
         self._leases = leases
-        self.rid = engine.open(self._on_event)
+        self.rid = engine.open(self)
         self.num_tokens = num_tokens
         self.samples: list[Sample] = []  # by choice, while the prompt is computed
         self.cached_tokens = 0
@@ -95,23 +95,25 @@ class PendingPrefill:
         self._leases.hang_up(self.rid)
         self._settled()
 
-    def _on_event(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         match event:
-            case Output():
-                self._on_output(event)
+            case Prefilled(_, self.cached_tokens, self.queued):
+                pass
+            case DecodeAheadEnded():
+                self._goes_ahead = False
+                self._settled()
             case Leased() if self._leases.announce(self.rid, event.num_tokens == self.num_tokens):
                 self._on_part(event)
             case Refused() if not self.complete:  # else only what would follow is missing, which nobody relies on
                 self._fail(error_of(event))
 
-    def _on_output(self, output: Output) -> None:
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self.queued = max(self.queued, output.queued)
-        self._goes_ahead = output.finish is None
-        if output.sample is not None and self.complete:
-            self._listener.on_token(output.sample)
-        elif output.sample is not None:
-            self.samples.append(output.sample)
+    def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
+        sample = Sample(token_id, logprobs)
+        self._goes_ahead = finish is None
+        if self.complete:
+            self._listener.on_token(sample)
+        else:
+            self.samples.append(sample)
         self._settled()
 
     def _settled(self) -> None:

@@ -85,12 +85,11 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         taken = pipeline.take(plan)
         if taken is not None:
             scheduler.apply(*taken)
-        report = scheduler.take_report()
-        for output in report.outputs if report is not None else ():
-            assert output.sample is not None
-            outputs[output.rid, output.choice].append(output.sample)
-            if output.choice == 0 and len(outputs[output.rid, 0]) == requests[output.rid].cancelled_after:
-                scheduler.cancel(output.rid)
+        batch = scheduler.take_events()
+        for rid, choice, token_id, _, logprobs in batch.outputs.rows() if batch is not None else ():
+            outputs[rid, choice].append(Sample(token_id, logprobs))
+            if choice == 0 and len(outputs[rid, 0]) == requests[rid].cancelled_after:
+                scheduler.cancel(rid)
         turns += 1
     assert scheduler.status().free == scheduler.status().total
     return dict(outputs)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -26,10 +27,11 @@ from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import (
     Batch,
     Configure,
+    DecodeAheadEnded,
     FromEngine,
     Heartbeat,
     Leased,
-    Output,
+    Prefilled,
     Progress,
     RankPlacement,
     ReadEnded,
@@ -48,14 +50,23 @@ from pdserve import errors
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.logs import chosen_format, message_of, relayed_line
-from pdserve.records import RankKV
+from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
 
-Event = Output | Scored | Reserved | Refused | ReadEnded | Leased
-Handler = Callable[[Event], None]
+Event = Prefilled | Scored | Reserved | Refused | ReadEnded | Leased | DecodeAheadEnded
 
 _LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
+
+
+class RequestHandler(Protocol):
+    """Receives the output tokens and other events of one request."""
+
+    def on_token(
+        self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None
+    ) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
 
 
 class EngineClient:
@@ -63,7 +74,7 @@ class EngineClient:
 
     def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement) -> None:
         self._configure = Configure(config, agent, placement)
-        self._handlers: dict[int, Handler] = {}
+        self._handlers: dict[int, RequestHandler] = {}
         self._rids = itertools.count(1)
         self._process: asyncio.subprocess.Process | None = None
         self._transport: asyncio.Transport | None = None
@@ -125,7 +136,7 @@ class EngineClient:
 
     # ------------------------------------------------------------ requests
 
-    def open(self, handler: Handler) -> int:
+    def open(self, handler: RequestHandler) -> int:
         """Return a new request id, whose events go to ``handler``."""
         rid = next(self._rids)
         self._handlers[rid] = handler
@@ -149,7 +160,7 @@ class EngineClient:
     def refuse_all(self, error: PdserveError) -> None:
         """Fail all open requests: the engine does not answer."""
         for rid, handler in list(self._handlers.items()):
-            handler(Refused(rid, type(error).__name__, str(error)))
+            handler.on_event(Refused(rid, type(error).__name__, str(error)))
 
     # ------------------------------------------------------------ events
 
@@ -171,16 +182,20 @@ class EngineClient:
         self.on_batch(batch)
         for read in batch.reads:
             self.on_read(read)
-        events: Iterable[Event] = itertools.chain(
-            batch.reserved, batch.refused, batch.reads, batch.scored, batch.outputs, batch.leased
-        )
-        for event in events:
-            if (handler := self._handlers.get(event.rid)) is not None:  # else it was closed meanwhile
-                handler(event)
+        self._dispatch_events(batch.reserved, batch.refused, batch.reads, batch.scored, batch.prefilled)
+        for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
+            if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile
+                handler.on_token(choice, token_id, finish, logprobs)
+        self._dispatch_events(batch.decode_ahead_ended, batch.leased)
         for connection in batch.connected:
             self.on_connected(connection)
         for epoch, reason in batch.failed_peers:
             self.on_failed_peer(epoch, reason)
+
+    def _dispatch_events(self, *columns: Iterable[Event]) -> None:
+        for event in itertools.chain.from_iterable(columns):
+            if (handler := self._handlers.get(event.rid)) is not None:  # else it was closed meanwhile
+                handler.on_event(event)
 
     def _socket_ended(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -1,65 +1,116 @@
-"""Collects what one turn of the step loop has to tell the front."""
+"""Collects the events of one pass of the step loop, for one message to the front."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-from engine.ipc.messages import Batch, Leased, Output, ReadEnded, Refused, Reserved, Scored, Status
+from engine.ipc.messages import (
+    Batch,
+    DecodeAheadEnded,
+    Leased,
+    OutputTokens,
+    Prefilled,
+    ReadEnded,
+    Refused,
+    Reserved,
+    Scored,
+    Status,
+)
+from pdserve.records import FinishReason, Sample, TokenLogprobs
 from pdserve.transports import Connected
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _OutputColumns:
+    """The columns of OutputTokens, growing."""
+
+    rids: list[int] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    finish: dict[int, FinishReason] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class EventBatch:
-    """Filled by the scheduler during a turn, then sent as one message."""
+    """Filled by the scheduler during a pass, then sent as one message."""
 
     scored: list[Scored] = field(default_factory=list)
-    outputs: list[Output] = field(default_factory=list)
+    prefilled: list[Prefilled] = field(default_factory=list)
+    decode_ahead_ended: list[DecodeAheadEnded] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     reads: list[ReadEnded] = field(default_factory=list)
     leased: list[Leased] = field(default_factory=list)
     connected: list[Connected] = field(default_factory=list)
     failed_peers: list[tuple[str, str]] = field(default_factory=list)
-    status_changed: bool = False  # blocks came or went, though nobody has to be told of a request
+    status_changed: bool = False  # the status alone is worth a message: blocks came or went
+    _outputs: _OutputColumns = field(default_factory=_OutputColumns)
 
     def __bool__(self) -> bool:
         return bool(
-            self.outputs
+            self._outputs.rids
+            or self.status_changed
             or self.scored
+            or self.decode_ahead_ended
             or self.reserved
             or self.refused
             or self.reads
             or self.leased
             or self.connected
             or self.failed_peers
-            or self.status_changed
         )
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self._outputs.rids)
+
+    def add_output(self, rid: int, choice: int, sample: Sample, finish: FinishReason | None) -> None:
+        outputs = self._outputs
+        if finish is not None:
+            outputs.finish[len(outputs.rids)] = finish
+        if sample.logprobs is not None:
+            outputs.logprobs[len(outputs.rids)] = sample.logprobs
+        outputs.rids.append(rid)
+        outputs.choices.append(choice)
+        outputs.token_ids.append(sample.token_id)
 
     def refuse(self, rid: int, kind: str, text: str) -> None:
         self.refused.append(Refused(rid, kind, text))
 
     def take(self, status: Status, cached: Collection[bytes], evicted: Collection[bytes]) -> Batch:
-        """All of it as one message, with what has changed in the cache; the report is empty afterwards."""
-        batch = Batch(
-            status=status,
-            scored=tuple(self.scored),
-            outputs=tuple(self.outputs),
-            reserved=tuple(self.reserved),
-            refused=tuple(self.refused),
-            reads=tuple(self.reads),
-            leased=tuple(self.leased),
-            connected=tuple(self.connected),
-            failed_peers=tuple(self.failed_peers),
+        """Return all events as one message, with the changes of the prefix cache. The batch is empty afterwards."""
+        outputs, self._outputs = self._outputs, _OutputColumns()
+        self.status_changed = False
+        return Batch(
+            status,
+            scored=_drain(self.scored),
+            prefilled=_drain(self.prefilled),
+            outputs=OutputTokens(
+                tuple(outputs.rids),
+                tuple(outputs.choices),
+                outputs.token_ids.tobytes(),
+                outputs.finish,
+                outputs.logprobs,
+            ),
+            decode_ahead_ended=_drain(self.decode_ahead_ended),
+            reserved=_drain(self.reserved),
+            refused=_drain(self.refused),
+            reads=_drain(self.reads),
+            leased=_drain(self.leased),
+            connected=_drain(self.connected),
+            failed_peers=_drain(self.failed_peers),
             cached=tuple(cached),
             evicted=tuple(evicted),
         )
-        entries: list[Any]
-        for entries in (
-            *(self.scored, self.outputs, self.reserved, self.refused, self.reads),
-            *(self.leased, self.connected, self.failed_peers),
-        ):
-            entries.clear()
-        self.status_changed = False
-        return batch
+
+
+def _drain(entries: list[T]) -> tuple[T, ...]:
+    taken = tuple(entries)
+    entries.clear()
+    return taken

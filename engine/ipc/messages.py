@@ -25,13 +25,15 @@ In integrity mode each leased follows a step later, with its digests.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
 
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams
+from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
 from pdserve.throughput import Throughput
 from pdserve.transports import Connected
 
@@ -155,22 +157,41 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
-    """One token of one choice, its end, or both.
+class OutputTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens of all choices, in parallel columns with an entry per token.
 
-    LEASE: the first ones of all choices are in one batch; ``finish`` says that no more of a choice will follow here.
+    LEASE: the first tokens of all choices are in one batch; ``finish`` means that no more tokens of the choice follow.
     """
 
+    rids: tuple[int, ...] = ()
+    choices: tuple[int, ...] = ()
+    token_ids: bytes = b""  # uint32
+    finish: dict[int, FinishReason] = {}  # by index into the columns, for tokens that end their choice
+    logprobs: dict[int, TokenLogprobs] = {}  # by index into the columns, where requested
+
+    def rows(self) -> Iterator[tuple[int, int, int, FinishReason | None, TokenLogprobs | None]]:
+        """Yield (rid, choice, token id, finish reason, log-probabilities) of each token."""
+        indices = range(len(self.rids))
+        details = map(self.finish.get, indices), map(self.logprobs.get, indices)
+        return zip(self.rids, self.choices, array("I", self.token_ids), *details, strict=True)
+
+
+class Prefilled(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt has been computed here; its first tokens are in the same batch. Sent once per request."""
+
     rid: int
-    choice: int
-    sample: Sample | None
-    finish: FinishReason | None = None
-    cached_tokens: int = 0  # on a request's first output
-    queued: float = 0.0  # likewise: seconds that it waited for its first step
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    queued: float  # seconds that the request waited for its first step
+
+
+class DecodeAheadEnded(msgspec.Struct, frozen=True, array_like=True):
+    """LEASE: no more tokens of the request's only choice follow, though none of them ended it."""
+
+    rid: int
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of more of a prompt's tokens; all of them are told before its first Output, or with it."""
+    """Log-probabilities of more of a prompt's tokens, sent before the first output token or with it."""
 
     rid: int
     found: PromptLogprobs
@@ -243,8 +264,10 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     """What one turn of the step loop has to tell; sent only when there is something."""
 
     status: Status
-    scored: tuple[Scored, ...] = ()  # to be taken in before the outputs
-    outputs: tuple[Output, ...] = ()
+    scored: tuple[Scored, ...] = ()  # applies before the outputs
+    prefilled: tuple[Prefilled, ...] = ()  # likewise
+    outputs: OutputTokens = OutputTokens()
+    decode_ahead_ended: tuple[DecodeAheadEnded, ...] = ()  # applies after the outputs
     reserved: tuple[Reserved, ...] = ()
     refused: tuple[Refused, ...] = ()
     reads: tuple[ReadEnded, ...] = ()

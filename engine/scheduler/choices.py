@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Collection, Iterable
 
 from engine.ipc.event_batch import EventBatch
-from engine.ipc.messages import Output, Outputs
+from engine.ipc.messages import DecodeAheadEnded, Outputs, Prefilled
 from engine.request import Request, Sequence
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from pdserve.hashing import BlockHashes
@@ -28,12 +28,12 @@ class ChoiceManager:
     """Makes sequences of requests, and outputs of samples."""
 
     def __init__(
-        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, report: EventBatch
+        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: EventBatch
     ) -> None:
         self._block_size = block_size
         self._constraints = constraints
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._report = report
+        self._events = events
         self._next_seq = 1
 
     def lead(self, request: Request) -> Sequence:
@@ -54,7 +54,7 @@ class ChoiceManager:
             reason = self._reason(request, sample.token_id, sequence.num_outputs)
             if sequence.for_peer and len(token_ids) == sequence.max_length:
                 reason = FinishReason.LENGTH
-        self._report.outputs.append(Output(request.rid, sequence.choice, sample, reason))
+        self._events.add_output(request.rid, sequence.choice, sample, reason)
         if reason is not None:
             return False
         self._constraints.drawn(sequence)
@@ -66,9 +66,10 @@ class ChoiceManager:
         Other choices that do are left in ``request.branches``.
         """
         request = sequence.request
+        self._prefilled(request)
         for choice, sample in enumerate(samples):
             reason = self._reason(request, sample.token_id, 1)
-            self._report_first(request, choice, sample, reason)
+            self._events.add_output(request.rid, choice, sample, reason)
             if reason is None:
                 request.branches[choice] = array("I", (sample.token_id,))
         sequence.token_ids.append(samples[0].token_id)
@@ -81,9 +82,10 @@ class ChoiceManager:
         """Report the first tokens of all choices on P. Returns whether the only one may go ahead of the peer."""
         request, token = sequence.request, samples[0].token_id
         sequence.token_ids.append(token)
+        self._prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, sample in enumerate(samples):
-            self._report_first(request, choice, sample, FinishReason.LENGTH if ends else None)
+            self._events.add_output(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
         if ends:
             return False
         self._constraints.drawn(sequence)
@@ -91,7 +93,7 @@ class ChoiceManager:
 
     def stop_ahead(self, sequence: Sequence) -> None:
         """Report that it does not go further ahead of its peer."""
-        self._report.outputs.append(Output(sequence.request.rid, sequence.choice, None, FinishReason.LENGTH))
+        self._events.decode_ahead_ended.append(DecodeAheadEnded(sequence.request.rid))
 
     def take_from_peer(self, sequence: Sequence, outputs: Outputs) -> bool:
         """Take over what P has sampled and D's front has passed on. Returns whether any choice goes on.
@@ -136,9 +138,8 @@ class ChoiceManager:
         request.sequences[choice] = sequence
         return sequence
 
-    def _report_first(self, request: Request, choice: int, sample: Sample, reason: FinishReason | None) -> None:
-        output = Output(request.rid, choice, sample, reason, request.cached_tokens or 0, request.queued)
-        self._report.outputs.append(output)
+    def _prefilled(self, request: Request) -> None:
+        self._events.prefilled.append(Prefilled(request.rid, request.cached_tokens or 0, request.queued))
 
     def _reason(self, request: Request, token_id: int, num_outputs: int) -> FinishReason | None:
         return finish_reason(token_id, num_outputs, request.sampling, self._eos_token_ids)

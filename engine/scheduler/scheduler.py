@@ -73,13 +73,13 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks)
-        self.report = EventBatch()
+        self.events = EventBatch()
         self.totals = Totals()
         self.meter = ThroughputMeter()
-        self.connector = connector(self.pool, self.report, block_size)
+        self.connector = connector(self.pool, self.events, block_size)
         self._kv = KVCacheManager(self.pool, self.connector, block_size)
         self._constraints = GrammarConstraints(grammars, eos_token_ids)
-        self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.report)
+        self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._requests: dict[int, Request] = {}
         self._waiting = WaitingQueue()
         self._loading: dict[int, Sequence] = {}  # by rid: blocks are held, the connector loads the prompt
@@ -103,12 +103,12 @@ class Scheduler:
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.report.refuse(message.rid, "RequestTooLong", text)
+            self.events.refuse(message.rid, "RequestTooLong", text)
             return
         num_waiting = len(self._waiting) + self._constraints.num_waiting
         if num_waiting >= self._max_waiting:
             text = f"{num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
-            self.report.refuse(message.rid, "Overloaded", text)
+            self.events.refuse(message.rid, "Overloaded", text)
             return
         request.waits_since = self._clock()
         if not self._constraints.holds(request):
@@ -151,7 +151,7 @@ class Scheduler:
         """No peer reads these blocks any more, nor waits for what would follow."""
         self.cancel(rid)
         self.connector.free_lease(rid)
-        self.report.status_changed = True
+        self.events.status_changed = True
 
     # ------------------------------------------------------------ a step
 
@@ -191,10 +191,10 @@ class Scheduler:
         self.connector.update(output)
         self._constraints.order()
 
-    def take_report(self) -> Batch | None:
+    def take_events(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
-        self.totals.sampled_tokens += sum(output.sample is not None for output in self.report.outputs)
-        return self.report.take(self.status(), *self.connector.take_events()) if self.report else None
+        self.totals.sampled_tokens += self.events.num_outputs
+        return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
 
     def status(self) -> Status:
         num_waiting = len(self._waiting) + self._constraints.num_waiting
@@ -223,7 +223,7 @@ class Scheduler:
         for request in ready:
             self._queue(request)
         for rid, error in failed:
-            self.report.refuse(rid, type(error).__name__, str(error))
+            self.events.refuse(rid, type(error).__name__, str(error))
             self.cancel(rid)
 
     def _queue(self, request: Request) -> None:
@@ -329,7 +329,7 @@ class Scheduler:
             sequence = self._running.get(seq)
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
-                self.report.scored.append(Scored(sequence.request.rid, logprobs))
+                self.events.scored.append(Scored(sequence.request.rid, logprobs))
 
     def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
         """The KV of ``num_tokens`` more tokens is there. Returns whether anybody still wants the sequence."""
@@ -390,7 +390,7 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         self._kv.give_back(sequence)
-        self.report.status_changed = True
+        self.events.status_changed = True
 
     def _forget_in_runner(self, sequence: Sequence) -> None:
         if sequence.known_blocks >= 0:

@@ -114,12 +114,11 @@ class PrefillSide:
 
     def turn(self, now: float) -> None:
         batch = self.node.turn()
-        for output in batch.outputs:
-            tokens = () if output.sample is None else (output.sample.token_id,)
-            if output.rid in self._computing:
-                self._samples[output.rid] += tokens
-            elif tokens and (call := self._calls.get(output.rid)) is not None:
-                call.events.append(tokens)
+        for rid, _, token_id, *_ in batch.outputs.rows():
+            if rid in self._computing:
+                self._samples[rid] += (token_id,)
+            elif (call := self._calls.get(rid)) is not None:
+                call.events.append((token_id,))
         for leased in batch.leased:
             self._announce(leased, now)
 

@@ -11,8 +11,8 @@ import pytest
 
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import FRAME_HEADER, framed
-from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, Output, Status, Submit, Totals
-from pdserve.records import Sample, SamplingParams
+from engine.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Status, Submit, Totals
+from pdserve.records import SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
 
@@ -40,7 +40,7 @@ def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.
 
 def test_a_front_that_does_not_read_blocks_nobody(ends: tuple[Channel, socket.socket]) -> None:
     channel, front = ends
-    outputs = tuple(Output(n, 0, Sample(n), None) for n in range(1000))
+    outputs = OutputTokens(tuple(range(1000)), (0,) * 1000, bytes(4000))
     for _ in range(200):
         channel.send(Batch(STATUS, outputs=outputs))
     received = bytearray()

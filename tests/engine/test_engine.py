@@ -52,10 +52,9 @@ def test_the_loop_serves_until_it_is_told_to_stop(depth: int) -> None:
         ended = None
         while ended is not FinishReason.LENGTH:
             time.sleep(0.001)
-            for output in (output for batch in node.received() for output in batch.outputs):
-                assert output.sample is not None
-                tokens.append((output.rid, output.sample.token_id))
-                ended = output.finish
+            for sampled, _, token_id, finish, _ in (row for batch in node.received() for row in batch.outputs.rows()):
+                tokens.append((sampled, token_id))
+                ended = finish
     node.send(Shutdown())
     loop.join()
     assert tokens == [(rid, token) for rid in range(3) for token in reference([rid] * 6, 0, 5)]

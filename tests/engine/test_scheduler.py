@@ -208,7 +208,7 @@ def test_full_blocks_are_leased_as_they_are_computed(
     while not node.engine.idle:
         batch = node.turn()
         leased += batch.leased
-        assert bool([o for o in batch.outputs if o.rid == 1]) == any(part.num_tokens == 42 for part in batch.leased)
+        assert (1 in batch.outputs.rids) == any(part.num_tokens == 42 for part in batch.leased)
     assert [(part.num_tokens, len(part.block_ids)) for part in leased] == parts
     assert len(set(node.leased[1])) == node.scheduler.status().leased == 11 - skip // BLOCK
     node.obey(FreeLease(1))

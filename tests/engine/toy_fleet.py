@@ -152,11 +152,10 @@ class Fleet:
 
     def _turn_of_p(self) -> None:
         batch = self.p.turn()
-        for output in batch.outputs:
-            if output.sample is not None:
-                self.sampled[output.rid].setdefault(output.choice, []).append(output.sample.token_id)
-            if output.rid in self.outputs and output.rid not in self.settled | self.cancelled:
-                self._tell(output.rid)
+        for rid, choice, token_id, *_ in batch.outputs.rows():
+            self.sampled[rid].setdefault(choice, []).append(token_id)
+            if rid in self.outputs and rid not in self.settled | self.cancelled:
+                self._tell(rid)
         for leased in batch.leased:
             if leased.rid in self.settled | self.cancelled:  # it was given up while its digests were computed
                 self.p.obey(FreeLease(leased.rid))

@@ -7,7 +7,7 @@ import socket
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.executor.rank import Rank
 from engine.ipc.channel import Channel
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, Submit, ToEngine
+from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
 from pdserve.protocols import KVConnector
@@ -103,24 +103,25 @@ class Node:
     def turn(self) -> Batch:
         self.engine.step()
         batches = self.received()
-        batch = Batch(
-            self.scheduler.status(),
-            *(
-                tuple(chain.from_iterable(getattr(part, name) for part in batches))
-                for name in Batch.__struct_fields__[1:]
-            ),
-        )
+        lists = {
+            name: tuple(chain.from_iterable(getattr(part, name) for part in batches))
+            for name in Batch.__struct_fields__
+            if name not in ("status", "outputs")
+        }
+        batch = Batch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
         for scored in batch.scored:
             ranks = self.ranks.setdefault(scored.rid, [])
             assert scored.found.first == 1 + len(ranks), "log-probabilities of a prompt do not follow each other"
             assert not self.tokens[scored.rid, 0], "log-probabilities of a prompt came after its first token"
             ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.found.table)]
-        for output in batch.outputs:
-            assert (output.rid, output.choice) not in self.finished, "a token came after the end"
-            if output.sample is not None:
-                self.tokens[output.rid, output.choice].append(output.sample.token_id)
-            if output.finish:
-                self.finished[output.rid, output.choice] = output.finish
+        for rid, choice, token_id, finish, _ in batch.outputs.rows():
+            assert (rid, choice) not in self.finished, "a token came after the end"
+            self.tokens[rid, choice].append(token_id)
+            if finish:
+                self.finished[rid, choice] = finish
+        for ended in batch.decode_ahead_ended:
+            assert (ended.rid, 0) not in self.finished, "the end came twice"
+            self.finished[ended.rid, 0] = FinishReason.LENGTH
         for leased in batch.leased if not self._kv_checksum else ():
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
             slots = [(block, offset) for block in leased.block_ids for offset in range(BLOCK)]
@@ -171,3 +172,16 @@ class Node:
                     assert isinstance(message, Batch)
                     batches.append(message)
         return batches
+
+
+def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
+    """The output tokens of several batches as if they had come in one."""
+    rows = [row for part in parts for row in part.rows()]
+    rids, choices, token_ids, finish, logprobs = zip(*rows, strict=True) if rows else ((),) * 5
+    return OutputTokens(
+        rids,
+        choices,
+        array("I", token_ids).tobytes(),
+        {index: reason for index, reason in enumerate(finish) if reason is not None},
+        {index: found for index, found in enumerate(logprobs) if found is not None},
+    )
