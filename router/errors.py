@@ -65,8 +65,8 @@ class ErrorInfo(msgspec.Struct):
 
     message: str
     type: str
-    param: str | None = None
-    code: str | None = None
+    param: str | None
+    code: str | None
 
 
 class ErrorResponse(msgspec.Struct):

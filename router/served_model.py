@@ -11,7 +11,7 @@ from router.text.tokenizer import Tokenizer
 
 
 class ServedModel:
-    """``root`` is the directory or hub id that its tokenizer came from."""
+    """``root`` is the directory or hub id of the tokenizer."""
 
     def __init__(self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions) -> None:
         self.name = name

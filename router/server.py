@@ -1,4 +1,4 @@
-"""The router as a process: a bound port, uvicorn on uvloop, and an orderly end."""
+"""The router process: a listening socket, uvicorn on uvloop, and draining."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from router.options import RouterOptions
 from router.service import Service
 from router.text.tokenizer import Tokenizer
 
-_OBJECTS = 20_000  # new ones between two looks for garbage in cycles, of which requests leave none
-_GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to take the last words
+_GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
+_GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
 _READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
 
 
 def serve(options: RouterOptions, status: StatusWriter) -> None:
-    """Serve until a signal, and what runs then to its end. Raises ConfigError or CapacityError when it cannot start."""
+    """Serve until a signal, then drain. Raises ConfigError or CapacityError on a failed start."""
     certificate = None
     if options.tls_cert is not None and options.tls_key is not None:
         certificate = Certificate(options.tls_cert, options.tls_key)
@@ -50,13 +50,13 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         log_config=None,
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
-        proxy_headers=False,  # nothing here depends on who the client is
+        proxy_headers=False,  # client addresses are not used
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )
     config.load()
-    gc.freeze()  # what is there by now stays
-    gc.set_threshold(_OBJECTS)
+    gc.freeze()  # long-lived objects
+    gc.set_threshold(_GC_THRESHOLD)
     if certificate is not None:
         config.ssl = certificate.context
     server = _Server(config, service, status, certificate)
@@ -64,11 +64,11 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with our way to end:
+    """uvicorn with draining:
 
-    SIGTERM ──► /health: no ──--drain-grace──► nobody is let in ──all have ended, or --drain-timeout──► exit 0
-                                                  SIGINT, or a second signal: at once ─┘
-                                                      (what still runs ends with an error)
+    SIGTERM ──► /health fails ──--drain-grace──► no new requests ──all have ended, or --drain-timeout──► exit 0
+                                                    SIGINT or a second signal: at once ─┘
+                                                    (running requests end with an error)
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class _Server(uvicorn.Server):
         self._status = status
         self._certificate = certificate
         self._background: list[asyncio.Task[None]] = []
-        self._hurry = asyncio.Event()  # to end without delay
+        self._stop_now = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again after serving, which would end the process with it."""
+        """Replace uvicorn's handlers, which raise the signal again after serving."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -98,15 +98,15 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT or self._service.draining:
-            self._hurry.set()
+            self._stop_now.set()
         if not self._service.draining:
             self._service.draining = True
-            self._background.append(asyncio.create_task(self._end()))
+            self._background.append(asyncio.create_task(self._drain()))
 
-    async def _end(self) -> None:
+    async def _drain(self) -> None:
         options = self._service.options
-        self._ask_to_leave()
-        tasks = [asyncio.create_task(self._finish()), asyncio.create_task(self._hurry.wait())]
+        self._close_after_response()
+        tasks = [asyncio.create_task(self._wait_empty()), asyncio.create_task(self._stop_now.wait())]
         await asyncio.wait(
             tasks, timeout=options.drain_grace + options.drain_timeout, return_when=asyncio.FIRST_COMPLETED
         )
@@ -115,20 +115,20 @@ class _Server(uvicorn.Server):
         self._service.abort()
         self.should_exit = True
 
-    async def _finish(self) -> None:
-        """Returns when nobody is in any more, nor may come in."""
+    async def _wait_empty(self) -> None:
+        """Wait out --drain-grace, reject new requests, return when none is left."""
         await asyncio.sleep(self._service.options.drain_grace)
-        self._close_doors()
-        await self._service.gate.empty()
+        self._stop_accepting()
+        await self._service.admission.wait_empty()
 
-    def _ask_to_leave(self) -> None:
-        """Every response closes its connection from now on: the client's next request goes to another router."""
+    def _close_after_response(self) -> None:
+        """Close each connection after its response, so the client's next request goes to another router."""
         self.config.encoded_headers.append((b"connection", b"close"))
-        self.server_state.default_headers.append((b"connection", b"close"))  # what uvicorn made of them last
+        self.server_state.default_headers.append((b"connection", b"close"))  # uvicorn's copy
 
-    def _close_doors(self) -> None:
-        """New connections are refused, and idle ones closed."""
-        self._service.gate.close()
+    def _stop_accepting(self) -> None:
+        """Reject new requests and connections, and close idle connections."""
+        self._service.admission.close()
         for server in self.servers:
             server.close()
         for connection in tuple(self.server_state.connections):

@@ -1,4 +1,4 @@
-"""What all endpoints share: models and nodes, and how much is going on."""
+"""What all endpoints share: models, nodes, admission, keys and metrics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pdserve.errors import ModelNotFound, NodeError, RequestError
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
-from router.dashboard.observer import Observer
+from router.dashboard.dashboard_state import DashboardState
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
-from router.gate.admission import Gate
+from router.gate.admission import AdmissionController
 from router.gate.key_file import KeyFile
 from router.generation.generation import RequestGeneration
 from router.metrics import RouterMetrics
@@ -28,7 +28,7 @@ class Service:
     def __init__(
         self, options: RouterOptions, tokenizers: Mapping[str, tuple[str, Tokenizer]], tracer: Tracer = NO_TRACER
     ) -> None:
-        """``tokenizers`` are, for each name of a model, what it was read from and the tokenizer. Raises ConfigError."""
+        """``tokenizers``: source and tokenizer by model name. Raises ConfigError."""
         self.options = options
         self.tracer = tracer
         self.metrics = RouterMetrics()
@@ -40,40 +40,39 @@ class Service:
         for name, (root, tokenizer) in tokenizers.items():
             fleet = Fleet(name, self.nodes, options.policy, self.metrics)
             self.models[name] = ServedModel(name, root, tokenizer, fleet, options)
-        self.gate = Gate(options.max_inflight, options.max_queue, self.metrics)
+        self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
-        self.draining = False  # it is told to end, and so is not healthy
-        self.observer = Observer(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
-        self._watch: asyncio.Task[None] | None = None  # of the file of keys
+        self.draining = False  # /health fails
+        self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
+        self._key_watch: asyncio.Task[None] | None = None
         self._generations: set[RequestGeneration] = set()
 
     def start(self) -> None:
-        """Begin to look after nodes and keys; needs the event loop."""
+        """Start watching nodes and keys on the running event loop."""
         self.nodes.start()
-        if self.observer is not None:
-            self.observer.start()
+        if self.dashboard is not None:
+            self.dashboard.start()
         if self.keys is not None:
-            self.keys.on_reload = lambda success: self.metrics.key_reloads.labels("ok" if success else "failed").inc()
-            self._watch = asyncio.create_task(self.keys.watch(), name="API keys")
+            self._key_watch = asyncio.create_task(self.keys.watch(self._count_key_reload), name="API keys")
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        if self.observer is not None:
-            self.observer.close()
+        if self._key_watch is not None:
+            self._key_watch.cancel()
+        if self.dashboard is not None:
+            self.dashboard.close()
         for model in self.models.values():
             await model.close()
         await self.nodes.close()
         self.tracer.close()
 
     def abort(self) -> None:
-        """End everything that runs or waits with an error."""
-        self.gate.dismiss()
+        """End all running and waiting requests with an error."""
+        self.admission.abort()
         for generation in list(self._generations):
             generation.fail(NodeError("the router is shutting down; send the request again"))
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that a request names; it may leave that out where there is one only. Raises RequestError."""
+        """The model of a request; None names the only one. Raises RequestError or ModelNotFound."""
         served = " or ".join(map(repr, self.models))
         if name is None:
             if len(self.models) > 1:
@@ -96,3 +95,6 @@ class Service:
         self._counted |= ready.keys()
         for labels in self._counted:
             self.metrics.nodes_ready.labels(*labels).set(ready[labels])
+
+    def _count_key_reload(self, success: bool) -> None:
+        self.metrics.key_reloads.labels("ok" if success else "failed").inc()

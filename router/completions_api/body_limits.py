@@ -1,4 +1,4 @@
-"""How much a request may hold, beyond its size in bytes: what else takes time or memory out of proportion."""
+"""Limits of a request body beyond its size in bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from pdserve.errors import RequestError
 
-MAX_NESTING = 100  # objects and lists within each other
-MAX_ITEMS = 200_000  # of all objects and lists but those that hold token ids
-MAX_LENGTHS = {  # of single fields
+MAX_NESTING = 100  # levels of objects and lists
+MAX_ITEMS = 200_000  # values in all objects and lists, token ids excluded
+MAX_LENGTHS = {  # by field
     "messages": 10_000,
     "tools": 1024,
     "documents": 1024,
@@ -18,12 +18,12 @@ MAX_LENGTHS = {  # of single fields
     "stop_token_ids": 1024,
     "cache_salt": 1024,
 }
-_TOKEN_IDS = ("prompt", "tokens")  # how these may be nested, their types say
-MAX_STOP_CHARS = 4096  # of each stop string
+_TOKEN_IDS = ("prompt", "tokens")  # lists of token ids; their types bound the nesting
+MAX_STOP_CHARS = 4096  # per stop string
 
 
 def check_shape(fields: Mapping[str, Any]) -> None:
-    """Raises RequestError for a body that is nested too deeply, or has too many parts."""
+    """Check nesting and number of values. Raises RequestError."""
     num_items = 0
     level = _containers(value for name, value in fields.items() if name not in _TOKEN_IDS)
     for _ in range(MAX_NESTING):
@@ -33,7 +33,7 @@ def check_shape(fields: Mapping[str, Any]) -> None:
         level = _containers(child for each in level for child in (each.values() if isinstance(each, dict) else each))
         if not level:
             return
-    raise RequestError(f"the body is nested more than {MAX_NESTING} levels deep; send a flatter one")
+    raise RequestError(f"the body is nested more than {MAX_NESTING} levels deep; flatten it")
 
 
 def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
@@ -41,12 +41,12 @@ def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
 
 
 def check_lengths(fields: Mapping[str, Any]) -> None:
-    """Raises RequestError that names the field with too many entries."""
+    """Check MAX_LENGTHS and stop strings. Raises RequestError that names the field."""
     for name, limit in MAX_LENGTHS.items():
         value = fields.get(name)
         if isinstance(value, str | list | dict) and len(value) > limit:
-            raise RequestError(f"{name} has a length of {len(value)}; it must be at most {limit}", name)
+            raise RequestError(f"{name} has length {len(value)}; the limit is {limit}, send fewer", name)
     stops = fields.get("stop")
     for stop in stops if isinstance(stops, list) else [stops]:
         if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
-            raise RequestError(f"a stop string has {len(stop)} characters; at most {MAX_STOP_CHARS} are served", "stop")
+            raise RequestError(f"a stop string has {len(stop)} characters; the limit is {MAX_STOP_CHARS}", "stop")

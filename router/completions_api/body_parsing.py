@@ -1,7 +1,4 @@
-"""From the bytes of a body to a struct: JSON, then known fields, then their types; what does not fit is named.
-
-Unknown fields are refused, but for those of OpenAI that change nothing.
-"""
+"""From the bytes of a body to a typed struct. Unknown fields are rejected, except OpenAI fields without effect here."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import msgspec
 from pdserve.errors import RequestError
 from router.completions_api.body_limits import check_lengths, check_shape
 
-# OpenAI's own fields that change nothing here.
+# OpenAI fields without effect here.
 _IGNORED = frozenset(
     {
         "metadata",
@@ -29,7 +26,7 @@ _IGNORED = frozenset(
         "verbosity",
     }
 )
-# Fields of OpenAI and of vLLM that would change the answer, each with the values at which they do not.
+# OpenAI and vLLM fields that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "audio": ({},),
@@ -60,13 +57,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def other_fields() -> dict[str, dict[str, Any]]:
-    """JSON schemas of the fields that are accepted though they do nothing, by name."""
+    """JSON schemas of the accepted fields without effect, by name."""
     unsupported = {name: {"enum": [*values, None]} for name, values in _UNSUPPORTED.items()}
-    return {**{name: {} for name in _IGNORED}, **unsupported}
+    return {**{name: {} for name in sorted(_IGNORED)}, **unsupported}
 
 
 def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
-    """A typed body. Null is the same as absent. Raises RequestError that names the field."""
+    """Build a typed body; null means absent. Raises RequestError that names the field."""
     known = kind.__struct_fields__
     fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
     check_shape(fields)
@@ -74,7 +71,7 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     for name, value in fields.items():
         if name in known:
             continue
-        if any(_same(value, harmless) for harmless in _UNSUPPORTED.get(name, ())):
+        if any(_equal(value, no_effect) for no_effect in _UNSUPPORTED.get(name, ())):
             continue
         if name in _UNSUPPORTED:
             raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
@@ -89,8 +86,8 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
         raise _validation_error(str(exc)) from exc
 
 
-def _same(value: Any, other: Any) -> bool:
-    """Equality as JSON has it: false is not 0."""
+def _equal(value: Any, other: Any) -> bool:
+    """JSON equality: false is not 0."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
@@ -99,7 +96,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
 
 
 def _validation_error(message: str) -> RequestError:
-    """msgspec's message, with the field in front and as ``param``."""
+    """msgspec's message with the field in front and as ``param``."""
     missing = _MISSING.match(message)
     if missing:
         field = missing["field"]

@@ -1,9 +1,8 @@
-"""What clients may send to the two generating endpoints, and the checks that need nothing but the body."""
+"""Request bodies of completions and chats, and the checks that need neither model nor prompt."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ from router.text.chat.tools import ToolUse, tool_use
 from router.text.prompt import pack_prompt
 from router.text.structured.output_formats import StructuredOutputs, Wanted, wanted_of
 
-MAX_CHOICES = 128
+MAX_CHOICES = 128  # per prompt
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = MAX_PROMPT_LOGPROBS
 
@@ -29,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
-    """Fields that completions and chat have in common."""
+    """Fields of both completions and chats."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -53,7 +52,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
-    priority: int = 0  # lower is earlier
+    priority: int = 0  # lower runs earlier
     response_format: dict[str, Any] = {}
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -61,7 +60,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None  # only the last so many are used; -1: as many as the model has room for
+    truncate_prompt_tokens: int | None = None  # keeps the last tokens; -1: as many as fit
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -69,29 +68,29 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def structure(self) -> Wanted:
-        """What the output has to follow. Raises RequestError."""
+        """The grammar of the output. Raises RequestError."""
         guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
         given = {name: value for name, value in guided.items() if value is not None}
         return wanted_of(self.response_format, self.structured_outputs, given)
 
     @property
     def output_limit(self) -> int | None:
-        """Most output tokens, where the client said."""
+        """The client's limit of output tokens, if any."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives per token; -1 for no log-probabilities at all."""
+        """Alternatives per output token; -1: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def most_prompt_logprobs(self) -> int:
-        """Alternatives per token of the prompt, as many as any part of the answer needs; -1 where none does."""
+        """Alternatives per prompt token that the response needs; -1: none."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the output goes on with the prompt's text, rather than being a text of its own."""
+        """Whether the output continues the prompt's text; a chat message begins a new text."""
         return True
 
 
@@ -154,15 +153,15 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
 
     @property
     def opens_message(self) -> bool:
-        """Whether the prompt ends in the header of the answer."""
+        """Whether the prompt ends with the header of the assistant's message."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template sees beside messages, tools and documents."""
+        """Further variables of the chat template."""
         effort = self.reasoning_effort
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none":  # the names of Qwen3 and DeepSeek
+        if effort == "none":  # as Qwen3 and DeepSeek name it
             variables |= {"enable_thinking": False, "thinking": False}
         return variables | self.chat_template_kwargs
 
@@ -194,9 +193,10 @@ def parse_completion(data: bytes) -> CompletionBody:
         _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
-    num_choices = body.num_prompts * body.n
-    if num_choices > 8 * MAX_CHOICES:
-        raise RequestError(f"{body.num_prompts} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices", "prompt")
+    if body.num_prompts * body.n > 8 * MAX_CHOICES:
+        raise RequestError(
+            f"{body.num_prompts} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices; send fewer", "prompt"
+        )
     return body
 
 
@@ -207,7 +207,7 @@ def parse_chat(data: bytes) -> ChatBody:
 
 
 def check_chat(body: ChatBody) -> None:
-    """Everything that does not depend on the model or the prompt."""
+    """Check fields and their combinations. Raises RequestError."""
     check_ranges(body)
     if body.top_logprobs is not None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
@@ -215,19 +215,21 @@ def check_chat(body: ChatBody) -> None:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.tool_use.forced and body.structure.grammar:
         field = body.structure.field
-        raise RequestError(f"{field} and a tool_choice that demands calls exclude each other; leave one out", field)
+        raise RequestError(f"{field} excludes a tool_choice that forces calls; leave one out", field)
     if body.continue_final_message and body.opens_message:
         remedy = "set add_generation_prompt to false"
         raise RequestError(f"continue_final_message continues the last message; {remedy}", "continue_final_message")
 
 
 def check_ranges(body: GenerateBody) -> None:
-    """Everything about one field that does not depend on the model or the prompt."""
+    """Check the range of each field. Raises RequestError."""
     if body.prompt_logprobs is not None:
         _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
         if body.stream:
-            raise RequestError("prompt_logprobs are not sent in streams; leave out one of both", "prompt_logprobs")
-    if body.output_limit is not None:  # nothing but the prompt is of use where its log-probabilities are asked for
+            raise RequestError(
+                "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream", "prompt_logprobs"
+            )
+    if body.output_limit is not None:  # 0 scores the prompt only
         _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     _within("min_tokens", body.min_tokens, 0, math.inf)
     _within("temperature", body.temperature, 0.0, 2.0)
@@ -255,6 +257,3 @@ def _within(name: str, value: float, low: float, high: float, *, above: bool = F
     floor = f"above {low:g}" if above else f"at least {low:g}"
     ceiling = "" if high == math.inf else f" and at most {high:g}"
     raise RequestError(f"{name} is {value:g}; it must be {floor}{ceiling}", param or name)
-
-
-Parser = Callable[[bytes], GenerateBody]

@@ -1,28 +1,28 @@
-"""From deltas to bytes: a stream of server-sent events, or one body."""
+"""From output deltas to bytes: server-sent events, or one JSON body."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from router.completions_api.response_formats import DONE, FinishedChoice, Format
+from router.completions_api.response_encoders import DONE, FinishedChoice, FinishedPrompt, ResponseEncoder
 from router.errors import error_body
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
 from router.generation.job import Job
 from router.generation.token_logprob import TokenLogprob
 
-MAX_BUFFERED = 1024 * 1024  # bytes that a slow client may leave unread before it is cut off
+MAX_BUFFERED = 1024 * 1024  # bytes; a client that leaves more unread is disconnected
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What the client asked to see. ``num_logprobs`` -1: none."""
+    """Optional parts of a response. ``num_logprobs`` -1: no log-probabilities."""
 
     num_logprobs: int
     echo: bool
@@ -33,21 +33,25 @@ class ResponseOptions(msgspec.Struct, frozen=True):
 
 
 class Response(ABC):
-    """Base of all. ``wake`` is set whenever there is something new to look at."""
+    """Base of all responses: the consumer of a generation. ``wake`` is set on every change."""
 
     generation: RequestGeneration  # set before the first output arrives
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.wake = asyncio.Event()
-        self.started = False  # there is a token, or the end without error
+        self.started = False  # a token, or the end without an error, has arrived
         self.ended = False
-        self.gone = False  # the client is
+        self.disconnected = False
         self.error: PdserveError | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return sum(job.sampling.n for job in self.jobs)
 
     @abstractmethod
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        """As Consumer has it."""
+        """See Consumer."""
 
     def on_end(self, error: PdserveError | None) -> None:
         self.ended = True
@@ -56,22 +60,20 @@ class Response(ABC):
         self.wake.set()
 
     def on_disconnect(self) -> None:
-        """Nobody reads any more: the nodes are told at once."""
-        self.gone = True
+        """The client has disconnected: cancel the request at its nodes."""
+        self.disconnected = True
         self.generation.cancel()
         self.wake.set()
 
     def _prompt_of(self, choice_index: int) -> int:
         return choice_index // self.jobs[0].sampling.n
 
-    def _echoed(self, options: ResponseOptions, choice_index: int) -> str:
-        """The prompt's text, where it is to precede the output."""
+    def _echo_text(self, options: ResponseOptions, choice_index: int) -> str:
         if not options.echo:
             return ""
         return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
 
-    def _echoed_tokens(self, options: ResponseOptions, prompt: int) -> list[TokenLogprob] | None:
-        """The prompt's tokens, where their log-probabilities are to precede those of the output."""
+    def _echo_logprobs(self, options: ResponseOptions, prompt: int) -> list[TokenLogprob] | None:
         scores = self.generation.runs[prompt].scores
         if not options.echo or options.num_logprobs < 0 or scores is None:
             return None
@@ -79,24 +81,24 @@ class Response(ABC):
 
 
 class BodyResponse(Response):
-    """One that is sent in one piece."""
+    """A response in one piece."""
 
     @abstractmethod
     def body(self) -> bytes:
-        """All of it, as JSON; once it has ended without an error."""
+        """The JSON body. Call it after the end without an error."""
 
 
-class EventResponse(Response):
-    """Writes server-sent events into a buffer that the connection empties."""
+class EventStreamResponse(Response):
+    """Server-sent events in a buffer, which the connection drains."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
         self._chunks: list[bytes] = []
         self._buffered = 0  # bytes
-        self.cut_off: Callable[[], None] = lambda: None  # ends the connection, even while it waits for the client
+        self.disconnect: Callable[[], None] = lambda: None  # closes the connection, even during a blocked write
 
     def take(self) -> bytes:
-        """What was written since the last call."""
+        """Return and clear the buffer."""
         self.wake.clear()
         data = b"".join(self._chunks)
         self._chunks.clear()
@@ -112,67 +114,61 @@ class EventResponse(Response):
         self.wake.set()
         if self._buffered > MAX_BUFFERED:
             self.generation.cancel()
-            self.cut_off()
+            self.disconnect()
 
     def _append(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
         self._buffered += len(chunk)
 
 
-class WholeResponse(BodyResponse):
-    """Collects the choices until all have ended."""
+class FullResponse(BodyResponse):
+    """Collect the choices until all have ended."""
 
-    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+    def __init__(self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
-        self.form = form
-        self.options = options
-        num_choices = sum(job.sampling.n for job in jobs)
+        self._encoder = encoder
+        self._options = options
         self._choices = [
             FinishedChoice(index, self._prompt_of(index), "", "", [], [] if options.num_logprobs >= 0 else None)
-            for index in range(num_choices)
+            for index in range(self.num_choices)
         ]
-        self._texts: list[list[str]] = [[self._echoed(options, index)] for index in range(num_choices)]
+        self._texts = [[self._echo_text(options, index)] for index in range(self.num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        whole = self._choices[choice.index]
+        finished = self._choices[choice.index]
         self._texts[choice.index].append(text)
-        whole.finish_reason = choice.finish_reason
+        finished.finish_reason = choice.finish_reason
         if output.has_token:
-            whole.token_ids.append(output.token_id)
-            if whole.logprobs is not None:
-                at = choice.token_offset + len(self._echoed(self.options, choice.index))
-                whole.logprobs.append(TokenLogprob.of_output(output, at))
+            finished.token_ids.append(output.token_id)
+            if finished.logprobs is not None:
+                offset = choice.token_offset + len(self._echo_text(self._options, choice.index))
+                finished.logprobs.append(TokenLogprob.of_output(output, offset))
 
     def body(self) -> bytes:
-        for whole, texts in zip(self._choices, self._texts, strict=True):
-            whole.text = "".join(texts)
-        self._prepend_prompts()
-        prompts = [job.prompt.unpacked().tolist() for job in self.jobs] if self.options.return_token_ids else None
-        return self.form.whole(self._choices, self.generation.usage, prompts, self._prompt_logprobs())
+        echoes = [self._echo_logprobs(self._options, prompt) for prompt in range(len(self.jobs))]
+        for choice, texts in zip(self._choices, self._texts, strict=True):
+            choice.text = "".join(texts)
+            echo = echoes[choice.prompt]
+            if echo is not None and choice.logprobs is not None:
+                choice.logprobs = echo + choice.logprobs
+        prompts = [self._prompt(prompt) for prompt in range(len(self.jobs))]
+        return self._encoder.full_response(self._choices, self.generation.usage, prompts)
 
-    def _prepend_prompts(self) -> None:
-        """To the log-probabilities of each choice, where that is asked for."""
-        echoed = [self._echoed_tokens(self.options, prompt) for prompt in range(len(self.jobs))]
-        for whole in self._choices:
-            tokens = echoed[whole.prompt]
-            if tokens is not None and whole.logprobs is not None:
-                whole.logprobs = tokens + whole.logprobs
-
-    def _prompt_logprobs(self) -> list[Any] | None:
-        num_top = self.options.prompt_logprobs
-        if num_top is None:
-            return None
-        scores = (run.scores for run in self.generation.runs)
-        return [self.form.prompt_logprobs(found, num_top) for found in scores if found is not None]
+    def _prompt(self, index: int) -> FinishedPrompt:
+        num_top, scores = self._options.prompt_logprobs, self.generation.runs[index].scores
+        token_ids = self.jobs[index].prompt.unpacked().tolist() if self._options.return_token_ids else UNSET
+        if num_top is None or scores is None:
+            return FinishedPrompt(token_ids, UNSET)
+        return FinishedPrompt(token_ids, self._encoder.prompt_logprobs(scores, num_top))
 
 
-class StreamResponse(EventResponse):
-    """Writes a chunk per token."""
+class StreamedResponse(EventStreamResponse):
+    """Write a chunk per token."""
 
-    def __init__(self, form: Format, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+    def __init__(self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
-        self.form = form
-        self.options = options
+        self._encoder = encoder
+        self._options = options
         self._opened: set[int] = set()
         self._detailed = options.num_logprobs >= 0 or options.return_token_ids
 
@@ -187,35 +183,35 @@ class StreamResponse(EventResponse):
 
     def on_end(self, error: PdserveError | None) -> None:
         if error is None:
-            if self.options.include_usage:
-                self._append(self.form.usage_chunk(self.generation.usage))
+            if self._options.include_usage:
+                self._append(self._encoder.usage_chunk(self.generation.usage))
             self._append(DONE)
-        elif self.started:
+        elif self.started:  # an error event, and no [DONE]
             self._append(b"data: " + error_body(error) + b"\n\n")
         super().on_end(error)
 
     def _open(self, index: int) -> None:
-        """What precedes a choice. Not counted as buffered: it is as large as the prompt, however fast the client."""
+        """Write the chunks that precede a choice. They are as large as the prompt, so they do not count as buffered."""
         self._opened.add(index)
         job = self.jobs[self._prompt_of(index)]
-        prompt_ids = job.prompt.unpacked().tolist() if self.options.return_token_ids else None
-        self._chunks.append(self.form.first(index, prompt_ids))
-        echoed = self._echoed(self.options, index)
-        tokens = self._echoed_tokens(self.options, self._prompt_of(index))
-        if echoed or tokens:
-            self._chunks.append(self.form.chunk(index, echoed, "", tokens))
+        prompt_ids = job.prompt.unpacked().tolist() if self._options.return_token_ids else None
+        self._chunks.append(self._encoder.first_chunk(index, prompt_ids))
+        text = self._echo_text(self._options, index)
+        tokens = self._echo_logprobs(self._options, self._prompt_of(index))
+        if text or tokens:
+            self._chunks.append(self._encoder.chunk(index, text, "", tokens))
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        options = self.options
+        options = self._options
         usage = self.generation.usage if options.continuous_usage else None
         if not self._detailed and usage is None and not choice.finish_reason:
-            return self.form.text_chunk(choice.index, text)
+            return self._encoder.text_chunk(choice.index, text)
         if not self._detailed:
-            return self.form.chunk(choice.index, text, choice.finish_reason, usage=usage)
+            return self._encoder.chunk(choice.index, text, choice.finish_reason, usage=usage)
         tokens = token_ids = None
         if options.num_logprobs >= 0:
-            at = choice.token_offset + len(self._echoed(options, choice.index))
-            tokens = [TokenLogprob.of_output(output, at)] if output.has_token else []
+            offset = choice.token_offset + len(self._echo_text(options, choice.index))
+            tokens = [TokenLogprob.of_output(output, offset)] if output.has_token else []
         if options.return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
-        return self.form.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)
+        return self._encoder.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)

@@ -56,8 +56,9 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", _prompt_field(body))
     room = limit - prompt_len
-    wanted = None if body.output_limit is None else max(body.output_limit, 1)
-    if wanted is None:
+    if body.output_limit is not None:
+        wanted = max(body.output_limit, 1)
+    else:
         wanted = max(room, 1) if isinstance(body, ChatBody) else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
     if wanted > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"

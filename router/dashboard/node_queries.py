@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import grpc.aio
 
-from router.dashboard.counters import Answers, Exposed, read_answer
+from router.dashboard.node_rates import Answers, Exposed, read_answer
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 

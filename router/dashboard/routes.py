@@ -7,7 +7,7 @@ from importlib.resources import files
 from fastapi import FastAPI, Request, Response
 
 from pdserve.live import STATE_PATH
-from router.dashboard.observer import Observer
+from router.dashboard.dashboard_state import DashboardState
 
 PAGE_PATH = "/dashboard"
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -40,7 +40,7 @@ def _read_page() -> dict[str, Response]:
 PAGE = _read_page()
 
 
-def add_dashboard(app: FastAPI, observer: Observer) -> None:
+def add_dashboard(app: FastAPI, observer: DashboardState) -> None:
     async def page(request: Request) -> Response:
         return PAGE[request.url.path]
 
@@ -49,7 +49,7 @@ def add_dashboard(app: FastAPI, observer: Observer) -> None:
 
     @app.get(STATE_PATH)
     async def state(life: str = "", second: str = "") -> Response:
-        """``life`` and ``second`` are of the last report that the viewer has, as ``Observer.report`` wants them."""
+        """``life`` and ``second`` come from the viewer's last report."""
         seen = int(second) if second.isdecimal() and len(second) < 12 else -1
         body = observer.report(life, seen)
         return Response(body, media_type="application/json", headers={**_HEADERS, "cache-control": "no-store"})

@@ -1,7 +1,6 @@
-"""Who may ask, how much, and in which order.
+"""Clients, their API keys and rate limits, and admission to the nodes.
 
-request ──► door.py        a key, or 401                            keys.py, key_file.py: whose it is
-        ──► Gate.enter     a client's own limits, or 429            allowance.py, bucket.py
-        ──► Visit.admit    a place at the nodes: at once, in the line, or 503
-                                                                    admission.py, line.py
+request ──► http/authentication.py              an API key, or 401           keys.py, key_file.py
+        ──► AdmissionController.enter           the client's limits, or 429  rate_limits.py, token_bucket.py
+        ──► RequestAdmission.wait_for_slot      a slot at the nodes, or 503  admission.py, admission_queue.py
 """

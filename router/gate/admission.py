@@ -1,4 +1,4 @@
-"""Admission: how many requests run and wait, in which order, and who is sent away with which Retry-After."""
+"""Admission: which requests run, wait or are rejected, and with which Retry-After."""
 
 from __future__ import annotations
 
@@ -15,132 +15,133 @@ from router.gate.rate_limits import Headers, RateLimits
 from router.metrics import RouterMetrics
 
 
-class Gate:
-    """``max_inflight`` requests run at once and ``max_queue`` wait; as many as may run may be still on their way in.
+class AdmissionController:
+    """``max_inflight`` requests run, ``max_queue`` wait, and ``max_inflight`` more may be arriving.
 
-    Those on their way in are bounded apart, since an urgent one is known as such only when its body has been read.
+    Arriving requests have a bound of their own, because the priority is known only after the body has been read.
     """
 
     def __init__(self, max_inflight: int, max_queue: int, metrics: RouterMetrics) -> None:
-        self._line = AdmissionQueue(max_inflight, max_queue)
+        self._queue = AdmissionQueue(max_inflight, max_queue)
         self._max_arriving = max_inflight
         self._metrics = metrics
-        self._allowances: dict[str, RateLimits] = {}  # by name of the client
-        self._visits: set[Visit] = set()
+        self._rate_limits: dict[str, RateLimits] = {}  # by client name
+        self._requests: set[RequestAdmission] = set()
         self._empty = asyncio.Event()
         self._closed = False
-        metrics.waiting.set_function(lambda: self._line.num_waiting)
+        metrics.waiting.set_function(lambda: self._queue.num_waiting)
 
     def close(self) -> None:
-        """Let nobody in from now on; who is inside stays, waiting or not. Idempotent."""
+        """Reject new requests; running and waiting ones stay. Idempotent."""
         self._closed = True
 
-    def dismiss(self) -> None:
-        """Let nobody in from now on, and send away who waits."""
+    def abort(self) -> None:
+        """Reject new and waiting requests."""
         self.close()
-        self._line.dismiss(_draining())
+        self._queue.fail_waiting(_draining())
 
-    async def empty(self) -> None:
-        """Returns once no request is inside; for use after ``close``."""
-        if self._visits:
+    async def wait_empty(self) -> None:
+        """Return once no request is left. Call it after ``close``."""
+        if self._requests:
             await self._empty.wait()
 
     @contextmanager
-    def enter(self, client: Client) -> Iterator[Visit]:
-        """A request whose body is yet to be read. Raises Overloaded or RateLimitExceeded."""
+    def enter(self, client: Client) -> Iterator[RequestAdmission]:
+        """Count a request whose body has not been read. Raises Overloaded or RateLimitExceeded."""
         if self._closed:
             raise _draining()
-        arriving = len(self._visits) - self._line.num_admitted - self._line.num_waiting
+        arriving = len(self._requests) - self._queue.num_admitted - self._queue.num_waiting
         if arriving >= self._max_arriving:
-            text = f"{arriving} requests are being read, the limit is {self._max_arriving}; come back later"
-            raise Overloaded(text, self._line.expected_wait(self._line.num_waiting))
+            text = f"{arriving} requests are arriving, the limit is {self._max_arriving}; retry later"
+            raise Overloaded(text, self._queue.expected_wait(self._queue.num_waiting))
         arrived = perf_counter()
-        allowance = self._allowance(client, arrived)
-        allowance.enter(arrived)
-        visit = Visit(self._line, allowance, self._metrics)
-        self._visits.add(visit)
+        limits = self._limits_of(client, arrived)
+        limits.start_request(arrived)
+        request = RequestAdmission(self._queue, limits, self._metrics)
+        self._requests.add(request)
         self._empty.clear()
         self._metrics.in_flight.inc()
         try:
-            yield visit
+            yield request
         finally:
             now = perf_counter()
-            visit.end(now)
-            allowance.leave(now - arrived)
+            request.release(now)
+            limits.finish_request(now - arrived)
             self._metrics.in_flight.dec()
-            self._visits.discard(visit)
-            if not self._visits:
+            self._requests.discard(request)
+            if not self._requests:
                 self._empty.set()
 
-    def _allowance(self, client: Client, now: float) -> RateLimits:
-        """Kept when the limits of a client change, so that what it has used counts on."""
-        found = self._allowances.get(client.name)
+    def _limits_of(self, client: Client, now: float) -> RateLimits:
+        """The client's rate limits. Past usage survives a change of the limits."""
+        found = self._rate_limits.get(client.name)
         if found is None:
-            found = self._allowances[client.name] = RateLimits(client, now)
+            found = self._rate_limits[client.name] = RateLimits(client, now)
         elif found.client is not client:
             found.update(client, now)
         return found
 
 
-class Visit:
-    """One request inside the gate."""
+class RequestAdmission:
+    """The admission of one request, from its arrival to its end."""
 
-    def __init__(self, line: AdmissionQueue, allowance: RateLimits, metrics: RouterMetrics) -> None:
-        self._line = line
-        self._allowance = allowance
+    def __init__(self, queue: AdmissionQueue, limits: RateLimits, metrics: RouterMetrics) -> None:
+        self._queue = queue
+        self._limits = limits
         self._metrics = metrics
         self._ticket: Ticket | None = None
 
-    def priority(self, wanted: int) -> int:
-        """What counts of the priority that a request has given itself."""
-        best = self._allowance.client.best_priority
-        return wanted if best is None else max(wanted, best)
+    def clamp_priority(self, priority: int) -> int:
+        """Apply the client's ``best_priority``."""
+        best = self._limits.client.best_priority
+        return priority if best is None else max(priority, best)
 
-    async def admit(
-        self, priority: int, num_tokens: int, patience: float, client_gone: asyncio.Future[None]
+    async def wait_for_slot(
+        self, priority: int, num_tokens: int, timeout: float, disconnected: asyncio.Future[None]
     ) -> Headers:
-        """Returns once the request has a place at the nodes, which it keeps to its end, with headers for its response.
+        """Wait for a slot at the nodes, kept until ``release``. Return rate limit headers for the response.
 
-        ``num_tokens`` are its prompts', ``patience`` is in seconds. Raises RateLimitExceeded, Overloaded,
+        ``num_tokens`` are prompt tokens, ``timeout`` is in seconds. Raises RateLimitExceeded, Overloaded,
         DeadlineExceeded or ClientDisconnected.
         """
         started = perf_counter()
-        self._allowance.take_prompt(num_tokens, started)
-        turn: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
+        self._limits.reserve_prompt(num_tokens, started)
+        decision: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
         try:
-            self._ticket = self._line.join(priority, patience, started, turn.set_result)
+            self._ticket = self._queue.join(priority, timeout, started, decision.set_result)
             if not self._ticket.admitted:
-                await _wait(turn, patience, client_gone)
+                await _wait(decision, timeout, disconnected)
         except BaseException:
-            self._allowance.use(-num_tokens, perf_counter())  # of which nothing came
+            self._limits.add_usage(-num_tokens, perf_counter())  # the prompt is not computed
             raise
         self._metrics.queued.observe(perf_counter() - started)
-        self._count(num_tokens, "prompt")
-        return self._allowance.headers(started)
+        self._count_tokens(num_tokens, "prompt")
+        return self._limits.headers(started)
 
-    def used(self, num_tokens: int) -> None:
-        """Output tokens, once it is known how many they are."""
-        self._allowance.use(num_tokens, perf_counter())
-        self._count(num_tokens, "output")
+    def record_output(self, num_tokens: int) -> None:
+        self._limits.add_usage(num_tokens, perf_counter())
+        self._count_tokens(num_tokens, "output")
 
-    def _count(self, num_tokens: int, kind: str) -> None:
-        if name := self._allowance.client.name:
+    def release(self, now: float) -> None:
+        if self._ticket is not None:
+            self._queue.leave(self._ticket, now)
+
+    def _count_tokens(self, num_tokens: int, kind: str) -> None:
+        if name := self._limits.client.name:
             self._metrics.key_tokens.labels(name, kind).inc(num_tokens)
 
-    def end(self, now: float) -> None:
-        if self._ticket is not None:
-            self._line.leave(self._ticket, now)
 
-
-async def _wait(turn: asyncio.Future[Overloaded | None], patience: float, client_gone: asyncio.Future[None]) -> None:
-    await asyncio.wait((turn, client_gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-    if client_gone.done():
+async def _wait(
+    decision: asyncio.Future[Overloaded | None], timeout: float, disconnected: asyncio.Future[None]
+) -> None:
+    await asyncio.wait((decision, disconnected), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    if disconnected.done():
         raise ClientDisconnected
-    if not turn.done():
-        raise DeadlineExceeded(f"no place was free within {patience:.3g} s; send the request again later")
-    if (error := turn.result()) is not None:
+    if not decision.done():
+        raise DeadlineExceeded(f"no slot was free within {timeout:.3g} s; retry later")
+    if (error := decision.result()) is not None:
         raise error
 
 
 def _draining() -> Draining:
-    return Draining("the router is shutting down; try another one")
+    return Draining("the router is shutting down; use another router")

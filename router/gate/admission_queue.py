@@ -1,6 +1,6 @@
-"""Places at the nodes, and the line of those who wait for one: by priority, then by arrival.
+"""Slots at the nodes and the queue for them, ordered by priority, then by arrival.
 
-Times are seconds of one clock, which callers pass in.
+Callers pass in times: seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from collections.abc import Callable
 
 from pdserve.errors import Overloaded
 
-_MEMORY = 32  # how many past stays the mean one reflects
+_WINDOW = 32  # past requests in a mean duration
 
 
-class Stays:
-    """How long a place is taken: a mean in which the past fades; 0 while nothing was measured."""
+class MeanDuration:
+    """The mean duration of past requests, in seconds, with older ones fading; 0 before the first."""
 
     def __init__(self) -> None:
         self.mean = 0.0
         self._count = 0
 
     def add(self, seconds: float) -> None:
-        self._count = min(self._count + 1, _MEMORY)
+        self._count = min(self._count + 1, _WINDOW)
         self.mean += (seconds - self.mean) / self._count
 
 
 class Ticket:
-    """A request in the line or at its place. ``on_turn`` hears of the place, or why there will be none."""
+    """A waiting or admitted request. ``on_decision`` receives None for a slot, or the error of a rejection."""
 
-    __slots__ = ("admitted_at", "on_turn", "order")
+    __slots__ = ("admitted_at", "on_decision", "order")
 
-    def __init__(self, order: tuple[int, int], on_turn: Callable[[Overloaded | None], None]) -> None:
+    def __init__(self, order: tuple[int, int], on_decision: Callable[[Overloaded | None], None]) -> None:
         self.order = order
-        self.on_turn = on_turn
-        self.admitted_at: float | None = None  # None: it waits
+        self.on_decision = on_decision
+        self.admitted_at: float | None = None  # None: waiting
 
     @property
     def admitted(self) -> bool:
@@ -44,15 +44,15 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """``places`` requests have a place at once, ``max_waiting`` more wait for one."""
+    """``slots`` requests are admitted at once, ``max_waiting`` more wait."""
 
-    def __init__(self, places: int, max_waiting: int) -> None:
-        self._places = places
+    def __init__(self, slots: int, max_waiting: int) -> None:
+        self._slots = slots
         self._max_waiting = max_waiting
         self._waiting: list[Ticket] = []  # in order
         self._admitted: set[Ticket] = set()
-        self._arrivals = 0
-        self._stays = Stays()
+        self._num_arrived = 0
+        self._duration = MeanDuration()  # of admitted requests
 
     @property
     def num_waiting(self) -> int:
@@ -62,50 +62,52 @@ class AdmissionQueue:
     def num_admitted(self) -> int:
         return len(self._admitted)
 
-    def expected_wait(self, ahead: int) -> float:
-        """How long until a place is free for somebody with so many ahead, at the pace of late."""
-        return (ahead + 1) * self._stays.mean / self._places
+    def expected_wait(self, num_ahead: int) -> float:
+        """Expected seconds until a slot is free for a request with ``num_ahead`` requests before it."""
+        return (num_ahead + 1) * self._duration.mean / self._slots
 
-    def join(self, priority: int, patience: float, now: float, on_turn: Callable[[Overloaded | None], None]) -> Ticket:
-        """Ask for a place that is of use only within ``patience`` seconds. ``leave`` must follow.
+    def join(
+        self, priority: int, timeout: float, now: float, on_decision: Callable[[Overloaded | None], None]
+    ) -> Ticket:
+        """Request a slot within ``timeout`` seconds; ``leave`` must follow.
 
-        Where there is none, the ticket waits, and ``on_turn`` will be called once. Raises Overloaded for a request that
-        would wait too long. A full line turns its last one away, which may be this one.
+        A waiting ticket gets one call of ``on_decision``. Raises Overloaded if the expected wait exceeds the timeout.
+        A full queue rejects its last ticket, which may be this one.
         """
-        self._arrivals += 1
-        ticket = Ticket((priority, self._arrivals), on_turn)
-        if len(self._admitted) < self._places:
+        self._num_arrived += 1
+        ticket = Ticket((priority, self._num_arrived), on_decision)
+        if len(self._admitted) < self._slots:
             self._admit(ticket, now)
             return ticket
         wait = self.expected_wait(bisect_right(self._waiting, ticket))
-        if wait > patience:
-            text = f"a place is expected in {wait:.1f} s, and the time limit leaves {patience:.1f} s; come back later"
-            raise Overloaded(text, wait - patience)
+        if wait > timeout:
+            text = f"a slot is expected in {wait:.1f} s, beyond the time limit of {timeout:.1f} s; retry later"
+            raise Overloaded(text, wait - timeout)
         insort(self._waiting, ticket)
         if len(self._waiting) > self._max_waiting:
             last = self._waiting.pop()
             error = self._full()
             if last is ticket:
                 raise error
-            last.on_turn(error)
+            last.on_decision(error)
         return ticket
 
-    def dismiss(self, error: Overloaded) -> None:
-        """Send away all who wait."""
+    def fail_waiting(self, error: Overloaded) -> None:
+        """Reject all waiting tickets."""
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:
-            ticket.on_turn(error)
+            ticket.on_decision(error)
 
     def leave(self, ticket: Ticket, now: float) -> None:
-        """Give up a place, or the wait for one. Does nothing for a ticket that has left or was turned away."""
+        """Release a slot or stop waiting. Does nothing for a ticket that has left or was rejected."""
         if ticket in self._admitted:
             assert ticket.admitted_at is not None
             self._admitted.discard(ticket)
-            self._stays.add(now - ticket.admitted_at)
+            self._duration.add(now - ticket.admitted_at)
             if self._waiting:
                 first = self._waiting.pop(0)
                 self._admit(first, now)
-                first.on_turn(None)
+                first.on_decision(None)
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
 
@@ -114,7 +116,7 @@ class AdmissionQueue:
         self._admitted.add(ticket)
 
     def _full(self) -> Overloaded:
-        """The line is expected to have moved up, to where it ends now, when those in it have got their places."""
+        """The error of a full queue; retry once all that wait now are expected to be admitted."""
         waiting = len(self._waiting)
-        text = f"{self._places} requests are under way and {waiting} wait, the limit is {self._max_waiting}"
-        return Overloaded(f"{text}; come back later", self.expected_wait(waiting))
+        text = f"{self._slots} requests run and {waiting} wait, the limit is {self._max_waiting}; retry later"
+        return Overloaded(text, self.expected_wait(waiting))

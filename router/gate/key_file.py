@@ -1,68 +1,38 @@
-"""A file of API keys that may change while the router runs, such as a mounted Secret."""
+"""The file of API keys, reloaded when it changes, for example as a mounted Secret."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.errors import ConfigError
+from router.file_reload import FileReloader
 from router.gate.keys import Client, KeyRing, parse_keys
-
-logger = logging.getLogger(__name__)
-
-LOOK_SECONDS = 1.0  # between two looks at the file
-
-Stamp = tuple[int, int, int]
 
 
 class KeyFile:
-    """The keys as last read. A file that is broken or gone leaves those of before in force, and is logged once."""
+    """The keys as of the last successful load."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError when the file cannot be used."""
+        """Raises ConfigError if the file cannot be used."""
         self._path = Path(path)
-        self._stamp, self._ring = self._read()
-        self.on_reload: Callable[[bool], None] = lambda success: None
+        self._reloader = FileReloader([self._path])
+        self._keys = self._read()
 
     def client_of(self, key: bytes) -> Client | None:
-        return self._ring.client_of(key)
+        return self._keys.client_of(key)
 
-    @property
-    def clients(self) -> list[Client]:
-        return self._ring.clients
+    async def watch(self, on_reload: Callable[[bool], None]) -> None:
+        """Reload the file on changes until cancelled."""
+        await self._reloader.watch(self._load, on_reload)
 
-    async def watch(self) -> None:
-        """Read the file again whenever it has changed, for ever. Kubernetes swaps a link, editors rename."""
-        complaint = ""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            try:
-                if await asyncio.to_thread(self._look) == self._stamp:
-                    continue
-                self._stamp, self._ring = await asyncio.to_thread(self._read)
-            except ConfigError as exc:
-                if str(exc) != complaint:
-                    logger.error("%s; the keys of before stay in force", exc)
-                    self.on_reload(False)
-                complaint = str(exc)
-            else:
-                complaint = ""
-                logger.info("%s was read again: %s", self._path, ", ".join(sorted({c.name for c in self.clients})))
-                self.on_reload(True)
+    async def _load(self) -> None:
+        self._keys = await asyncio.to_thread(self._read)
 
-    def _look(self) -> Stamp:
-        try:
-            found = self._path.stat()
-        except OSError as exc:
-            raise ConfigError(f"--api-keys {self._path} cannot be read: {exc.strerror}") from exc
-        return found.st_mtime_ns, found.st_ino, found.st_size
-
-    def _read(self) -> tuple[Stamp, KeyRing]:
-        stamp = self._look()  # before the content: a change in between is noticed next time
+    def _read(self) -> KeyRing:
         try:
             data = self._path.read_bytes()
         except OSError as exc:
             raise ConfigError(f"--api-keys {self._path} cannot be read: {exc.strerror}") from exc
-        return stamp, parse_keys(data, str(self._path))
+        return parse_keys(data, str(self._path))

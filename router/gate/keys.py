@@ -1,11 +1,11 @@
-"""The clients of a router and their API keys, as a file describes them.
+"""The clients of a router and their API keys, as a TOML file describes them.
 
 [keys.alice]
-sha256 = "…"                  # pdserve key alice; or a list of them, while a key is being replaced
-requests_per_minute = 600     # all limits may be left out
-tokens_per_minute = 100_000   # of prompts and outputs together
-max_concurrent = 16           # requests at once
-best_priority = 0             # lower ones in a request count as this
+sha256 = "…"                  # from `pdserve key alice`; a list while a key is being replaced
+requests_per_minute = 600     # all limits are optional
+tokens_per_minute = 100_000   # prompt and output tokens
+max_concurrent = 16           # requests
+best_priority = 0             # lower priorities in requests count as this one
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ import msgspec
 from pdserve.api_keys import NAME, key_digest
 from pdserve.errors import ConfigError
 
-MAX_KEYS = 10_000  # each is a label of metrics
+MAX_KEYS = 10_000  # each name is a metrics label
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Client(msgspec.Struct, frozen=True):
-    """Who asks. ``name`` stands in logs and metrics; None is no limit."""
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of a client; None: unlimited."""
 
-    name: str = ""  # of anyone, where there are no keys
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent: int | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    max_concurrent: Count | None = None
     best_priority: int | None = None
+
+
+class Client(Limits, frozen=True):
+    """An authenticated client. ``name`` labels logs and metrics; it is empty without API keys."""
+
+    name: str = ""
 
 
 ANONYMOUS = Client()
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Entry(Limits, frozen=True, kw_only=True):
     sha256: str | list[str]
-    requests_per_minute: Count | None = None
-    tokens_per_minute: Count | None = None
-    max_concurrent: Count | None = None
-    best_priority: int | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,16 +52,12 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeyRing:
     """Clients by the SHA-256 of their keys.
 
-    How long a look-up takes tells nothing of a stored hash: what is compared is a digest of what was presented, which
-    nobody can steer, and a dict of Python finds bytes by a hash that is keyed anew in each process.
+    The time of a lookup reveals nothing of a stored hash: it compares a digest of the presented key, which an attacker
+    cannot steer, and Python keys the hash of bytes anew in each process.
     """
 
     def __init__(self, clients: Mapping[bytes, Client]) -> None:
         self._clients = dict(clients)
-
-    @property
-    def clients(self) -> list[Client]:
-        return list(self._clients.values())
 
     def client_of(self, key: bytes) -> Client | None:
         digest = key_digest(key)
@@ -71,31 +68,31 @@ class KeyRing:
 
 
 def parse_keys(data: bytes, source: str) -> KeyRing:
-    """Raises ConfigError that names ``source`` and what is wrong with it."""
+    """Raises ConfigError that names ``source``."""
     try:
         entries = msgspec.toml.decode(data, type=_File).keys
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # also what is no TOML
-        raise ConfigError(f"{source} is no file of API keys: {exc}; `pdserve key NAME` prints an entry") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:  # invalid TOML, too
+        raise ConfigError(f"{source} is not a file of API keys: {exc}; `pdserve key NAME` prints an entry") from exc
     if not 0 < len(entries) <= MAX_KEYS:
-        raise ConfigError(f"{source} has {len(entries)} keys; it must be 1 … {MAX_KEYS}")
+        raise ConfigError(f"{source} has {len(entries)} keys; it must have 1 … {MAX_KEYS}")
     clients: dict[bytes, Client] = {}
     for name, entry in entries.items():
         if not NAME.fullmatch(name):
-            raise ConfigError(f"{source}: {name!r} is no name of a key; use up to 64 letters, digits, '_', '.' and '-'")
-        limits = {field: getattr(entry, field) for field in Client.__struct_fields__ if field != "name"}
+            raise ConfigError(f"{source}: key name {name!r} is invalid; use up to 64 letters, digits, '_', '.' and '-'")
+        client = Client(name=name, **{field: getattr(entry, field) for field in Limits.__struct_fields__})
         for text in [entry.sha256] if isinstance(entry.sha256, str) else entry.sha256:
             digest = _digest(text, f"{source}: keys.{name}")
             if digest in clients:
                 raise ConfigError(f"{source}: {name} and {clients[digest].name} have the same key; make one for each")
-            clients[digest] = Client(name, **limits)
+            clients[digest] = client
     return KeyRing(clients)
 
 
-def _digest(text: str, where: str) -> bytes:
+def _digest(text: str, field: str) -> bytes:
     try:
         digest = bytes.fromhex(text)
     except ValueError:
         digest = b""
     if len(digest) != 32:
-        raise ConfigError(f"{where}.sha256 is no SHA-256 in hexadecimal; `pdserve key NAME` prints an entry")
+        raise ConfigError(f"{field}.sha256 is not a hexadecimal SHA-256; `pdserve key NAME` prints an entry")
     return digest

@@ -1,11 +1,11 @@
-"""What one client may still ask for, and what it is told about that."""
+"""The rate limits of one client, and OpenAI's headers about them."""
 
 from __future__ import annotations
 
 import math
 
 from router.errors import RateLimitExceeded
-from router.gate.admission_queue import Stays
+from router.gate.admission_queue import MeanDuration
 from router.gate.keys import Client
 from router.gate.token_bucket import TokenBucket
 
@@ -13,40 +13,40 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class RateLimits:
-    """The limits of one client at work. Times are seconds of one clock, which callers pass in."""
+    """Usage of one client against its limits. Callers pass in times: seconds of one monotonic clock."""
 
     def __init__(self, client: Client, now: float) -> None:
         self.client = client
         self.running = 0
-        self._stays = Stays()
+        self._duration = MeanDuration()
         self._requests = _bucket(None, client.requests_per_minute, now)
         self._tokens = _bucket(None, client.tokens_per_minute, now)
 
     def update(self, client: Client, now: float) -> None:
-        """Take on limits that have changed; what was used stays used."""
+        """Apply changed limits; past usage counts on."""
         self.client = client
         self._requests = _bucket(self._requests, client.requests_per_minute, now)
         self._tokens = _bucket(self._tokens, client.tokens_per_minute, now)
 
-    def enter(self, now: float) -> None:
-        """Count a request, until ``leave``. Raises RateLimitExceeded where it is one too many."""
+    def start_request(self, now: float) -> None:
+        """Count a request until ``finish_request``. Raises RateLimitExceeded."""
         limit = self.client.max_concurrent
         if limit is not None and self.running >= limit:
-            wait = self._stays.mean / limit
-            raise self._exceeded(f"{self.running} requests of this key are under way, its limit is {limit}", wait, now)
-        if self._requests is not None and (wait := self._requests.wait_for(1, now)):
-            raise self._exceeded(f"this key may send {self._requests.per_minute:g} requests per minute", wait, now)
+            wait = self._duration.mean / limit
+            raise self._exceeded(f"{self.running} requests of this key are running, the limit is {limit}", wait, now)
         if self._requests is not None:
+            if wait := self._requests.wait_for(1, now):
+                raise self._exceeded(f"this key may send {self._requests.per_minute:g} requests per minute", wait, now)
             self._requests.take(1, now)
         self.running += 1
 
-    def leave(self, seconds: float) -> None:
-        """A request that had entered has ended, after so long."""
+    def finish_request(self, seconds: float) -> None:
+        """Count the end of a request after ``seconds``."""
         self.running -= 1
-        self._stays.add(seconds)
+        self._duration.add(seconds)
 
-    def take_prompt(self, num_tokens: int, now: float) -> None:
-        """Raises RateLimitExceeded where the tokens per minute do not allow this prompt now."""
+    def reserve_prompt(self, num_tokens: int, now: float) -> None:
+        """Count prompt tokens. Raises RateLimitExceeded if the tokens per minute do not allow them now."""
         if self._tokens is None:
             return
         if wait := self._tokens.wait_for(num_tokens, now):
@@ -54,34 +54,30 @@ class RateLimits:
             raise self._exceeded(text, wait, now)
         self._tokens.take(num_tokens, now)
 
-    def use(self, num_tokens: int, now: float) -> None:
-        """Count tokens without asking, such as outputs; an overdraft is worked off before the next prompt."""
+    def add_usage(self, num_tokens: int, now: float) -> None:
+        """Count tokens without a check, such as output. An overdraft delays the next prompt."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, now)
 
     def headers(self, now: float) -> Headers:
-        """OpenAI's ``x-ratelimit-…`` of the limits there are."""
+        """OpenAI's ``x-ratelimit-*`` headers of the limits that are set."""
         found: Headers = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
-                left = math.floor(max(0.0, bucket.level(now)))
-                full = b"%.3gs" % bucket.wait_for(bucket.per_minute, now)
-                for what, value in (
-                    (b"limit", b"%d" % bucket.per_minute),
-                    (b"remaining", b"%d" % left),
-                    (b"reset", full),
-                ):
-                    found.append((b"x-ratelimit-" + what + b"-" + name, value))
+                remaining = b"%d" % math.floor(max(0.0, bucket.level(now)))
+                reset = b"%.3gs" % bucket.wait_for(bucket.per_minute, now)
+                values = {b"limit": b"%d" % bucket.per_minute, b"remaining": remaining, b"reset": reset}
+                found += [(b"x-ratelimit-%b-%b" % (kind, name), value) for kind, value in values.items()]
         return found
 
-    def _exceeded(self, what: str, wait: float, now: float) -> RateLimitExceeded:
-        return RateLimitExceeded(f"{what}; come back in {math.ceil(wait) or 1} s", wait, self.headers(now))
+    def _exceeded(self, limit: str, wait: float, now: float) -> RateLimitExceeded:
+        return RateLimitExceeded(f"{limit}; retry in {math.ceil(wait) or 1} s", wait, self.headers(now))
 
 
-def _bucket(before: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
+def _bucket(previous: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
     if per_minute is None:
         return None
-    if before is None:
+    if previous is None:
         return TokenBucket(per_minute, now)
-    before.resize(per_minute, now)
-    return before
+    previous.resize(per_minute, now)
+    return previous

@@ -1,4 +1,4 @@
-"""Token buckets: so much per minute, and a minute's worth at once after a pause."""
+"""Token buckets for rate limits per minute."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ _MINUTE = 60.0
 
 
 class TokenBucket:
-    """Holds at most ``per_minute`` and fills at that rate. Times are seconds of one clock that never goes back.
+    """Holds at most ``per_minute`` and refills at that rate. Callers pass in times: seconds of one monotonic clock.
 
-    The level may fall below zero: what a request will cost is known only at its end, and who has overdrawn waits.
+    The level may fall below zero, because the cost of a request is known only at its end.
     """
 
-    __slots__ = ("_at", "_level", "per_minute")
+    __slots__ = ("_level", "_updated_at", "per_minute")
 
     def __init__(self, per_minute: float, now: float) -> None:
         self.per_minute = per_minute
         self._level = per_minute
-        self._at = now
+        self._updated_at = now
 
     def level(self, now: float) -> float:
-        return min(self.per_minute, self._level + (now - self._at) * self.per_minute / _MINUTE)
+        return min(self.per_minute, self._level + (now - self._updated_at) * self.per_minute / _MINUTE)
 
     def take(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
-        self._at = now
+        self._updated_at = now
 
     def wait_for(self, amount: float, now: float) -> float:
-        """Seconds until ``amount`` is there; 0 when it is. More than fits into the bucket waits for a full one."""
-        lacking = min(amount, self.per_minute) - self.level(now)
-        return max(0.0, lacking * _MINUTE / self.per_minute)
+        """Seconds until the bucket holds ``amount``; an amount beyond its size waits for a full bucket."""
+        missing = min(amount, self.per_minute) - self.level(now)
+        return max(0.0, missing * _MINUTE / self.per_minute)
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Another limit from now on; what was used of the old one stays used."""
+        """Change the limit; past usage counts on."""
         used = self.per_minute - self.level(now)
-        self.per_minute, self._level, self._at = per_minute, per_minute - used, now
+        self.per_minute, self._level, self._updated_at = per_minute, per_minute - used, now

@@ -19,7 +19,7 @@ class HttpError(msgspec.Struct, frozen=True):
 
 SERVER_ERROR = HttpError(
     500,
-    encode_error(ErrorInfo("the router failed to handle this request; see its log", "server_error")),
+    encode_error(ErrorInfo("the router failed to handle this request; see its log", "server_error", None, None)),
     [(b"content-type", b"application/json")],
 )
 

@@ -1,127 +1,135 @@
-"""/v1/completions, /v1/chat/completions and /v1/responses: from an HTTP request to a generation, and its bytes back.
+"""/v1/completions, /v1/chat/completions and /v1/responses: from an HTTP request to a generation and its response.
 
-Raw ASGI, because a chunk is written per token. The status line is held back until the first token, so that whatever
-fails before is a real status; what fails later becomes an event, and no [DONE] follows.
+Raw ASGI, because there is a chunk per token. The status line waits for the first token, so an earlier failure has a
+real status. A later failure is an error event without [DONE].
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
-from pdserve.rpc.http_connections import hang_up
+from pdserve.rpc.http_connections import abort_connection
 from router.completions_api.prompts import add_echo, encode_prompts
-from router.completions_api.request_bodies import GenerateBody, Parser
-from router.completions_api.response_writers import BodyResponse, EventResponse, Response
+from router.completions_api.request_bodies import GenerateBody
+from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.completions_api.sampling import make_job
 from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
-from router.gate.admission import Visit
+from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers
 from router.generation.generation import GenerationOptions, RequestGeneration
 from router.http.authentication import client_of
 from router.http.error_responses import http_error, send_error
-from router.http.request_accounting import RequestAccount
+from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, output_reading, visible_special_tokens
 from router.service import Service
 
 logger = logging.getLogger(__name__)
 
-_BODY_TIMEOUT = 60.0  # seconds in which a body must have arrived: until then it takes up a place of --max-inflight
-_DEADLINE_GRACE = 0.5  # seconds that the nodes have to end a request by its deadline before the router does
-_DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may still read the end of its response
+_BODY_TIMEOUT = 60.0  # seconds; an arriving body occupies a place of --max-inflight
+_DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
+_DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # asks nginx to pass chunks on at once
+    (b"x-accel-buffering", b"no"),  # makes nginx forward each chunk
 ]
 
 
 class GenerateEndpoint:
-    """An ASGI application for one of these paths."""
+    """ASGI application of one path."""
 
-    def __init__(self, service: Service, name: str, parse: Parser) -> None:
+    def __init__(self, service: Service, name: str, parse: Callable[[bytes], GenerateBody]) -> None:
         self._service = service
         self._name = name
         self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, client = self._service, client_of(scope)
-        account = RequestAccount(service, self._name, client, scope)
+        accounting = RequestAccounting(service, self._name, client, scope)
         try:
-            with service.gate.enter(client) as visit:
-                account.answered(await self._serve(receive, send, visit, account))
+            with service.admission.enter(client) as admission:
+                accounting.finished(await self._serve(receive, send, admission, accounting))
         except PdserveError as exc:
-            account.refused(exc)
+            accounting.failed(exc)
             await send_error(send, http_error(exc))
         except ClientDisconnected:
-            account.left()
-            hang_up(scope)
+            accounting.disconnected()
+            abort_connection(scope)
         finally:
-            account.close()
+            accounting.close()
 
-    async def _serve(self, receive: Receive, send: Send, visit: Visit, account: RequestAccount) -> str:
-        """Returns the outcome. Raises PdserveError only while no byte has been sent."""
+    async def _serve(
+        self, receive: Receive, send: Send, admission: RequestAdmission, accounting: RequestAccounting
+    ) -> str:
+        """Return the outcome. Raises PdserveError only before the first byte is sent."""
         body = self._parse(await read_body(receive, self._service.options.max_body_bytes))
-        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watcher = asyncio.create_task(_watch_disconnect(receive, gone))
+        disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        watcher = asyncio.create_task(_watch_disconnect(receive, disconnected))
         try:
-            return await self._generate(body, send, visit, account, gone)
+            return await self._generate(body, send, admission, accounting, disconnected)
         finally:
             watcher.cancel()
 
     async def _generate(
-        self, body: GenerateBody, send: Send, visit: Visit, account: RequestAccount, gone: asyncio.Future[None]
+        self,
+        body: GenerateBody,
+        send: Send,
+        admission: RequestAdmission,
+        accounting: RequestAccounting,
+        disconnected: asyncio.Future[None],
     ) -> str:
         service = self._service
         model = service.find(body.model)
-        account.takes(model.name)
+        accounting.model = model.name
         limits = model.fleet.limits()
         prompts = await encode_prompts(body, model.encoder, limits)
-        structure = output_grammar(model, body, prompts[0])
-        await model.grammars.check(structure)
+        grammar = output_grammar(model, body, prompts[0])
+        await model.grammars.check(grammar)
         prompts = await add_echo(prompts, body, model.tokenizer)
-        jobs = [make_job(prompt, body, limits, structure.grammar) for prompt in prompts]
+        jobs = [make_job(prompt, body, limits, grammar.grammar) for prompt in prompts]
         reading = output_reading(model, body, prompts[0])
         options = GenerationOptions(
-            request_id=account.request_id,
-            arrived=account.arrived,
+            request_id=accounting.request_id,
+            arrived=accounting.arrived,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
             stops=body.stops,
             cache_salt=body.cache_salt,
-            priority=visit.priority(body.priority),
+            priority=admission.clamp_priority(body.priority),
             continues_prompt=body.continues_prompt,
             shown_tokens=visible_special_tokens(body, reading),
-            span=account.span,
+            span=accounting.span,
         )
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
-        account.waits()
-        headers = await visit.admit(options.priority, num_tokens, options.remaining, gone)
-        account.admitted()
+        accounting.prepared()
+        headers = await admission.wait_for_slot(options.priority, num_tokens, options.remaining, disconnected)
+        accounting.admitted()
         headers.append((b"x-request-id", options.request_id.encode()))
         response = make_response(model, body, jobs, options.request_id, reading)
         generation = RequestGeneration(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation
         await generation.prepare(model.fleet)
-        gone.add_done_callback(lambda _: response.on_disconnect())
+        disconnected.add_done_callback(lambda _: response.on_disconnect())
         loop = asyncio.get_running_loop()
         deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)
         try:
             with service.running(generation):
                 generation.start(model.fleet)
-                return await _answer(send, response, options, headers)
+                return await _send_response(send, response, options, headers)
         finally:
             deadline.cancel()
             generation.close()
-            account.used(generation)
-            visit.used(generation.usage.completion_tokens)
+            accounting.generated(generation)
+            admission.record_output(generation.usage.completion_tokens)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLarge beyond ``limit`` bytes, DeadlineExceeded, ClientDisconnected."""
+    """Read the whole body of at most ``limit`` bytes. Raises BodyTooLarge, DeadlineExceeded or ClientDisconnected."""
     try:
         async with asyncio.timeout(_BODY_TIMEOUT):
             return await _read_chunks(receive, limit)
@@ -145,39 +153,39 @@ async def _read_chunks(receive: Receive, limit: int) -> bytes:
             return b"".join(chunks)
 
 
-async def _watch_disconnect(receive: Receive, gone: asyncio.Future[None]) -> None:
+async def _watch_disconnect(receive: Receive, disconnected: asyncio.Future[None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    gone.set_result(None)
+    disconnected.set_result(None)
 
 
 def _expire(generation: RequestGeneration) -> None:
     timeout = generation.options.timeout
-    generation.fail(DeadlineExceeded(f"the request took longer than {timeout:g} s; ask for fewer tokens"))
+    generation.fail(DeadlineExceeded(f"the request exceeded its time limit of {timeout:g} s; request fewer tokens"))
 
 
-async def _answer(send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
-    """Send the response and return the outcome. A client that does not read is left after some time."""
+async def _send_response(send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
+    """Send the response and return the outcome. A client that stops reading is disconnected."""
     try:
-        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as patience:
-            if isinstance(response, EventResponse):
-                response.cut_off = lambda: patience.reschedule(asyncio.get_running_loop().time())
-                return await _stream(send, response, headers)
+        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as timeout:
+            if isinstance(response, EventStreamResponse):
+                response.disconnect = lambda: timeout.reschedule(asyncio.get_running_loop().time())
+                return await _send_stream(send, response, headers)
             assert isinstance(response, BodyResponse)
-            return await _whole(send, response, headers)
+            return await _send_body(send, response, headers)
     except TimeoutError as exc:
-        text = "request %s: the client reads too slowly; its connection is closed"
+        text = "request %s: the client reads too slowly; closing its connection"
         logger.warning(text, options.request_id, extra=options.about)
         raise ClientDisconnected from exc
 
 
-async def _whole(send: Send, response: BodyResponse, headers: Headers) -> str:
-    while not response.ended and not response.gone:
+async def _send_body(send: Send, response: BodyResponse, headers: Headers) -> str:
+    while not response.ended and not response.disconnected:
         response.wake.clear()
         await response.wake.wait()
     if response.error is not None:
         raise response.error
-    if response.gone:
+    if response.disconnected:
         raise ClientDisconnected
     body = response.body()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
@@ -186,12 +194,12 @@ async def _whole(send: Send, response: BodyResponse, headers: Headers) -> str:
     return "ok"
 
 
-async def _stream(send: Send, response: EventResponse, headers: Headers) -> str:
+async def _send_stream(send: Send, response: EventStreamResponse, headers: Headers) -> str:
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *headers]})
-    while not response.gone:
+    while not response.disconnected:
         data = response.take()
         await send({"type": "http.response.body", "body": data, "more_body": not response.ended})
         if response.ended:

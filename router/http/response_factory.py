@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.completions_api.chat_responses import ReadChatFormat, ReadChatStream, ReadChatWhole
+from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
-from router.completions_api.response_formats import ChatFormat, CompletionFormat, Format
-from router.completions_api.response_writers import Response, ResponseOptions, StreamResponse, WholeResponse
+from router.completions_api.response_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
+from router.completions_api.response_writers import FullResponse, Response, ResponseOptions, StreamedResponse
 from router.generation.job import Job
-from router.responses_api.request import ItemsBody
-from router.responses_api.responses_writers import ItemsStream, ItemsWhole, ResponseObject
+from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
+from router.responses_api.request import ResponsesBody
 from router.served_model import ServedModel
 from router.text.chat.dialect import Opening
 from router.text.chat.forced_calls import Marker, after_reasoning, forced_calls_grammar
@@ -42,7 +42,7 @@ def output_reading(model: ServedModel, body: GenerateBody, prompt: Prompt) -> Ou
         return None
     use = ToolUse() if body.structure.grammar else body.tool_use  # output under another grammar holds no calls
     found = find_reading(use, model.dialect, _opening(model, body, prompt), body.include_reasoning)
-    if found is None and isinstance(body, ItemsBody):
+    if found is None and isinstance(body, ResponsesBody):
         return plain_reading(model.dialect)
     return found
 
@@ -63,20 +63,20 @@ def make_response(
     model: ServedModel, body: GenerateBody, jobs: Sequence[Job], request_id: str, reading: OutputReading | None
 ) -> Response:
     name = body.model or model.name
-    if isinstance(body, ItemsBody):
+    if isinstance(body, ResponsesBody):
         assert reading is not None
-        head = ResponseObject(body, name, request_id)
-        return (ItemsStream if body.stream else ItemsWhole)(head, body, jobs, reading, model.tokenizer)
+        head = new_response(body, name, request_id)
+        return (StreamedOutputItems if body.stream else FullOutputItems)(head, body, jobs, reading, model.tokenizer)
     options = _options(body)
 
-    def form(kind: type[Format]) -> Format:
+    def encoder(kind: type[ResponseEncoder]) -> ResponseEncoder:
         return kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), options.include_usage)
 
     if reading is not None:
-        chat = ReadChatStream if body.stream else ReadChatWhole
-        return chat(form(ReadChatFormat), options, jobs, reading)
-    plain = StreamResponse if body.stream else WholeResponse
-    return plain(form(ChatFormat if isinstance(body, ChatBody) else CompletionFormat), options, jobs)
+        chat = StreamedParsedChat if body.stream else FullParsedChat
+        return chat(encoder(ParsedChatEncoder), options, jobs, reading)
+    plain = StreamedResponse if body.stream else FullResponse
+    return plain(encoder(ChatEncoder if isinstance(body, ChatBody) else CompletionEncoder), options, jobs)
 
 
 def _options(body: GenerateBody) -> ResponseOptions:

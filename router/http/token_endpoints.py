@@ -11,6 +11,7 @@ from pdserve.errors import RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.request_bodies import ChatBody
 from router.http.generate_endpoint import read_body
+from router.http.info_endpoints import json_response
 from router.service import Service
 from router.text.prompt_encoder import PromptEncoder
 
@@ -27,9 +28,20 @@ class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     return_token_strs: bool = False
 
 
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
 class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
     tokens: list[int]
     model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
 
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
@@ -40,9 +52,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         token_ids = await _tokenize(model.encoder, body)
         strings = [model.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         limit = model.fleet.limits().max_model_len
-        return json_response(
-            {"count": len(token_ids), "max_model_len": limit, "tokens": token_ids, "token_strs": strings}
-        )
+        return json_response(TokenizeResponse(len(token_ids), limit, token_ids, strings))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -52,7 +62,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if wrong is not None:
             raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
-        return json_response({"prompt": model.tokenizer.decode(body.tokens)})
+        return json_response(DetokenizeResponse(model.tokenizer.decode(body.tokens)))
 
 
 async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
@@ -66,12 +76,7 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.tools,
-            add_special_tokens=body.add_special_tokens is True,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        prompt = await encoder.encode_chat(chat.render_order, chat.add_special_tokens)
+        prompt = await encoder.encode_chat(chat.render_order, body.add_special_tokens is True)
     return prompt.unpacked().tolist()
-
-
-def json_response(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

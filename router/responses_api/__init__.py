@@ -1,1 +1,1 @@
-"""OpenAI's Responses protocol: a chat whose input and output are lists of items."""
+"""/v1/responses: request bodies become chats, parsed output becomes output items and events."""

@@ -1,4 +1,4 @@
-"""From the input items of /v1/responses to the messages of a chat."""
+"""From the input items of /v1/responses to chat messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pdserve.errors import RequestError
 Message = dict[str, Any]
 
 
-def messages_of(source: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
-    """The chat that an input stands for. Raises RequestError naming the item that cannot be part of one.
+def input_messages(source: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
+    """Convert the input. Consecutive reasoning, text and calls of the assistant become one message.
 
-    What an earlier response had as several items, reasoning, text and calls, becomes one message of the assistant.
+    Raises RequestError that names the item.
     """
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(source, str):
@@ -56,7 +56,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> N
 
 
 def _assistant(messages: list[Message], *unset: str) -> Message:
-    """The assistant's message under way, if it has none of these fields yet, else a new one."""
+    """The last message if it is the assistant's and has none of the fields ``unset``, else a new one."""
     if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in unset):
         messages.append({"role": "assistant"})
     return messages[-1]

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses, and the chat that it stands for."""
+"""The request body of /v1/responses and the chat it becomes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from pdserve.errors import RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.request_bodies import ChatBody, check_chat
-from router.responses_api.input_messages import messages_of
+from router.responses_api.input_messages import input_messages
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second changes nothing: reasoning is in the open here
-_NOT_STORED = "responses are not stored; send the whole conversation as input"
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: reasoning is never encrypted
+_NOT_STORED = "responses are not stored, send the whole conversation as input"
 
 
 class Reasoning(msgspec.Struct, frozen=True):
     effort: str | None = None
-    summary: str | None = None  # accepted; reasoning is sent as it is
+    summary: str | None = None  # accepted without effect: reasoning is sent in full
     generate_summary: str | None = None
 
 
@@ -27,8 +27,8 @@ class Text(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ItemsRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields that are particular to this endpoint. Others are those of a chat."""
+class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """Fields of this endpoint; other fields are those of a chat."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -40,73 +40,64 @@ class ItemsRequest(msgspec.Struct, kw_only=True, frozen=True):
     text: Text = Text()
     include: list[str] = []
     metadata: dict[str, Any] = {}
-    store: bool = False  # accepted, never done
+    store: bool = False  # accepted without effect
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    max_tool_calls: int | None = None  # of tools that run on the server; there are none
+    max_tool_calls: int | None = None  # of built-in tools, which do not exist here
 
 
-# Fields of a chat that have another form here.
+# Chat fields that this endpoint spells differently.
 CHAT_ONLY = frozenset(
-    {
-        "messages",
-        "max_tokens",
-        "max_completion_tokens",
-        "logprobs",
-        "response_format",
-        "reasoning_effort",
-        "n",
-        "prompt_logprobs",
-    }
-    | {"return_token_ids", "include_reasoning", "continue_final_message", "add_generation_prompt"}
+    {*("messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n")}
+    | {*("prompt_logprobs", "return_token_ids", "include_reasoning", "continue_final_message")}
+    | {"add_generation_prompt"}
 )
 
 
-class ItemsBody(ChatBody, kw_only=True, frozen=True):
-    """A chat, and the request that it was made of."""
+class ResponsesBody(ChatBody, kw_only=True, frozen=True):
+    """The chat, with the original request."""
 
-    request: ItemsRequest
+    request: ResponsesRequest
 
 
-def parse_items(data: bytes) -> ItemsBody:
-    """Raises RequestError for what is wrong, and for what needs stored responses."""
+def parse_responses(data: bytes) -> ResponsesBody:
+    """Raises RequestError, also for features that need stored responses."""
     fields = parse_json(data)
     wrong = next((name for name in fields if name in CHAT_ONLY), None)
     if wrong is not None:
         raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; leave it out", wrong, "unknown_parameter")
-    own = {name: value for name, value in fields.items() if name in ItemsRequest.__struct_fields__}
-    request = convert(own, ItemsRequest)
+    own = {name: value for name, value in fields.items() if name in ResponsesRequest.__struct_fields__}
+    request = convert(own, ResponsesRequest)
     _check(request)
     rest = {name: value for name, value in fields.items() if name not in own}
     chat = convert({**rest, **_as_chat(request)}, ChatBody)
-    body = ItemsBody(request=request, **{name: getattr(chat, name) for name in ChatBody.__struct_fields__})
+    body = ResponsesBody(request=request, **{name: getattr(chat, name) for name in ChatBody.__struct_fields__})
     check_chat(body)
     return body
 
 
-def _check(request: ItemsRequest) -> None:
-    for name in ("previous_response_id", "conversation"):
-        if getattr(request, name) is not None:
-            raise RequestError(f"{name} cannot be used: {_NOT_STORED}", name, "unsupported_parameter")
-    if request.background:
-        raise RequestError(f"background is not supported: {_NOT_STORED}", "background", "unsupported_parameter")
-    if request.prompt is not None:
-        raise RequestError("prompt is not supported; send input and instructions", "prompt", "unsupported_parameter")
-    if request.truncation == "auto":
-        raise RequestError(
-            "truncation 'auto' is not supported; shorten the input", "truncation", "unsupported_parameter"
-        )
+def _check(request: ResponsesRequest) -> None:
+    unsupported = {
+        "previous_response_id": (request.previous_response_id is not None, _NOT_STORED),
+        "conversation": (request.conversation is not None, _NOT_STORED),
+        "background": (request.background, _NOT_STORED),
+        "prompt": (request.prompt is not None, "send input and instructions"),
+        "truncation": (request.truncation == "auto", "shorten the input"),
+    }
+    for name, (given, remedy) in unsupported.items():
+        if given:
+            raise RequestError(f"{name} is not supported; {remedy}", name, "unsupported_parameter")
     unknown = next((name for name in request.include if name not in _INCLUDES), None)
     if unknown is not None:
         raise RequestError(f"include {unknown!r} is not supported; use {LOGPROBS!r}", "include")
 
 
-def _as_chat(request: ItemsRequest) -> dict[str, Any]:
+def _as_chat(request: ResponsesRequest) -> dict[str, Any]:
     return {
-        "messages": messages_of(request.input, request.instructions),
+        "messages": input_messages(request.input, request.instructions),
         "max_completion_tokens": request.max_output_tokens,
         "logprobs": LOGPROBS in request.include or request.top_logprobs > 0,
         "top_logprobs": request.top_logprobs or None,
@@ -118,7 +109,7 @@ def _as_chat(request: ItemsRequest) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """A function as chats have it: what describes it is an object of its own."""
+    """A function in chat form, with a nested ``function`` object."""
     if tool.get("type") != "function":
         raise RequestError(f"{where} has type {tool.get('type')!r}; only 'function' is supported", where)
     names = ("name", "description", "parameters", "strict")

@@ -147,7 +147,7 @@ def test_wrong_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
     cert, key = directory / "cert.pem", directory / "key.pem"
     key.write_bytes((other / "key.pem").read_bytes())
     for make in (lambda: PeerTls(str(directory)), lambda: Certificate(str(cert), str(key))):
-        with pytest.raises(ConfigError, match=r"no certificate with its unencrypted key.*mismatch"):
+        with pytest.raises(ConfigError, match=r"PEM certificate with its unencrypted key.*mismatch"):
             make()
     with pytest.raises(ConfigError, match=r"ca\.pem cannot be read: No such file"):
         PeerTls(str(tmp_path))

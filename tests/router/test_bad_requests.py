@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "logprobs": 21}, "logprobs", "at most 20"),
     ({"prompt": [1], "prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
     ({"prompt": [1], "prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
-    ({"prompt": [1], "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "not sent in streams"),
+    ({"prompt": [1], "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "cannot be streamed"),
     ({"prompt": [1], "max_tokens": 0, "echo": True}, "max_tokens", "at least 1"),
     ({"prompt": [1], "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1"),
     ({"prompt": [1], "max_tokens": -1, "prompt_logprobs": 1}, "max_tokens", "at least 0"),
@@ -192,7 +191,7 @@ def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
             make_job(Prompt(pack_tokens([1, 2, 3])), parse(json.dumps(fields).encode()), limits)
         except RequestError as exc:
             message = str(exc)
-        assert not re.search(r"[`$]", message)  # of the library that checks types
+        assert " - at " not in message  # the path as msgspec writes it
         assert message or "prompt" in fields or "messages" in fields
 
 

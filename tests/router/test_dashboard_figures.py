@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.metrics import FastHistogram, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
-from router.dashboard.counters import NAMES, Answers, Exposed, handoffs_of, read_answer
+from router.dashboard.node_rates import NAMES, Answers, Exposed, handoffs_of, read_answer
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)

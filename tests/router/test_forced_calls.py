@@ -116,7 +116,7 @@ def test_a_grammar_begins_after_reasoning(
 
 def test_calls_exclude_other_structures() -> None:
     body = {"messages": [], "tools": [PAINT], "tool_choice": "required", "response_format": {"type": "json_object"}}
-    with pytest.raises(RequestError, match="exclude each other"):
+    with pytest.raises(RequestError, match="excludes a tool_choice"):
         parse_chat(json.dumps(body).encode())
 
 

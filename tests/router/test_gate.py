@@ -142,7 +142,10 @@ def test_the_log_has_names_of_keys_where_it_is_asked_for(
     with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
         request_id = ask(http, "bob").headers["x-request-id"]
         assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
-        expected = (f"request {request_id} of key bob: completions, ok after", "of key alice: completions, invalid_")
+        expected = (
+            f"request {request_id} with key bob: completions, ok after",
+            "with key alice: completions, invalid_",
+        )
         log, end = "", time.monotonic() + 5.0
         while not all(text in log for text in expected):  # a line follows its response
             assert time.monotonic() < end, log
@@ -190,7 +193,7 @@ def test_requests_at_once(http: httpx.Client, scripted_node: ScriptedNode) -> No
     with lingering(http, "single"):
         refused = ask(http, "single")
         assert refused.status_code == 429
-        assert "its limit is 1" in refused.json()["error"]["message"]
+        assert "the limit is 1" in refused.json()["error"]["message"]
     scripted_node.wait_cancelled("linger")
     wait_for(lambda: ask(http, "single").status_code == 200)
 
@@ -297,11 +300,11 @@ def test_what_waits_when_the_router_ends_at_once_is_told(
         ("", "missing required field `keys`"),
         ("[keys]", "has 0 keys"),
         ("keys = 3", "Expected `object`"),
-        ("[keys.a]\nsha256 = 'abc'", "keys.a.sha256 is no SHA-256"),
+        ("[keys.a]\nsha256 = 'abc'", "keys.a.sha256 is not a hexadecimal SHA-256"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nrequests = 3", "unknown field `requests`"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nmax_concurrent = 0", ">= 1"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\n[keys.b]\nsha256 = '{'0' * 64}'", "b and a have the same key"),
-        (f"[keys.'a b']\nsha256 = '{'0' * 64}'", "'a b' is no name"),
+        (f"[keys.'a b']\nsha256 = '{'0' * 64}'", "key name 'a b' is invalid"),
     ],
 )
 def test_a_wrong_file_is_explained(text: str, said: str) -> None:

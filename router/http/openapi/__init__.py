@@ -1,1 +1,1 @@
-"""What the router serves, as an OpenAPI document at /openapi.json."""
+"""The OpenAPI document at /openapi.json."""

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -15,9 +16,9 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.responses_api.input_messages import messages_of
-from router.responses_api.output_items import ItemWriter
-from router.responses_api.request import parse_items
+from router.responses_api.input_messages import input_messages
+from router.responses_api.output_items import OutputItemWriter
+from router.responses_api.request import parse_responses
 from router.text.chat.pieces import OutputPiece, PieceKind
 from router.text.tokenizer import Tokenizer
 
@@ -118,7 +119,7 @@ def test_items_of_a_turn_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": "a"},
         {"type": "message", "role": "assistant", "content": "b"},
     ]
-    user, assistant, tool, *rest = messages_of(conversation, None)
+    user, assistant, tool, *rest = input_messages(conversation, None)
     assert user == conversation[0]
     assert (assistant["reasoning"], assistant["content"]) == ("Hm.", [{"type": "output_text", "text": "Sure."}])
     assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
@@ -178,16 +179,16 @@ pieces = st.lists(
 
 
 @given(pieces, st.booleans())
-def test_events_tell_the_items(told: list[tuple[PieceKind, str]], complete: bool) -> None:
-    """Deltas joined are what the done events say, and those are the items."""
+def test_events_equal_the_items(written: list[tuple[PieceKind, str]], complete: bool) -> None:
+    """The joined deltas of an item are its text, and its done event holds the item."""
     events: list[dict[str, Any]] = []
-    writer = ItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
-    for kind, text in told:
+    writer = OutputItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
+    for kind, text in written:
         writer.write([OutputPiece(kind, text)])
         if kind is PieceKind.CALL:
             writer.write([OutputPiece(PieceKind.ARGUMENTS, text)])
     writer.end(complete)
-    for index, item in enumerate(writer.items):
+    for index, item in enumerate(msgspec.to_builtins(writer.items)):
         mine = [event for event in events if event["output_index"] == index]
         deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
@@ -208,6 +209,6 @@ json_values = st.recursive(
 def test_any_input_is_understood_or_refused(value: Any) -> None:
     for item in (value, [value], [{"type": "reasoning", "content": value}], [{"type": "function_call", "name": value}]):
         try:
-            assert parse_items(json.dumps({"input": item}).encode()).messages
+            assert parse_responses(json.dumps({"input": item}).encode()).messages
         except RequestError:
             continue

@@ -12,8 +12,8 @@ import msgspec
 from prometheus_client import metrics as prometheus
 
 from pdserve import live
-from router.dashboard.counters import handoffs_of
 from router.dashboard.node_queries import Key, NodeQueries
+from router.dashboard.node_rates import handoffs_of
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
@@ -32,7 +32,7 @@ class _Report(msgspec.Struct):
     history: live.LiveHistory
 
 
-class Observer:
+class DashboardState:
     """Samples each second from ``start`` on, and asks nodes while ``report`` is called."""
 
     def __init__(self, metrics: RouterMetrics, nodes: Nodes, models: Collection[str]) -> None:
