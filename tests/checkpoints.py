@@ -22,7 +22,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
-FAMILIES = ("llama", "mistral", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -40,6 +40,7 @@ _TINY: dict[str, Any] = {
 _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
 }
 
@@ -47,7 +48,7 @@ _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def make_checkpoint(
     path: Path, family: str, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
 ) -> Path:
-    """Write a random checkpoint of a family ("llama", "mistral", "qwen3") and return its directory.
+    """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
     ones, so that attention and sampling have something to decide: an argmax of near-equal logits tests nothing.

@@ -60,6 +60,11 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows=same_window,
         v2_by_default=True,
     ),
+    "Qwen2ForCausalLM": DecoderFamily(
+        module="qwen2",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        windows=windows_by_layer_type,
+    ),
     "Qwen3ForCausalLM": DecoderFamily(
         module="qwen3",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},

@@ -63,7 +63,7 @@ def test_default_architectures(architecture: str, variable: str | None, runner: 
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Gemma2ForCausalLM", "LlamaForSequenceClassification", "llamaforcausallm", ""]
+    "architecture", ["Qwen2ForCausalLM", "Gemma2ForCausalLM", "LlamaForSequenceClassification", "llamaforcausallm", ""]
 )
 @pytest.mark.parametrize(("variable", "runner"), [(None, "V1"), ("0", "V1"), ("1", "V2")])
 def test_other_architectures_get_v2_only_when_forced(architecture: str, variable: str | None, runner: str) -> None:

@@ -66,6 +66,18 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
     "mistral": ("mistral", {}, (16, 16), (1, 17)),
     "mistral-window": ("mistral", {"sliding_window": 20}, (16, 16), (1, 19, 20, 21, 36, 1500)),
     "mistral-window-pages": ("mistral", {"sliding_window": 50}, (48, 16), (47, 48, 49, 150)),
+    "qwen2": ("qwen2", {}, (16, 16), (1, 15, 16, 17, 1500)),
+    "qwen2-tied-windows": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 1,
+        },
+        (48, 48),
+        (23, 24, 25, 300),
+    ),
     "qwen3": ("qwen3", {}, (16, 16), (1, 15, 16, 17, 1500)),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}, (48, 48), (47, 48, 49)),
     "qwen3-some-windows": (
@@ -146,7 +158,8 @@ def test_sixteen_requests_at_once(tmp_path: Path, build: Callable[..., ModelRunn
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 20}), ("qwen3", {"num_key_value_heads": 1})]
+    ("family", "overrides"),
+    [("llama", {}), ("mistral", {"sliding_window": 20}), ("qwen2", {}), ("qwen3", {"num_key_value_heads": 1})],
 )
 def test_triton_kernels_give_the_same_tokens(
     family: str, overrides: dict[str, Any], tmp_path: Path, build: Callable[..., ModelRunner]
