@@ -1,4 +1,4 @@
-"""One node as the router knows it: what it says of itself, and for a decode node the stream to it."""
+"""One node as the router sees it: its reports and, for a decode node, the stream of requests to it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ if TYPE_CHECKING:  # exists in the stubs' types only
 
 logger = logging.getLogger(__name__)
 
-RETRY = 0.1  # seconds until a node that is lost is asked again
-SILENCE = 4.0  # seconds without a report, of which there is one each second, until a node counts as hung
-REPORTED = 0.05  # seconds, and the pause between reports, after which these include a request that was sent
-PAUSE = 0.1  # seconds between two reports of a node at least, as nodes have it themselves
+RETRY = 0.1  # seconds until a lost node is tried again
+SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
+REPORTED = 0.05  # seconds, plus the pause between reports, after which reports include a request that was sent
+PAUSE = 0.1  # seconds between two reports of a node at least; the node's own limit
 
 
 class NodeClient:
     """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open.
 
-    The end of a process ends its connection at once, and keepalive (channel.py) notices a host that is gone.
-    Reports, which come every second at least, tell the rest: restarts, changed peers, and by their absence a process
-    that does nothing though its connection stands.
+    The connection ends with the node's process, and keepalive (channel.py) detects a lost host. Reports show restarts
+    and changed peers, and their absence a process that hangs with its connection open.
     """
 
     def __init__(
@@ -57,22 +56,22 @@ class NodeClient:
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
         self.cached: CachedBlocks | None = None  # while there is a description
+        self.in_flight = 0  # requests of this router; on P, those without a token yet
+        self.unlisted = False  # discovery has dropped it: it gets no new request
         self._prefixes = prefixes
-        self._load = pb.NodeLoad()
-        self._read_at = 0.0  # when its read throughput last changed
-        self._sent: deque[tuple[float, int, int]] = deque()  # what reports do not include yet: when, and its tokens
-        self.in_flight = 0  # requests of this router; on P, those that have no token yet
-        self.leaving = False  # it is not listed any more: nothing more is sent there
-        self._view: NodeView | None = None  # as of the latest change
         self._on_change = on_change
         self._on_idle = on_idle
         self._find_pause = pause
-        self._pause = PAUSE  # of the present stream of reports
-        self._peers: frozenset[str] = frozenset()  # ids that it is connected to; made anew where they change only
         self._tls = tls
+        self._load = pb.NodeLoad()
+        self._unreported: deque[tuple[float, int, int]] = deque()  # requests: time sent, uncached tokens, tokens
+        self._view: NodeView | None = None  # None: to be computed
+        self._peers: frozenset[str] = frozenset()  # ids; a new set at changes only
+        self._pause = PAUSE  # of the present report stream
+        self._reported_at = 0.0
+        self._read_changed_at = 0.0  # time of the latest new read throughput
         self._dialer: Dialer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._heard_at = 0.0
 
     def start(self) -> None:
         self._dialer = Dialer(self.address, tls=self._tls)
@@ -81,8 +80,7 @@ class NodeClient:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        if self.stream is not None:
-            self.stream.close("the router is shutting down")
+        self._end_stream("the router is shutting down")
         self._forget()
         if self._dialer is not None:
             await self._dialer.close()
@@ -97,33 +95,32 @@ class NodeClient:
         return node is not None and node.state == "ready" and node.role == self.role
 
     def view(self) -> NodeView | None:
-        """None while the node has not said what it is."""
+        """None until the node has described itself."""
         if self._view is None and self.description is not None:
-            self._view = self._look(self.description)
+            self._view = self._make_view(self.description)
         return self._view
 
     async def status(self, timeout: float) -> pb.NodeStatus:
-        """What the node holds and has counted. Raises AioRpcError, also when that takes ``timeout`` seconds."""
+        """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds."""
         assert self._dialer is not None, "it has been started"
         stub: NodeAsyncStub = NodeStub(self._dialer.channel)
         return await stub.Status(pb.StatusRequest(), timeout=timeout)
 
-    def sent(self, uncached_tokens: int, num_tokens: int) -> None:
-        """A request goes there: so many prompt tokens to be computed, and so many to have room for."""
+    def add_request(self, uncached_tokens: int, num_tokens: int) -> None:
+        """Count a request: prompt tokens that the node computes, and tokens that need room there."""
         self.in_flight += 1
-        self._sent.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
+        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
         self._view = None
 
-    def done(self) -> None:
-        """It needs the node no more."""
+    def remove_request(self) -> None:
         self.in_flight -= 1
         self._view = None
         if not self.in_flight:
             self._on_idle(self)
 
-    def _look(self, node: pb.NodeDescription) -> NodeView:
+    def _make_view(self, node: pb.NodeDescription) -> NodeView:
         throughput = throughput_from_pb(self._load.throughput)
-        unread = asyncio.get_running_loop().time() - self._read_at
+        age = asyncio.get_running_loop().time() - self._read_changed_at
         return NodeView(
             node_id=node.node_id,
             role=self.role,
@@ -133,18 +130,18 @@ class NodeClient:
             version=node.version,
             connected_peers=self._peers,
             in_flight=self.in_flight,
-            load=self._whole_load(node.kv_layout.block_size),
-            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(unread)),
+            load=self._current_load(node.kv_layout.block_size),
+            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
         )
 
-    def _whole_load(self, block_size: int) -> RequestLoad:
-        """What the node told, and what it was sent since."""
-        load = self._load
-        blocks = sum(-(-tokens // block_size) for _, _, tokens in self._sent) if block_size else 0
+    def _current_load(self, block_size: int) -> RequestLoad:
+        """The reported load plus the requests that reports do not include yet."""
+        load, unreported = self._load, self._unreported
+        blocks = sum(-(-tokens // block_size) for _, _, tokens in unreported) if block_size else 0
         return RequestLoad(
-            requests=load.waiting + load.running + len(self._sent),
+            requests=load.waiting + load.running + len(unreported),
             waiting=load.waiting,
-            backlog=load.backlog + sum(uncached for _, uncached, _ in self._sent),
+            backlog=load.backlog + sum(uncached for _, uncached, _ in unreported),
             free_blocks=max(0, load.free_blocks - blocks),
             total_blocks=load.total_blocks,
             block_size=max(1, block_size),
@@ -158,41 +155,41 @@ class NodeClient:
             stub: NodeAsyncStub = NodeStub(await dialer.renew())
             self._pause = max(PAUSE, self._find_pause())
             call = stub.Watch(pb.WatchRequest(pause_ms=int(1000 * self._pause)), wait_for_ready=True)
-            watchdog = asyncio.create_task(self._expect_reports(call))
+            watchdog = asyncio.create_task(self._cancel_when_silent(call))
             try:
-                await self._follow(call)
+                await self._read_reports(call)
             except grpc.aio.AioRpcError as exc:
                 reason = rpc_reason(exc)
             except ValueError as exc:
                 reason = str(exc)
             except asyncio.CancelledError:
-                if not watchdog.done():  # we are being closed
+                if not watchdog.done():  # close() has cancelled this task
                     raise
-                reason = f"it has said nothing for {SILENCE:g} s"
+                reason = f"it has sent no report for {SILENCE:g} s"
             finally:
                 watchdog.cancel()
                 call.cancel()
-            self._lose(reason)
+            self._on_lost(reason)
             await asyncio.sleep(RETRY)
 
-    async def _follow(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
-        """Take in reports until the node ends them. Raises ValueError when one cannot be meant so."""
+    async def _read_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """Returns when the node ends the stream. Raises ValueError for reports out of sequence."""
         sequence = 0
         async for report in call:
             sequence += 1
             if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
                 raise ValueError(f"report {report.sequence} came in place of {sequence}")
-            self._heard_at = asyncio.get_running_loop().time()
+            self._reported_at = asyncio.get_running_loop().time()
             self._on_report(report)
 
-    async def _expect_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
-        """End the call when nothing comes. Time in which this process itself stood still is no silence of the node."""
+    async def _cancel_when_silent(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
+        """Time in which this process itself was stopped does not count as silence of the node."""
         loop = asyncio.get_running_loop()
-        self._heard_at = loop.time()
-        while (quiet := loop.time() - self._heard_at) < SILENCE:
+        self._reported_at = loop.time()
+        while (silence := loop.time() - self._reported_at) < SILENCE:
             before = loop.time()
-            await asyncio.sleep(min(SILENCE / 4, SILENCE - quiet))
-            self._heard_at += max(0.0, loop.time() - before - SILENCE / 2)
+            await asyncio.sleep(min(SILENCE / 4, SILENCE - silence))
+            self._reported_at += max(0.0, loop.time() - before - SILENCE / 2)
         call.cancel()
 
     def _on_report(self, report: pb.NodeReport) -> None:
@@ -200,7 +197,7 @@ class NodeClient:
         if changed:
             self._on_described(report.description)
         if report.load.throughput.read != self._load.throughput.read:
-            self._read_at = self._heard_at
+            self._read_changed_at = self._reported_at
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
         self.cached.change(unpack_numbers(report.cache.added), unpack_numbers(report.cache.removed))
@@ -209,9 +206,9 @@ class NodeClient:
             changed = True
         if self.stream is not None and self.description is not None and self.description.state == "draining":
             self.stream.drain()
-        latest = self._heard_at - REPORTED - self._pause
-        while self._sent and self._sent[0][0] < latest:
-            self._sent.popleft()
+        included = self._reported_at - REPORTED - self._pause
+        while self._unreported and self._unreported[0][0] < included:
+            self._unreported.popleft()
         self._view = None
         if changed:
             self._on_change()
@@ -232,12 +229,12 @@ class NodeClient:
         assert self.description is not None
         self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
 
-    def _lose(self, reason: str) -> None:
-        stops = self.description is not None and self.description.state == "draining"
-        if self.description is not None and not stops:
+    def _on_lost(self, reason: str) -> None:
+        draining = self.description is not None and self.description.state == "draining"
+        if self.description is not None and not draining:
             logger.warning("node at %s is lost: %s", self.address, reason)
         self._forget()
-        if not stops:  # else it ends the stream when it is done with the requests there, or out of time
+        if not draining:  # a draining node ends the stream itself, after its requests or its time limit
             self._end_stream("the node does not answer")
         self._on_change()
 

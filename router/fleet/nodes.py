@@ -1,4 +1,4 @@
-"""All nodes behind this router, of whatever model: found, watched, and left alone once they are not listed any more."""
+"""All nodes of all models: discovered, watched, and dropped when discovery no longer lists them."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from router.fleet.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
-REPORTS = 2000.0  # a second, of all nodes: a quarter of a core for a router
+REPORTS = 2000.0  # per second, of all nodes: a quarter of a core
 
 
 class Nodes:
-    """All state is learnt from the nodes; a router that starts anew has it within seconds.
+    """All state comes from the nodes; a restarted router has it again within seconds.
 
-    ``places`` are, for each role, where its nodes are found (pdserve/discovery/sources.py); nodes of other models than
-    ``models`` are not used. Raises ConfigError.
+    ``sources`` lists node sources by role (pdserve/discovery/sources.py). Nodes of models outside ``models`` are not
+    used. Raises ConfigError.
     """
 
     def __init__(
-        self, places: Mapping[str, Sequence[str]], models: Collection[str], tls: PeerTls | None = None
+        self, sources: Mapping[str, Sequence[str]], models: Collection[str], tls: PeerTls | None = None
     ) -> None:
         self.prefixes = PrefixIndex()
-        self.turn = random.getrandbits(32)  # of choices; routers that start together do not go in step
+        # For round-robin ties. Its random start keeps routers that start together from choosing alike.
+        self.placement_counter = random.getrandbits(32)
         self._models = models
         self._tls = tls
         self._nodes: dict[tuple[str, str], NodeClient] = {}  # by role and address
-        self._known: dict[tuple[str, str], NodeClient] | None = None  # as of the latest change
-        self._directories = [Directory(each, partial(self.listed, role)) for role, each in places.items()]
+        self._known: dict[tuple[str, str], NodeClient] | None = None  # None: to be computed
+        self._directories = [Directory(each, partial(self.listed, role)) for role, each in sources.items()]
         self._watchers: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ignored: set[tuple[str, str]] = set()  # addresses and models that were complained of
+        self._warned: set[tuple[str, str]] = set()  # addresses and models
 
     def __iter__(self) -> Iterator[NodeClient]:
-        """Those that requests may be sent to."""
-        return (node for node in self._nodes.values() if not node.leaving)
+        """Listed nodes: those that may get requests."""
+        return (node for node in self._nodes.values() if not node.unlisted)
 
     def start(self) -> None:
         for directory in self._directories:
@@ -54,20 +55,18 @@ class Nodes:
             task.cancel()
         await asyncio.gather(*(node.close() for node in self._nodes.values()))
 
-    # ------------------------------------------------------------ what there is
-
     @property
     def ready(self) -> bool:
-        """At least one decode node of a model that is served is ready."""
+        """Whether a decode node of a served model is ready."""
         return any(view.ready and view.role == "decode" and view.model in self._models for view in self.views())
 
     @property
     def complete(self) -> bool:
-        """Every node that is listed is ready."""
+        """Whether every listed node is ready."""
         return all(directory.complete.is_set() for directory in self._directories) and all(node.ready for node in self)
 
     def known(self) -> Mapping[tuple[str, str], NodeClient]:
-        """All that have said what they are, by role and id: one with several addresses is there once."""
+        """Listed nodes that have described themselves, by role and id; a node with several addresses appears once."""
         if self._known is None:
             self._known = {}
             for node in self:
@@ -78,14 +77,13 @@ class Nodes:
         return self._known
 
     def views(self) -> tuple[NodeView, ...]:
-        """Of all that are known."""
         return tuple(view for node in self.known().values() if (view := node.view()) is not None)
 
     def on_change(self, watcher: Callable[[], None]) -> None:
         self._watchers.append(watcher)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns once ``condition`` holds; looked at whenever something changes."""
+        """Return once ``condition`` holds; it is checked at every change."""
         while not condition():
             changed = asyncio.Event()
             self.on_change(changed.set)
@@ -94,45 +92,44 @@ class Nodes:
             finally:
                 self._watchers.remove(changed.set)
 
-    # ------------------------------------------------------------ what changes
-
     def listed(self, role: str, addresses: frozenset[str]) -> None:
-        """These are all that are listed of a role now."""
-        for (of_role, address), node in list(self._nodes.items()):
-            if of_role == role:
-                node.leaving = address not in addresses
-                if node.leaving:
+        """Replace the listed addresses of a role."""
+        for (node_role, address), node in list(self._nodes.items()):
+            if node_role == role:
+                node.unlisted = address not in addresses
+                if node.unlisted:
                     logger.info("%s node at %s is not listed any more", role, address)
-                    self._let_go(node)
+                    self._drop_if_idle(node)
         for address in sorted(addresses):
             if (role, address) not in self._nodes:
-                node = NodeClient(address, role, self.prefixes, self._changed, self._let_go, self._pause, self._tls)
+                node = NodeClient(
+                    address, role, self.prefixes, self._changed, self._drop_if_idle, self._pause, self._tls
+                )
                 self._nodes[role, address] = node
                 node.start()
         self._changed()
 
     def _pause(self) -> float:
-        """Seconds between two reports of a node: the more nodes there are, the less is heard of each."""
+        """Seconds between two reports of a node; it grows with the number of nodes."""
         return len(self._nodes) / REPORTS
 
-    def _let_go(self, node: NodeClient) -> None:
-        """Forget a node that has left, once no request needs it: none is cut off."""
-        if node.leaving and not node.in_flight and self._nodes.get((node.role, node.address)) is node:
+    def _drop_if_idle(self, node: NodeClient) -> None:
+        """Close an unlisted node after its last request."""
+        if node.unlisted and not node.in_flight and self._nodes.get((node.role, node.address)) is node:
             del self._nodes[node.role, node.address]
             self._run(node.close())
 
     def _changed(self) -> None:
         self._known = None
         for node in self:
-            described = node.description
-            if described is not None and described.model not in self._models:
-                self._complain(node.address, described.model)
+            if node.description is not None and node.description.model not in self._models:
+                self._warn_once(node.address, node.description.model)
         for watcher in tuple(self._watchers):
             watcher()
 
-    def _complain(self, address: str, model: str) -> None:
-        if (address, model) not in self._ignored:
-            self._ignored.add((address, model))
+    def _warn_once(self, address: str, model: str) -> None:
+        if (address, model) not in self._warned:
+            self._warned.add((address, model))
             served = ", ".join(map(repr, self._models))
             logger.warning("node at %s serves model %r, this router %s; it is not used", address, model, served)
 

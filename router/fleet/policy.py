@@ -1,4 +1,4 @@
-"""Which nodes serve a request: pure functions of a snapshot of the fleet and of what the request needs."""
+"""Load-balancing policies: pure functions from a snapshot of the fleet and a request to the nodes that serve it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pdserve.errors import Overloaded
 from pdserve.request_cost import RequestLoad
 from pdserve.throughput import LinearCost, Throughput
 
-_SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share: costs that differ by less are taken to be equal
+_SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
+
+T = TypeVar("T")
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """A node as the router sees it. ``node_id`` is unique.
-
-    ``in_flight`` counts this router's requests there; on P, those still in prefill.
-    """
+    """A node as this router knows it. ``node_id`` is unique."""
 
     node_id: str
     role: str  # "prefill" or "decode"
@@ -29,12 +28,12 @@ class NodeView(msgspec.Struct, frozen=True):
     compat_hash: str = ""
     version: str = ""
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
-    in_flight: int = 0
-    load: RequestLoad = RequestLoad()  # of all routers' requests, as the node told, and what it has not told of yet
+    in_flight: int = 0  # requests of this router; on P, those still in prefill
+    load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
     throughput: Throughput = Throughput()
 
     def reads_from(self, prefill: NodeView) -> bool:
-        """Whether this D can take over what that P computes."""
+        """Return whether this D can read KV of that P."""
         return (
             prefill.node_id in self.connected_peers
             and prefill.compat_hash == self.compat_hash
@@ -43,18 +42,18 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):
-    """``turn`` counts the choices made so far, from some number on; ties go round by it.
+    """``counter`` counts placements: ties are broken round-robin by it.
 
-    ``typical`` is what a node that has not measured something is taken to be like: as the others are, where it is None.
+    ``typical`` fills costs that a node has not measured; None: the mean of the snapshot's nodes.
     """
 
     model: str
     nodes: tuple[NodeView, ...]
-    turn: int = 0
+    counter: int = 0
     typical: Throughput | None = None
 
-    def among(self, accepts: Callable[[NodeView], bool]) -> FleetSnapshot:
-        """The same with only those decode nodes that are accepted."""
+    def accepting(self, accepts: Callable[[NodeView], bool]) -> FleetSnapshot:
+        """Drop the decode nodes that are not accepted."""
         nodes = tuple(node for node in self.nodes if node.role != "decode" or accepts(node))
         return msgspec.structs.replace(self, nodes=nodes)
 
@@ -66,62 +65,58 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
 
 
 class PolicyRequest(msgspec.Struct, frozen=True):
-    """A prompt, and how many of its leading tokens each node has in its cache, by node id; none where it is missing."""
+    """A prompt; ``cached`` are its leading tokens in each node's prefix cache, by node id, zeros left out."""
 
     num_tokens: int
     cached: Mapping[str, int] = {}
 
     def uncached(self, node_id: str) -> int:
-        """Tokens of the prompt that are to be computed there; one at least."""
+        """Prompt tokens to compute on a node; at least one."""
         return max(1, self.num_tokens - self.cached.get(node_id, 0))
 
 
 class NodeChoice(msgspec.Struct, frozen=True):
-    """Node ids. Without ``prefill`` the decode node computes the prompt itself."""
+    """Node ids. Without ``prefill`` the decode node computes the prompt."""
 
     decode: str
     prefill: str | None
 
 
-T = TypeVar("T")
 Policy = Callable[[FleetSnapshot, PolicyRequest], NodeChoice]
-"""Raises Overloaded when there is no ready D of the model."""
+"""Raises Overloaded when no D of the model is ready."""
 
 
-def round_robin(snapshot: FleetSnapshot, ask: PolicyRequest) -> NodeChoice:
-    """One after the other, whatever they do."""
-    decode = _in_turn(_decodes(snapshot), snapshot.turn)
-    prefills = [node for node in snapshot.usable("prefill") if decode.reads_from(node)]
-    return NodeChoice(decode.node_id, _in_turn(prefills, snapshot.turn).node_id if prefills else None)
+def round_robin(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+    """Cycle through the D, and through the P that D can read from."""
+    return _cycle(snapshot, _decode_nodes(snapshot), lambda prefills: prefills)
 
 
-def least_loaded(snapshot: FleetSnapshot, ask: PolicyRequest) -> NodeChoice:
-    """The D with the fewest requests, then the P with the fewest that it can read from."""
-    decode = _in_turn(_fewest(_decodes(snapshot)), snapshot.turn)
-    prefills = [node for node in snapshot.usable("prefill") if decode.reads_from(node)]
-    return NodeChoice(decode.node_id, _in_turn(_fewest(prefills), snapshot.turn).node_id if prefills else None)
+def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+    """Choose the D with the fewest requests, then the P with the fewest that D can read from."""
+    return _cycle(snapshot, _fewest_requests(_decode_nodes(snapshot)), _fewest_requests)
 
 
-def prefix_aware(snapshot: FleetSnapshot, ask: PolicyRequest) -> NodeChoice:
-    """The pair, or the D alone, that costs the least by pdserve/request_cost.py."""
-    decodes, prefills = _decodes(snapshot), snapshot.usable("prefill")
+def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
+    """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py."""
+    decodes, prefills = _decode_nodes(snapshot), snapshot.usable("prefill")
     typical = snapshot.typical or typical_throughput([*decodes, *prefills])
-    ranked = _ranked(prefills, ask, typical, snapshot.turn)
-    options: list[_Option] = []
+    ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
+    candidates: list[_Candidate] = []
     for decode in decodes:
-        load, throughput, lacking = decode.load, _filled(decode.throughput, typical), ask.uncached(decode.node_id)
-        decoding = cost.of_decoding(load, throughput, ask.num_tokens)
-        options.append(_Option(decoding + cost.of_local_prompt(load, throughput, lacking), decode))
+        load, throughput = decode.load, _filled(decode.throughput, typical)
+        uncached = request.uncached(decode.node_id)
+        decoding = cost.of_decoding(load, throughput, request.num_tokens)
+        candidates.append(_Candidate(decoding + cost.of_local_prompt(load, throughput, uncached), decode))
         for prefill in ranked:
             if decode.reads_from(prefill.node):
-                seconds = decoding + prefill.seconds + cost.of_handing_over(throughput, lacking)
-                options.append(_Option(seconds, decode, prefill.node))
+                seconds = decoding + prefill.seconds + cost.of_handing_over(throughput, uncached)
+                candidates.append(_Candidate(seconds, decode, prefill.node))
                 break
-    best = _in_turn(_cheapest(options), snapshot.turn)
+    best = _round_robin(_cheapest(candidates), snapshot.counter)
     return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
-PREFIX_AWARE = "prefix-aware"  # the only one that looks at what is cached
+PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
 POLICIES: dict[str, Policy] = {
     "round-robin": round_robin,
     "least-loaded": least_loaded,
@@ -130,64 +125,74 @@ POLICIES: dict[str, Policy] = {
 
 
 def no_decode_node(snapshot: FleetSnapshot) -> Overloaded:
-    """The error for a fleet that cannot serve now; it names the models there are, where it is only the name."""
+    """The error for a model without a ready decode node; it names the models that have one."""
     others = sorted({node.model for node in snapshot.nodes if node.role == "decode" and node.ready})
     remedy = f"the ready ones serve {', '.join(map(repr, others))}" if others else "try again shortly"
     return Overloaded(f"no decode node of model {snapshot.model!r} is ready; {remedy}")
 
 
-def _decodes(snapshot: FleetSnapshot) -> list[NodeView]:
+def _decode_nodes(snapshot: FleetSnapshot) -> list[NodeView]:
     nodes = snapshot.usable("decode")
     if not nodes:
         raise no_decode_node(snapshot)
     return nodes
 
 
-def _in_turn(tied: Sequence[T], turn: int) -> T:
-    return tied[turn % len(tied)]
+def _round_robin(tied: Sequence[T], counter: int) -> T:
+    return tied[counter % len(tied)]
 
 
-def _fewest(nodes: list[NodeView]) -> list[NodeView]:
-    """Those with the fewest requests, of any router."""
+def _cycle(
+    snapshot: FleetSnapshot, decodes: list[NodeView], best: Callable[[list[NodeView]], list[NodeView]]
+) -> NodeChoice:
+    decode = _round_robin(decodes, snapshot.counter)
+    prefills = best([node for node in snapshot.usable("prefill") if decode.reads_from(node)])
+    return NodeChoice(decode.node_id, _round_robin(prefills, snapshot.counter).node_id if prefills else None)
+
+
+def _fewest_requests(nodes: list[NodeView]) -> list[NodeView]:
     requests = [max(node.in_flight, node.load.requests) for node in nodes]
     fewest = min(requests, default=0)
     return [node for node, count in zip(nodes, requests, strict=True) if count == fewest]
 
 
-class _Option(NamedTuple):
+class _Candidate(NamedTuple):
     seconds: float
     node: NodeView
     prefill: NodeView | None = None
 
 
-def _cheapest(options: Sequence[_Option]) -> list[_Option]:
-    """Those that are as good as the best: routers that do not know of each other do not all choose the same."""
-    limit = min(option.seconds for option in options) * (1.0 + _SLACK_SHARE) + _SLACK
-    return [option for option in options if option.seconds <= limit]
+def _cheapest(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """The best candidates and those of equal cost, so that independent routers do not all choose the same."""
+    limit = min(candidate.seconds for candidate in candidates) * (1.0 + _SLACK_SHARE) + _SLACK
+    return [candidate for candidate in candidates if candidate.seconds <= limit]
 
 
-def _ranked(prefills: list[NodeView], ask: PolicyRequest, typical: Throughput, turn: int) -> list[_Option]:
-    """What the prompt costs on each P, the cheapest first; those that are as good as it go round."""
-    options = []
+def _rank_prefills(
+    prefills: list[NodeView], request: PolicyRequest, typical: Throughput, counter: int
+) -> list[_Candidate]:
+    """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
+    ranked = []
     for node in prefills:
-        throughput = _filled(node.throughput, typical)
-        seconds = cost.of_remote_prompt(node.load, throughput, ask.num_tokens, ask.uncached(node.node_id))
-        options.append(_Option(seconds, node))
-    if not options:
+        throughput, uncached = _filled(node.throughput, typical), request.uncached(node.node_id)
+        seconds = cost.of_remote_prompt(node.load, throughput, request.num_tokens, uncached)
+        ranked.append(_Candidate(seconds, node))
+    if not ranked:
         return []
-    options.sort(key=lambda option: option.seconds)
-    tied = len(_cheapest(options))
-    return options[turn % tied : tied] + options[: turn % tied] + options[tied:]
+    ranked.sort(key=lambda candidate: candidate.seconds)
+    tied = len(_cheapest(ranked))
+    first = counter % tied
+    return ranked[first:tied] + ranked[:first] + ranked[tied:]
 
 
 def typical_throughput(nodes: Sequence[NodeView]) -> Throughput:
-    """The mean of what nodes have measured; what none has is a guess."""
-    lines = []
+    """The mean of the measured costs; a default where no node has measured one."""
+    means = []
     for name in Throughput.__struct_fields__:
         known = [line for node in nodes if (line := getattr(node.throughput, name))]
         mean = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known)) if known else None
-        lines.append(mean or getattr(cost.TYPICAL, name))
-    return Throughput(*lines)
+        means.append(mean or getattr(cost.TYPICAL, name))
+    return Throughput(*means)
 
 
 def _filled(measured: Throughput, typical: Throughput) -> Throughput:

@@ -1,98 +1,127 @@
-"""The long-lived stream to one decode node, on which all requests of this router are multiplexed."""
+"""The long-lived gRPC stream to one decode node; all requests of this router to that node share it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import grpc.aio
 
-from pdserve.errors import Draining
+from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb, rpc_reason
-from router.fleet.node_call import CallSink, NodeLost
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 64 << 20  # bytes that may wait for the node to read; at half of it the stream takes new requests again
+_MESSAGE_BYTES = 256  # a queued message takes at least so much memory
+
+
+class NodeLost(NodeError):
+    """The node is dead, hung or restarted: its stream has ended."""
+
+
+class OutputHandler(Protocol):
+    """Handles the outputs of one request. Called on the event loop; must neither block nor raise."""
+
+    def on_output(self, output: pb.Output) -> None:
+        """Handle a token of a choice, the end of a choice, or both."""
+
+    def on_failure(self, error: PdserveError) -> None:
+        """Handle the end of the request with all its choices; no output follows."""
 
 
 class ServeStream:
-    """Open from construction until ``close`` or until the node ends it; then every call on it has failed.
+    """Open from construction until ``close`` or until the node ends it; then every request on it has failed.
 
-    A node that drains says so: from then on nothing new is sent, and the stream ends with its last call. What such a
-    node leaves behind, however it ends, has failed with Draining: it is to go on elsewhere.
+    A draining node gets no new request, and the stream ends with its last one. Requests that it leaves behind fail with
+    Draining, so that they migrate.
 
-    ``on_change`` is called once at either.
+    A message waits until the node reads it (gRPC's flow control). Beyond ``MAX_UNSENT`` bytes the stream takes no new
+    request; only cancellations are added then, one per request in flight.
+
+    ``on_change`` is called whenever ``open`` changes.
     """
 
     def __init__(self, channel: grpc.aio.Channel, name: str, on_change: Callable[[ServeStream], None]) -> None:
         self.name = name
         self.draining = False
         self._on_change = on_change
-        self._sinks: dict[int, CallSink] = {}
+        self._handlers: dict[int, OutputHandler] = {}
         self._next_number = 1
-        self._outbox: asyncio.Queue[pb.ServeRequest | None] = asyncio.Queue()  # None: nothing follows
-        self._call = DecodeNodeStub(channel).Serve(self._requests())
-        self._closed: str | None = None  # why
+        self._queue: asyncio.Queue[pb.ServeRequest | None] = asyncio.Queue()  # None: no message follows
+        self._unsent = 0  # bytes
+        self._full = False
+        self._rpc = DecodeNodeStub(channel).Serve(self._messages())
+        self._end_reason: str | None = None
         self._reader = asyncio.create_task(self._read(), name=f"outputs of {name}")
 
     @property
     def ended(self) -> bool:
-        return self._closed is not None
+        return self._end_reason is not None
 
     @property
     def open(self) -> bool:
-        """For new calls."""
-        return self._closed is None and not self.draining
+        """Whether the stream takes new requests."""
+        return not (self.ended or self.draining or self._full)
 
     @property
     def in_flight(self) -> int:
-        return len(self._sinks)
+        return len(self._handlers)
 
-    def generate(self, message: pb.Generate, sink: CallSink) -> int:
-        """Send a request whose outputs go to ``sink``; returns its number. NodeLost when the stream has ended."""
-        if self._closed is not None:
-            raise NodeLost(f"decode node {self.name} is gone: {self._closed}")
+    def generate(self, message: pb.Generate, handler: OutputHandler) -> int:
+        """Send a request and return its number. Raises NodeLost after the end, Overloaded if the node does not read."""
+        if self.ended:
+            raise NodeLost(f"decode node {self.name} is gone: {self._end_reason}")
+        if self._full:
+            raise Overloaded(
+                f"decode node {self.name} does not read its requests; {self._unsent} bytes wait; try later"
+            )
         number = self._next_number
         self._next_number += 1
         message.request = number
-        self._sinks[number] = sink
-        self._outbox.put_nowait(pb.ServeRequest(generate=message))
+        self._handlers[number] = handler
+        self._put(pb.ServeRequest(generate=message))
         return number
 
     def cancel(self, number: int) -> None:
-        """End a request at the node; nothing more is delivered. Unknown and ended numbers are ignored."""
-        if self._sinks.pop(number, None) is not None:
-            self._outbox.put_nowait(pb.ServeRequest(cancel=pb.Cancel(request=number)))
+        """Abort a request at the node; its handler is not called again. Unknown and ended numbers are ignored."""
+        if self._handlers.pop(number, None) is not None:
+            self._put(pb.ServeRequest(cancel=pb.Cancel(request=number)))
             self._end_if_drained()
 
     def finished(self, number: int) -> None:
-        """All choices of a request have ended; forget it."""
-        if self._sinks.pop(number, None) is not None:
+        """Forget a request whose choices have all ended."""
+        if self._handlers.pop(number, None) is not None:
             self._end_if_drained()
 
     def drain(self) -> None:
-        """The node takes nothing new. Idempotent."""
+        """Send no new request. Idempotent."""
         if not self.draining:
             self.draining = True
             self._on_change(self)
             self._end_if_drained()
 
     def close(self, reason: str) -> None:
-        """End the stream; calls on it fail. Idempotent."""
-        if self._closed is not None:
+        """End the stream and fail its requests. Idempotent."""
+        if self.ended:
             return
-        self._closed = reason
+        self._end_reason = reason
         self._reader.cancel()
-        self._call.cancel()
-        sinks, self._sinks = self._sinks, {}
+        self._rpc.cancel()
+        handlers, self._handlers = self._handlers, {}
         text = f"decode node {self.name} failed: {reason}"
-        for sink in sinks.values():
-            sink.on_failure(Draining(text) if self.draining else NodeLost(text))
+        for handler in handlers.values():
+            handler.on_failure(Draining(text) if self.draining else NodeLost(text))
         self._on_change(self)
 
     async def _read(self) -> None:
         reason = "it ended the stream"
         try:
-            async for batch in self._call:
+            async for batch in self._rpc:
                 if batch.draining:
                     self.drain()
                 for output in batch.outputs:
@@ -102,21 +131,34 @@ class ServeStream:
         self.close(reason)
 
     def _deliver(self, output: pb.Output) -> None:
-        sink = self._sinks.get(output.request)
-        if sink is None:  # cancelled; these tokens were on their way
+        handler = self._handlers.get(output.request)
+        if handler is None:  # cancelled while these outputs were under way
             return
         if output.HasField("failure"):
-            self._sinks.pop(output.request, None)
+            self._handlers.pop(output.request, None)
             self._end_if_drained()
-            sink.on_failure(failure_from_pb(output.failure))
+            handler.on_failure(failure_from_pb(output.failure))
         else:
-            sink.on_output(output)
+            handler.on_output(output)
 
-    async def _requests(self) -> AsyncIterator[pb.ServeRequest]:
-        while (message := await self._outbox.get()) is not None:
+    def _put(self, message: pb.ServeRequest) -> None:
+        self._queue.put_nowait(message)
+        self._unsent += message.ByteSize() + _MESSAGE_BYTES
+        if self._unsent > MAX_UNSENT and not self._full:
+            self._full = True
+            logger.warning("decode node %s does not read its requests; it gets no new ones until it does", self.name)
+            self._on_change(self)
+
+    async def _messages(self) -> AsyncIterator[pb.ServeRequest]:
+        while (message := await self._queue.get()) is not None:
             yield message
+            # gRPC asks for the next message when the transport has taken this one
+            self._unsent -= message.ByteSize() + _MESSAGE_BYTES
+            if self._full and self._unsent <= MAX_UNSENT // 2:
+                self._full = False
+                self._on_change(self)
 
     def _end_if_drained(self) -> None:
-        """Nothing is under way, and nothing will be: the node may end."""
-        if self.draining and not self._sinks:
-            self._outbox.put_nowait(None)
+        """Half-close the stream of a draining node without requests, so that the node can exit."""
+        if self.draining and not self._handlers:
+            self._queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""One choice of a response while it grows: tokens in, text out, until it ends."""
+"""One choice of a response: output tokens in, text out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from router.text.stop_strings import StopMatcher
 
 
 class Choice:
-    """``finish_reason`` is empty while the choice goes on; ``token_offset`` is where the newest token's text begins."""
+    """``finish_reason`` is empty while the choice runs; ``token_offset`` is where the latest token's text begins."""
 
     __slots__ = (
-        "_decoder",
+        "_detokenizer",
         "_stops",
         "finish_reason",
         "index",
@@ -24,29 +24,29 @@ class Choice:
         "token_offset",
     )
 
-    def __init__(self, index: int, decoder: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.index = index
-        self._decoder = decoder
+        self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self.token_ids = array("I")
-        self.text_length = 0  # characters decoded so far, those held back included
+        self.text_length = 0  # characters, including those held back
         self.token_offset = 0
         self.finish_reason = ""
-        self.last_token_at = 0.0  # seconds, perf_counter
+        self.last_token_at = 0.0  # time.monotonic
 
     def feed(self, output: pb.Output) -> str:
-        """The text that became safe to send; sets ``finish_reason`` when the choice ends with this output.
+        """Return the text that is safe to send; set ``finish_reason`` when the choice ends.
 
-        A token that ended the choice by itself (end of sequence, a stop token id) has no text.
+        An EOS or stop token that ends the choice has no text.
         """
         reason = output.finish_reason
         text = ""
         if output.has_token:
             self.token_ids.append(output.token_id)
             if reason != "stop":
-                text = self._decoder.push(output.token_id)
+                text = self._detokenizer.push(output.token_id)
         if reason:
-            text += self._decoder.flush()
+            text += self._detokenizer.flush()
         self.token_offset = self.text_length
         self.text_length += len(text)
         text, stopped = self._stops.push(text)

@@ -1,4 +1,4 @@
-"""A request under way: its calls to decode nodes, its choices, and its one end."""
+"""A running request: its calls to decode nodes, its choices and its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.logs import request_fields
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
-from router.fleet.fleet import Fleet, NodePair
+from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.choice import Choice
 from router.generation.job import Job
@@ -26,48 +26,47 @@ from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the prompt that a completion's detokenizer sees first: a character can take up to four of them, and
-# decoders that treat the beginning of a text specially must not take the output for one.
+# Prompt tokens that a completion's detokenizer sees first: a character takes up to four tokens, and some decoders treat
+# the beginning of a text specially.
 _CONTEXT_TOKENS = 4
 
 
 class Consumer(Protocol):
-    """Makes a response out of what comes. Called on the event loop; must not block."""
+    """Writes a response from the outputs. Called on the event loop; must not block."""
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        """A token, the end of the choice (``choice.finish_reason``), or both."""
+        """Handle a token, the end of the choice (``choice.finish_reason``), or both."""
 
     def on_end(self, error: PdserveError | None) -> None:
-        """Nothing follows. Without an error every choice has ended by itself."""
+        """Handle the end. Without an error every choice has a finish reason."""
 
 
 class GenerationOptions(msgspec.Struct, frozen=True):
-    """What all prompts of a request have in common. ``arrived`` is of ``time.monotonic``."""
+    """Options shared by all prompts of a request. ``arrived`` is of ``time.monotonic``."""
 
     request_id: str
     arrived: float
     timeout: float  # seconds
-    migrations: int = 0  # how often a prompt may go on at another decode node
+    migrations: int = 0  # node failures after which a prompt may still continue elsewhere
     stops: tuple[str, ...] = ()
     cache_salt: str = ""
     priority: int = 0
-    continues_prompt: bool = True  # a completion does, a chat message begins a new text
-    shown_tokens: tuple[str, ...] | None = ()  # special tokens that have a text all the same; None: all
+    continues_prompt: bool = True  # true for a completion; a chat message begins a new text
+    visible_special_tokens: tuple[str, ...] | None = ()  # None: all
     span: Span = NO_SPAN  # the request's
 
     @property
     def remaining(self) -> float:
-        """Seconds of the timeout that are left."""
+        """Seconds left of the timeout."""
         return self.timeout - (monotonic() - self.arrived)
 
     @property
-    def about(self) -> dict[str, object]:
-        """What lines in the log say besides their message."""
+    def log_fields(self) -> dict[str, object]:
         return request_fields(self.request_id, self.span.trace_id)
 
 
 class RequestGeneration:
-    """Runs jobs until each of their choices has ended, one of them has failed, or ``cancel``."""
+    """Runs jobs until all of their choices have ended, one job has failed, or ``cancel``."""
 
     def __init__(
         self,
@@ -82,19 +81,17 @@ class RequestGeneration:
         self.consumer = consumer
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token
-        self.runs: list[PromptRun] = []
-        for index, job in enumerate(jobs):
-            self.runs.append(PromptRun(self, job, index * job.sampling.n, tokenizer))
+        self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
         self._unfinished = len(self.runs)
         self._ended = False
 
     async def prepare(self, fleet: Fleet) -> None:
-        """What takes time of choosing nodes for long prompts."""
+        """Do the slow part of choosing nodes for long prompts."""
         for run in self.runs:
             await fleet.prepare(run.prefix)
 
     def start(self, fleet: Fleet) -> None:
-        """Send every prompt. What cannot be sent ends the generation with that error."""
+        """Send every prompt. An error ends the generation."""
         for run in self.runs:
             try:
                 run.start(fleet)
@@ -104,20 +101,19 @@ class RequestGeneration:
             self.metrics.prompt_tokens.inc(run.job.prompt.num_tokens)
 
     def fail(self, error: PdserveError) -> None:
-        """End with an error; calls under way are cancelled. Does nothing after the end."""
+        """End with an error and cancel the calls. Does nothing after the end."""
         if not self._ended:
             self.cancel()
             self.consumer.on_end(error)
 
     def cancel(self) -> None:
-        """End quietly: the nodes are told at once. Idempotent."""
+        """End without calling the consumer; the nodes abort at once. Idempotent."""
         self._ended = True
         for run in self.runs:
             run.cancel()
 
     def close(self) -> None:
-        """Let go of everything, once: what refers to each other would be left to the garbage collector, whose pauses
-        all streams feel."""
+        """Cancel, and break reference cycles: garbage collection of cycles would pause all streams. Called once."""
         self.cancel()
         self.runs.clear()
         del self.consumer
@@ -130,40 +126,40 @@ class RequestGeneration:
 
 
 class PromptRun:
-    """One prompt at its decode node, with its n choices; at another one when that fails."""
+    """One prompt with its n choices at a decode node, and at another one after a migration."""
 
     def __init__(self, generation: RequestGeneration, job: Job, first_index: int, tokenizer: Tokenizer) -> None:
         self.job = job
         self._generation = generation
         self._observe_itl = generation.metrics.itl.observe
-        self._call: NodePair | None = None
-        self._waiting = True  # for a token from the node
-        self._started = False  # there has been a token
-        self._cut = False  # a stop string ended a choice, of which the node knows nothing
+        self._call: NodeCall | None = None
+        self._waiting = True  # for the first token of the present call
+        self._started = False  # a token has arrived
+        self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
         options = generation.options
         self.prefix = PromptPrefix(job.prompt.token_ids, options.cache_salt)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
-            Choice(first_index + choice, tokenizer.detokenizer(context, options.shown_tokens), options.stops)
+            Choice(first_index + choice, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops)
             for choice in range(job.sampling.n)
         ]
         self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
-        self._span = NO_SPAN  # of the present attempt at a node
+        self._span = NO_SPAN  # of the present call
         self._migration = Migration(
             options.request_id, options.span, options.migrations, generation.metrics, self._send, generation.fail
         )
 
     def start(self, fleet: Fleet) -> None:
-        """Raises PdserveError when no node takes it."""
+        """Raises PdserveError when no node takes the prompt."""
         self._fleet = fleet
         self._send(None)
 
     def _send(self, accepts: Accepts | None) -> None:
-        """Have a decode node compute what is missing. Raises Overloaded when none is there."""
+        """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready."""
         options, sampling = self._generation.options, self.job.sampling
-        if self._started:  # what there is to say of the prompt has been said
+        if self._started:  # prompt log-probabilities arrive before the first token
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         message = pb.Generate(
             request_id=options.request_id,
@@ -179,7 +175,7 @@ class PromptRun:
         span = options.span.child("generate", kind=SpanKind.CLIENT)
         message.traceparent, message.tracestate = span.traceparent, span.tracestate
         self._call = self._fleet.generate(message, self, accepts, self.prefix)
-        self._span = span  # that of an attempt for which there was no node is forgotten
+        self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True
 
@@ -201,9 +197,10 @@ class PromptRun:
     def on_output(self, output: pb.Output) -> None:
         try:
             self._on_output(output)
-        except Exception:  # a fault in one response must not end the stream that all share
+        except Exception:  # a bug in one response must not end the stream that all requests share
             options = self._generation.options
-            logger.exception("request %s: an output could not be handled", options.request_id, extra=options.about)
+            text = "request %s: an output could not be handled"
+            logger.exception(text, options.request_id, extra=options.log_fields)
             self._generation.fail(NodeError("the router could not handle an output of the decode node; see its log"))
 
     def _on_output(self, output: pb.Output) -> None:
@@ -216,29 +213,30 @@ class PromptRun:
             if self.job.silent:
                 output = pb.Output(choice=output.choice, finish_reason="length")
         choice = self.choices[output.choice]
-        if choice.finish_reason:  # it met a stop string; these tokens were on their way
+        if choice.finish_reason:  # a stop string has ended it; these tokens were under way
             return
         if output.has_token:
-            self._count(choice, output)
+            self._count_token(choice, output)
         text = choice.feed(output)
         self._generation.consumer.on_delta(choice, text, output)
         if choice.finish_reason:
-            self._cut = self._cut or not output.finish_reason
+            self._stopped_early = self._stopped_early or not output.finish_reason
             self._unfinished -= 1
             if self._unfinished == 0:
                 self._finish()
 
-    def _count(self, choice: Choice, output: pb.Output) -> None:
+    def _count_token(self, choice: Choice, output: pb.Output) -> None:
         generation = self._generation
         now = monotonic()
         if self._waiting:
-            self._on_first_of_node(now, output)
+            self._on_first_token(now, output)
         if choice.token_ids:
             self._observe_itl(now - choice.last_token_at)
         choice.last_token_at = now
         generation.usage.completion_tokens += 1
 
-    def _on_first_of_node(self, now: float, output: pb.Output) -> None:
+    def _on_first_token(self, now: float, output: pb.Output) -> None:
+        """Handle the first token of a call; TTFT and cached tokens count for the first call only."""
         self._waiting = False
         assert self._call is not None
         self._call.prefilled()
@@ -255,9 +253,9 @@ class PromptRun:
         generation.metrics.cached_tokens.inc(output.cached_tokens)
 
     def _finish(self) -> None:
-        """All choices have ended; the node is told unless it ended all of them itself."""
+        """All choices have ended; abort at the node what only stop strings have ended."""
         assert self._call is not None
-        if self._cut:
+        if self._stopped_early:
             self._call.cancel()
         else:
             self._call.finish()

@@ -1,15 +1,15 @@
-"""A prompt whose decode node fails, or ends, goes on at another one, behind the tokens that are here already.
+"""Migration: when its decode node fails or drains, a prompt continues on another one, behind the tokens so far.
 
-    runs at a D ──the D is lost, says that it failed, or drains──► waits for another D ──► runs there
-                                                                       │ too many have failed, or nobody
-                                                                       ▼ takes it in time
-                                                                     an error
+    runs on a D ──stream lost, NODE_FAILED, or draining──► waits for another D ──► runs there
+                                                               │ too many failures, or no D
+                                                               ▼ accepts it in time
+                                                             an error
 
-A node that drains has not failed, and no request is to blame for it: that counts towards no limit.
+A drain is no failure and counts towards no limit.
 
-The noise of sampling depends on the seed, the choice and the position only, penalties are counted over the tokens sent
-along, and text exists only in the router. So the client reads what it would have read anyway. Of a node that a prompt
-has left nothing is heard any more: each token comes once.
+The client receives the same tokens as without migration: sampling noise depends only on seed, choice and position,
+penalties are computed from the tokens sent along, and text exists only in the router. Outputs of a node that the prompt
+has left are ignored, so each token arrives once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
 from pdserve.logs import request_fields
-from pdserve.tracing.spans import Attributes, Span
-from router.fleet.fleet import NodePair
-from router.fleet.node_call import NodeLost
+from pdserve.tracing.spans import Span
+from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeView
+from router.fleet.serve_stream import NodeLost
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 10.0  # seconds in which a decode node must have taken it, since it left the last one
-_AVOIDED = 2.0  # seconds for which those that it left are left alone: it takes a while until one that is ill says so
+_TIMEOUT = 10.0  # seconds from leaving a node until another one must have accepted the prompt
+_AVOID = 2.0  # seconds for which nodes that it left are avoided: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 
 Accepts = Callable[[NodeView], bool]
 
 
 class Migration:
-    """Of one prompt; from nodes that failed ``limit`` times at most: one that kills its nodes must not kill them all.
+    """Moves one prompt, after at most ``limit`` node failures: a request that crashes nodes must not crash all of them.
 
-    ``send`` starts the prompt at a decode node that is accepted, behind its tokens, or raises PdserveError.
-    ``give_up`` is told the error that the client is to see.
+    ``send`` starts the prompt on an accepted decode node or raises PdserveError; ``give_up`` takes the client's error.
     """
 
     def __init__(
@@ -58,48 +57,48 @@ class Migration:
         self._metrics = metrics
         self._send = send
         self._give_up = give_up
-        self._left: set[str] = set()  # ids of decode nodes that it was at
+        self._left: set[str] = set()  # ids of decode nodes
         self._left_at = 0.0  # the latest
         self._num_failures = 0
-        self._moved = False  # from a node without room to another
-        self._like: NodeView | None = None  # whom it has tokens of: a node of another kind may compute other ones
+        self._rerouted = False  # from a node without room
+        self._computed_by: NodeView | None = None  # the tokens so far; a node of another kind may continue otherwise
         self._reason: PdserveError | None = None
         self._pause = _FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
-        self._over = False
+        self._cancelled = False
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: it lets go of whom it has served. Idempotent."""
-        self._over = True
-        self._send = self._give_up = _nobody
+        """Stop, and drop the references to the prompt. Idempotent."""
+        self._cancelled = True
+        self._send = self._give_up = _ignore
         if self._timer is not None:
             self._timer.cancel()
 
-    def on_failure(self, error: PdserveError, call: NodePair, num_tokens: int) -> None:
-        """The call has ended, with ``num_tokens`` of output here: have the prompt go on elsewhere, or give up."""
-        if self._over:
+    def on_failure(self, error: PdserveError, call: NodeCall, num_tokens: int) -> None:
+        """Continue the prompt elsewhere after the end of a call, or give up. ``num_tokens`` of output have arrived."""
+        if self._cancelled:
             return
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
         elif isinstance(error, NodeError) and self._limit:
-            self._node_failed(error, call.node, num_tokens)
+            self._on_node_failure(error, call.node, num_tokens)
         elif isinstance(error, Overloaded) and self._left:
-            self._try_later()  # it has begun already: a node without room is no reason to end it
-        elif not (isinstance(error, Overloaded) and self._ask_another(call.node)):
+            self._retry_later()  # a request that has begun waits for room
+        elif not (isinstance(error, Overloaded) and self._reroute(call.node)):
             self._give_up(error)
 
-    def _ask_another(self, full: NodeView) -> bool:
-        """A request that has not begun asks another node, once, when one has no room. False where there is none."""
-        if self._moved:
+    def _reroute(self, full: NodeView) -> bool:
+        """Try another node, once, when the first one has no room. Returns False where there is none."""
+        if self._rerouted:
             return False
-        self._moved = True
+        self._rerouted = True
         try:
             self._send(lambda node: node.node_id != full.node_id)
-        except PdserveError:  # what the first one said is what counts
+        except PdserveError:  # the client gets the first node's error
             return False
         return True
 
-    def _node_failed(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
+    def _on_node_failure(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
         self._num_failures += 1
         if self._num_failures > self._limit:
             text = f"{self._num_failures} decode nodes failed under this request, the limit is {self._limit + 1}"
@@ -108,51 +107,46 @@ class Migration:
         self._leave(node, num_tokens, error, "lost" if isinstance(error, NodeLost) else "failed")
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
-        """Have it go on at another node."""
         level = logging.INFO if why == "drained" else logging.WARNING
-        text = "request %s goes on elsewhere, behind %d tokens: %s"
-        logger.log(
-            level,
-            text,
-            self._request_id,
-            num_tokens,
-            error,
-            extra=request_fields(self._request_id, self._span.trace_id),
+        fields = request_fields(self._request_id, self._span.trace_id)
+        text = "request %s migrates with %d output tokens: %s"
+        logger.log(level, text, self._request_id, num_tokens, error, extra=fields)
+        self._span.event(
+            "migration",
+            {
+                "pdserve.decode_node": node.node_id,
+                "pdserve.migration.reason": why,
+                "pdserve.replayed_tokens": num_tokens,
+            },
         )
-        told: Attributes = {
-            "pdserve.decode_node": node.node_id,
-            "pdserve.migration.reason": why,
-            "pdserve.replayed_tokens": num_tokens,
-        }
-        self._span.event("migration", told)
         self._metrics.migrations.labels(why).inc()
         self._metrics.replayed_tokens.inc(num_tokens)
         self._left.add(node.node_id)
         self._left_at = perf_counter()
-        self._like = node if num_tokens else None
+        self._computed_by = node if num_tokens else None
         self._reason, self._pause = error, _FIRST_PAUSE
         self._try()
 
     def _accepts(self, node: NodeView) -> bool:
-        like = self._like
-        if like is not None and (node.compat_hash, node.version) != (like.compat_hash, like.version):
+        before = self._computed_by
+        if before is not None and (node.compat_hash, node.version) != (before.compat_hash, before.version):
             return False
-        return node.node_id not in self._left or perf_counter() > self._left_at + _AVOIDED
+        return node.node_id not in self._left or perf_counter() > self._left_at + _AVOID
 
     def _try(self) -> None:
         try:
             self._send(self._accepts)
-        except PdserveError:  # nobody is there
-            self._try_later()
+        except PdserveError:  # no such node is ready
+            self._retry_later()
 
-    def _try_later(self) -> None:
-        if perf_counter() > self._left_at + _PATIENCE:
+    def _retry_later(self) -> None:
+        if perf_counter() > self._left_at + _TIMEOUT:
             kind = Overloaded if isinstance(self._reason, Draining) else NodeError
-            self._give_up(kind(f"no other decode node took the request within {_PATIENCE:g} s: {self._reason}"))
+            self._give_up(kind(f"no other decode node took the request within {_TIMEOUT:g} s: {self._reason}"))
             return
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
-def _nobody(_: object) -> None:
-    """In place of a prompt that is gone."""
+def _ignore(_: object) -> None:
+    """Replaces the callbacks of a cancelled prompt."""

@@ -11,24 +11,24 @@ from router.generation.token_logprob import LOWEST, TokenLogprob
 
 
 class PromptScores:
-    """Of one prompt, run by run. Those of a node that is lost on the way are told again, from the beginning."""
+    """Collects consecutive runs of token positions. After a migration they start again at position 1."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = token_ids
         self._runs: list[PromptLogprobs] = []
 
     def add(self, run: PromptLogprobs) -> None:
-        """Raises NodeError for what does not follow."""
+        """Raises NodeError for a run that is not the next one."""
         if run.first == 1:
             self._runs.clear()
         if run.first != self._end or len(run.table) % run.row_bytes(run.num_top) or run.end > len(self.token_ids):
-            told = f"{run.first} … {run.end - 1} where {self._end} is the next of {len(self.token_ids)}"
-            raise NodeError(f"the decode node sent log-probabilities of prompt tokens {told}")
+            found = f"{run.first} … {run.end - 1} where {self._end} is the next of {len(self.token_ids)}"
+            raise NodeError(f"the decode node sent log-probabilities of prompt tokens {found}")
         self._runs.append(run)
 
     @property
     def complete(self) -> bool:
-        """Whether every token but the first has its own."""
+        """Whether every token but the first has its log-probability."""
         return self._end == len(self.token_ids)
 
     @property
@@ -36,18 +36,18 @@ class PromptScores:
         return self._runs[-1].end if self._runs else 1
 
     def tokens(self, offsets: Sequence[int]) -> list[TokenLogprob]:
-        """All tokens, as they precede an output; ``offsets`` are where their texts begin."""
+        """Return all prompt tokens; ``offsets`` are where their texts begin."""
         first, *others = zip(self.token_ids, offsets, strict=True)
         scored = zip(others, self.rows(), strict=True)
         return [
             TokenLogprob(*first, None, []),
-            *(TokenLogprob(token_id, at, own, best) for (token_id, at), (own, _, best) in scored),
+            *(TokenLogprob(token_id, at, own, top) for (token_id, at), (own, _, top) in scored),
         ]
 
     def rows(self) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
-        """Log-probability and rank of each token but the first, and the best ones with theirs."""
+        """Yield log-probability, rank and top alternatives of each token but the first."""
         for run in self._runs:
             num_top = run.num_top
-            for own, rank, *best in struct.iter_unpack(f"<fI{num_top}I{num_top}f", run.table):
-                values = [max(value, LOWEST) for value in best[num_top:]]
-                yield max(own, LOWEST), rank, list(zip(best[:num_top], values, strict=True))
+            for own, rank, *top in struct.iter_unpack(f"<fI{num_top}I{num_top}f", run.table):
+                values = [max(value, LOWEST) for value in top[num_top:]]
+                yield max(own, LOWEST), rank, list(zip(top[:num_top], values, strict=True))

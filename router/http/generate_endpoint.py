@@ -102,7 +102,7 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             priority=admission.clamp_priority(body.priority),
             continues_prompt=body.continues_prompt,
-            shown_tokens=visible_special_tokens(body, reading),
+            visible_special_tokens=visible_special_tokens(body, reading),
             span=accounting.span,
         )
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
@@ -175,7 +175,7 @@ async def _send_response(send: Send, response: Response, options: GenerationOpti
             return await _send_body(send, response, headers)
     except TimeoutError as exc:
         text = "request %s: the client reads too slowly; closing its connection"
-        logger.warning(text, options.request_id, extra=options.about)
+        logger.warning(text, options.request_id, extra=options.log_fields)
         raise ClientDisconnected from exc
 
 

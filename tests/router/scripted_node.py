@@ -68,6 +68,8 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             vocab_size=vocab_size,
         )
         self.load = pb.NodeLoad()
+        self.reading = asyncio.Event()  # cleared: new streams are not read
+        self.reading.set()
         self.port = 0
         self._server: grpc.aio.Server | None = None
         self._loop = asyncio.new_event_loop()
@@ -154,6 +156,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
     async def _read(self, requests: AsyncIterator[pb.ServeRequest], outbox: asyncio.Queue[pb.OutputBatch]) -> None:
         by_number: dict[int, Conversation] = {}
         tasks: list[asyncio.Task[None]] = []
+        await self.reading.wait()
         async for request in requests:
             if request.WhichOneof("kind") == "cancel":
                 by_number[request.cancel.request].cancelled.set()

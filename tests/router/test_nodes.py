@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from router_process import MODEL, router_process
 from scripted_node import Conversation, ScriptedNode
 
-from pdserve.errors import PdserveError
+from pdserve.errors import Overloaded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.fleet import Fleet
@@ -20,7 +21,7 @@ from router.fleet.nodes import Nodes
 from router.metrics import RouterMetrics
 
 
-class Sink:
+class Outputs:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.errors: list[PdserveError] = []
@@ -35,7 +36,7 @@ class Sink:
         self.changed.set()
 
     async def token(self) -> int:
-        """The next one."""
+        """Wait for the next token."""
         await self.changed.wait()
         self.changed.clear()
         assert not self.errors
@@ -75,7 +76,7 @@ def test_a_node_that_is_not_listed_any_more_ends_what_it_has_begun(pair: Pair) -
         fleet = Fleet(MODEL, nodes, "least-loaded", RouterMetrics())
         nodes.listed("decode", frozenset({first.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
-        old, new = Sink(), Sink()
+        old, new = Outputs(), Outputs()
         call = fleet.generate(request(), old)
         assert await old.token() == 1
 
@@ -102,6 +103,50 @@ def test_a_node_with_two_addresses_is_one(pair: Pair) -> None:
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
         assert [view.node_id for view in nodes.views()] == ["d0"]
         await nodes.close()
+
+    asyncio.run(run())
+
+
+def test_a_node_that_does_not_read_gets_no_new_requests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.serve_stream.MAX_UNSENT", 1 << 20, raising=False)
+    stuck = pair.first
+    prompt = pack_tokens([1] * 131_072)
+
+    async def fill(nodes: Nodes, fleet: Fleet) -> list[Outputs]:
+        """Send requests until the node is not ready any more, whatever gRPC's own buffers still take."""
+        sent: list[Outputs] = []
+        with suppress(TimeoutError):
+            while len(sent) < 100:
+                async with asyncio.timeout(1.0):
+                    await nodes.wait_until(lambda: nodes.ready)
+                sent.append(Outputs())
+                fleet.generate(pb.Generate(token_ids=prompt, cache_salt="s"), sent[-1])
+        return sent
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        fleet = Fleet(MODEL, nodes, "least-loaded", RouterMetrics())
+        stuck.do(stuck.reading.clear)
+        nodes.listed("decode", frozenset({stuck.address}))
+        await nodes.wait_until(lambda: nodes.ready)
+        try:
+            sent = await fill(nodes, fleet)
+            assert len(sent) < 100, "the queue has no bound"
+            assert not any(outputs.errors for outputs in sent)
+            with pytest.raises(Overloaded):
+                fleet.generate(request(), Outputs())
+
+            nodes.listed("decode", frozenset({stuck.address, pair.second.address}))
+            await nodes.wait_until(lambda: nodes.ready)
+            other = Outputs()
+            assert fleet.generate(request(), other).node.node_id == "d1"
+            assert await other.token() == 1
+
+            stuck.do(stuck.reading.set)
+            await nodes.wait_until(lambda: all(view.ready for view in nodes.views()))
+            assert [await outputs.token() for outputs in sent] == [1] * len(sent)
+        finally:
+            await nodes.close()
 
     asyncio.run(run())
 

@@ -178,7 +178,7 @@ snapshots = st.builds(
     FleetSnapshot,
     model=st.just("m"),
     nodes=st.lists(views, max_size=8, unique_by=lambda view: view.node_id).map(tuple),
-    turn=st.integers(0, 2**32),
+    counter=st.integers(0, 2**32),
 )
 
 
@@ -230,7 +230,7 @@ def burdened(node: NodeView, burden: Burden) -> NodeView:
     return msgspec.structs.replace(node, load=load)
 
 
-@given(burden=burdens, turn=st.integers(0, 99))
+@given(burden=burdens, counter=st.integers(0, 99))
 def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, turn: int) -> None:
     """Nor is one that is better by so much that it cannot be taken for equal."""
     cached = {"p0": 3008, "d0": 3008, "p1": 3008 - burden.uncached, "d1": 3008 - burden.uncached}
@@ -241,7 +241,7 @@ def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, tur
     assert placement.prefill in (None, "p0")
 
 
-@given(before=burdens, more=burdens, turn=st.integers(0, 99), cached=st.integers(0, 3999))
+@given(before=burdens, more=burdens, counter=st.integers(0, 99), cached=st.integers(0, 3999))
 def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, turn: int, cached: int) -> None:
     """Of one P and D that nothing is tied with."""
 

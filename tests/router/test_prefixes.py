@@ -63,7 +63,7 @@ def test_a_place_is_used_again_and_lists_stay_short() -> None:
         third.change([7, 8], [])
         third.change([], [7])
     assert len(third) == 1
-    assert len(third.numbers) < 3000
+    assert len(third.hashes) < 3000
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(1, 9), st.text(max_size=4))
