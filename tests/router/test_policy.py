@@ -51,7 +51,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 
 def test_round_robin_goes_round() -> None:
     nodes = (decode("d0", in_flight=9), decode("d1"), prefill("p0"), prefill("p1", backlog=10_000))
-    placements = [round_robin(FleetSnapshot("m", nodes, turn), ASK) for turn in range(3)]
+    placements = [round_robin(FleetSnapshot("m", nodes, counter), ASK) for counter in range(3)]
     assert placements == [NodeChoice("d0", "p0"), NodeChoice("d1", "p1"), NodeChoice("d0", "p0")]
 
 
@@ -62,13 +62,18 @@ def test_the_least_loaded_of_each_role_whoever_loads_it() -> None:
 
 def test_ties_of_the_least_loaded_go_round() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
-    assert [least_loaded(FleetSnapshot("m", nodes, turn), ASK).decode for turn in range(4)] == ["d0", "d1", "d0", "d1"]
+    assert [least_loaded(FleetSnapshot("m", nodes, counter), ASK).decode for counter in range(4)] == [
+        "d0",
+        "d1",
+        "d0",
+        "d1",
+    ]
 
 
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1"))
-    for turn in range(4):
-        assert prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, {"p1": 3200})) == NodeChoice(
+    for counter in range(4):
+        assert prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, {"p1": 3200})) == NodeChoice(
             "d0", "p1"
         )
 
@@ -119,7 +124,7 @@ def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> N
         prefill("p0", throughput=slow),
         prefill("p1", throughput=Throughput()),
     )
-    assert {prefix_aware(FleetSnapshot("m", nodes, turn), ASK).prefill for turn in range(2)} == {"p0", "p1"}
+    assert {prefix_aware(FleetSnapshot("m", nodes, counter), ASK).prefill for counter in range(2)} == {"p0", "p1"}
 
 
 @every_policy
@@ -231,24 +236,24 @@ def burdened(node: NodeView, burden: Burden) -> NodeView:
 
 
 @given(burden=burdens, counter=st.integers(0, 99))
-def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, turn: int) -> None:
+def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, counter: int) -> None:
     """Nor is one that is better by so much that it cannot be taken for equal."""
     cached = {"p0": 3008, "d0": 3008, "p1": 3008 - burden.uncached, "d1": 3008 - burden.uncached}
     clearly = Burden(burden.requests + 200, burden.backlog + 2000, burden.blocks, burden.uncached)
     nodes = (burdened(decode("d1"), clearly), decode("d0"), burdened(prefill("p1"), clearly), prefill("p0"))
-    placement = prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, cached))
+    placement = prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, cached))
     assert placement.decode == "d0"
     assert placement.prefill in (None, "p0")
 
 
 @given(before=burdens, more=burdens, counter=st.integers(0, 99), cached=st.integers(0, 3999))
-def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, turn: int, cached: int) -> None:
+def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, counter: int, cached: int) -> None:
     """Of one P and D that nothing is tied with."""
 
     def chooses_p1(burden: Burden) -> bool:
         node = burdened(prefill("p1"), burden)
         nodes = (decode("d0", requests=90), prefill("p0", backlog=3000), node)
-        return prefix_aware(FleetSnapshot("m", nodes, turn), PolicyRequest(4000, {"p1": cached})).prefill == "p1"
+        return prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, {"p1": cached})).prefill == "p1"
 
     both = Burden(before.requests + more.requests, before.backlog + more.backlog + 200, before.blocks, 0)
     assert chooses_p1(before) or not chooses_p1(both)
