@@ -13,8 +13,8 @@ A digest finds accidents. An attacker who chooses the bytes can make them fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,8 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kv import KVLayout, KVShare
-from pdserve.protocols import PendingStep
-from pdserve.records import DigestOrder, StepOutput
+from pdserve.records import DigestOrder, StepOutput, StepPlan
+from runner.pending_step import HostCopy
+from runner.step_parts import StepFeature, StepPart
+
+if TYPE_CHECKING:
+    from runner.kv_cache import KVCache
 
 # Words per multiplication. On a CPU they stay in its cache, and malloc does not map memory for each product: twice as
 # many took three times as long. On a GPU they bound the memory.
@@ -56,16 +60,6 @@ class KVDigester:
             [self._compute(blocks, order.num_tokens) for blocks, order in zip(ids.split(counts), orders, strict=True)]
         )
 
-    def follow(self, step: PendingStep, orders: Sequence[DigestOrder]) -> PendingStep:
-        """Add digests of the cache as it is after ``step``."""
-        digests, arrived = self.compute(orders), None
-        if digests.device.type == "cuda":
-            on_host = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True)
-            digests = on_host.copy_(digests, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return _DigestedStep(step, tuple(len(order.block_ids) for order in orders), digests, arrived)
-
     def _compute(self, block_ids: Tensor, num_tokens: int) -> Tensor:
         full, rest = divmod(num_tokens, len(self._multipliers) * self._page_size)
         assert len(block_ids) == full + bool(rest)
@@ -86,21 +80,27 @@ class KVDigester:
         return multipliers
 
 
-@dataclass(frozen=True, slots=True)
-class _DigestedStep:
-    """A PendingStep that waits for its digests, too."""
+class BlockDigests(StepFeature[object]):
+    """Digests that plans order, of the cache as it is after their step."""
 
-    step: PendingStep
-    counts: tuple[int, ...]  # blocks of each order
-    digests: Tensor  # [sum of counts] int64, host; valid after ``arrived``
-    arrived: torch.cuda.Event | None  # None on a CPU
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
 
-    def result(self) -> StepOutput:
-        output = self.step.result()
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        values = iter(self.digests.tolist())
-        return msgspec.structs.replace(output, digests=tuple(tuple(islice(values, count)) for count in self.counts))
+    def part(self, plan: StepPlan) -> StepPart[object] | None:
+        return _OrderedDigests(self._cache, plan.digests) if plan.digests else None
+
+
+class _OrderedDigests(StepPart[object]):
+    def __init__(self, cache: KVCache, orders: Sequence[DigestOrder]) -> None:
+        self._cache, self._orders = cache, orders
+
+    def after_step(self) -> None:
+        self._digests = HostCopy.start(self._cache.digests.compute(self._orders))
+
+    def on_result(self, output: StepOutput) -> StepOutput:
+        values = iter(self._digests.wait().tolist())
+        digests = tuple(tuple(islice(values, len(order.block_ids))) for order in self._orders)
+        return msgspec.structs.replace(output, digests=digests)
 
 
 def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np.uint64]:

@@ -1,10 +1,11 @@
-"""Steps between their launch and their result."""
+"""Steps between launch and result, and copies of their results to the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pdserve.protocols import PendingStep
 from pdserve.records import StepOutput
@@ -12,7 +13,7 @@ from pdserve.records import StepOutput
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A pdserve.protocols.PendingStep of which the device has nothing left to compute."""
+    """A pdserve.protocols.PendingStep with nothing left for the device to compute."""
 
     output: StepOutput
 
@@ -22,7 +23,7 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A pdserve.protocols.PendingStep that samples nothing: no tokens are awaited, but its KV is."""
+    """A pdserve.protocols.PendingStep that samples nothing: its result waits for the KV alone."""
 
     output: StepOutput
     computed: torch.cuda.Event
@@ -33,10 +34,33 @@ class ComputedStep:
 
 
 def step_without_samples(step: int, device: torch.device) -> PendingStep:
-    """The step whose forward pass has just been given to the device."""
+    """Return the step whose forward pass was just launched on ``device``."""
     output = StepOutput(step)
     if device.type != "cuda":
         return FinishedStep(output)
     computed = torch.cuda.Event()
     computed.record()
     return ComputedStep(output, computed)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor on its way to the host, ordered behind earlier work on the current stream."""
+
+    tensor: Tensor  # on the host, complete once ``arrived`` has happened
+    arrived: torch.cuda.Event | None  # None if the device is the host
+
+    @classmethod
+    def start(cls, tensor: Tensor) -> HostCopy:
+        """Begin to copy ``tensor`` to pinned memory; the host does not wait."""
+        if tensor.device.type != "cuda":
+            return cls(tensor, None)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(host, arrived)
+
+    def wait(self) -> Tensor:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor

@@ -22,7 +22,7 @@ from pdserve.config.hub import resolve_model, weights_fingerprint
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_split, shard_of, weight_bytes
-from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, can_capture, decide, decide_simulated
+from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.weight_formats import UNQUANTIZED
 from pdserve.errors import CapacityError, ConfigError
@@ -217,7 +217,7 @@ def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Deci
     """``decide`` has refused "on" where there are none."""
     if options.cuda_graphs != "auto":
         return options.cuda_graphs == "on"
-    possible = decision.runner == "V2" and can_capture(platform)
+    possible = uses_graphs(decision, platform)
     reason = "V2 on a GPU" if possible else "only V2 on a GPU captures them"
     choices.append(f"cuda_graphs={'on' if possible else 'off'}: {reason}")
     return possible

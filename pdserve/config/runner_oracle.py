@@ -1,6 +1,6 @@
-"""The oracle: decides once per node which model runner it gets, and says why.
+"""The oracle: decides once per node which model runner it gets, and why.
 
-V1 keeps batch state on the host and runs anything; V2 keeps it on the device and is the fast one.
+``RUNNERS`` is the table of runners, in order of preference. A new runner is a row here and one in ``runner.FACTORIES``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pdserve.errors import ConfigError
 
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
 
-#: Where V2 has proven itself. Others get V1 unless V2 is forced.
+#: V2 is exact and faster for these architectures. Others get V1 unless V2 is forced.
 DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.v2_by_default)
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decision rests on. Whether there is a connector is not among it: both runners have the same KV cache.
+    """The input of the decision. A connector is not part of it: all runners have the same KV cache.
 
-    The fields with a default are those that ``load_model_config`` lets no model differ in today.
+    The fields with a default are those in which ``load_model_config`` lets no model differ today.
     """
 
     architecture: str
@@ -30,37 +30,62 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str  # as chosen, never "auto"
     head_dim: int
     rope_type: str
-    cuda_graphs: str  # as asked: auto, on or off
+    cuda_graphs: str  # as configured: auto, on or off
     runner_type: str = "generate"
     num_experts: int = 0  # 0: dense
     quantization: str | None = None  # its method
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The oracle's answer: which model runner, and why."""
+    """The oracle's answer: the name of a model runner, and why."""
 
-    runner: str  # "V1", "V2" or "simulated"
+    runner: str  # a name in RUNNERS, or "simulated"
     reasons: tuple[str, ...]
 
 
 class Lack(msgspec.Struct, frozen=True):
-    """A feature that a runner does not have, and when a configuration asks for it."""
+    """Something that a runner cannot do, and the configurations that need it."""
 
     name: str
-    asked: Callable[[Facts], bool]
-    sentence: str  # says more; {facts.…} are filled in
+    needed: Callable[[Facts], bool]
+    sentence: str  # says why; {facts.…} are filled in
+    default_only: bool = False  # no obstacle if the runner is forced
+
+    def explain(self, facts: Facts) -> str:
+        return f"{self.name}: {self.sentence.format(facts=facts)}"
 
 
-V1_LACKS = (
+class RunnerRecord(msgspec.Struct, frozen=True):
+    """A row of the table."""
+
+    name: str
+    forced_by: str | None  # the value of the variable that forces this runner
+    captures_graphs: bool  # whether it uses CUDA graphs where the platform has them
+    lacks: tuple[tuple[Lack, ...], ...]  # in groups: an explanation names the first group that applies
+
+    def obstacles(self, facts: Facts) -> tuple[str, ...]:
+        """Explain everything that keeps a forced runner from this configuration."""
+        lacks = [lack for group in self.lacks for lack in group if not lack.default_only]
+        return tuple(lack.explain(facts) for lack in lacks if lack.needed(facts))
+
+    def rejections(self, facts: Facts) -> tuple[str, ...]:
+        """Explain why the runner is not chosen by default; empty if it can be."""
+        groups = (tuple(lack.explain(facts) for lack in group if lack.needed(facts)) for group in self.lacks)
+        return next((group for group in groups if group), ())
+
+
+def can_capture(platform: Platform) -> bool:
+    """Return whether CUDA graphs exist here. Triton's interpreter computes on the host, also for tensors on a GPU."""
+    return platform.device == "cuda" and not platform.interpreted
+
+
+_V2_MODELS = (
     Lack(
-        "CUDA graphs",
-        lambda facts: facts.cuda_graphs == "on",
-        "V1 captures none; leave --cuda-graphs at auto or off",
+        "architecture",
+        lambda facts: facts.architecture not in DEFAULT_ARCHITECTURES,
+        f"V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only, not for {{facts.architecture}}",
+        default_only=True,
     ),
-)
-
-# Kinds of models; these are judged together with the architecture.
-_V2_LACKS_MODELS = (
     Lack(
         "runner type",
         lambda facts: facts.runner_type != "generate",
@@ -77,13 +102,18 @@ _V2_LACKS_MODELS = (
         "V2 runs unquantized weights; these are {facts.quantization}",
     ),
 )
-
-V2_LACKS = (
-    *_V2_LACKS_MODELS,
+_V2_PLATFORM = (
+    Lack(
+        "Triton kernels",
+        lambda facts: facts.platform.triton_problem is not None,
+        "{facts.platform.triton_problem}",
+    ),
+)
+_V2_FEATURES = (
     Lack(
         "dynamic rope scaling",
         lambda facts: facts.rope_type == "dynamic",
-        "its frequencies depend on the length of the sequence, V2's are the same for all",
+        "its frequencies depend on the length of the sequence; V2 uses the same for all",
     ),
     Lack(
         "attention backend torch",
@@ -101,70 +131,72 @@ V2_LACKS = (
         "V2 captures them on a CUDA GPU, and not of interpreted kernels; leave --cuda-graphs at auto",
     ),
 )
+_V1_FEATURES = (
+    Lack(
+        "CUDA graphs",
+        lambda facts: facts.cuda_graphs == "on",
+        "V1 captures none; leave --cuda-graphs at auto or off",
+    ),
+)
 
-
-def can_capture(platform: Platform) -> bool:
-    """Whether there are CUDA graphs at all: Triton's interpreter computes on the host, also for tensors on a GPU."""
-    return platform.device == "cuda" and not platform.interpreted
+RUNNERS = (
+    RunnerRecord("V2", forced_by="1", captures_graphs=True, lacks=(_V2_MODELS, _V2_PLATFORM, _V2_FEATURES)),
+    RunnerRecord("V1", forced_by="0", captures_graphs=False, lacks=(_V1_FEATURES,)),
+)
 
 
 def decide(facts: Facts, variable: str | None) -> Decision:
-    """Which runner; ``variable`` is the value of PDSERVE_USE_V2_MODEL_RUNNER, None where unset.
+    """Return the first runner of the table that can run this, or the forced one.
 
-    | variable   | the first that holds                                     | answer                             |
-    |------------|----------------------------------------------------------|------------------------------------|
-    | not 0 or 1 | (so also "")                                             | ConfigError, naming the values     |
-    | 0          | CUDA graphs on                                           | ConfigError, naming what V1 lacks  |
-    | 0          | anything else                                            | V1                                 |
-    | 1          | Triton cannot run, or any feature below                  | ConfigError, naming each           |
-    | 1          | anything else, of whatever architecture                  | V2                                 |
-    | unset      | architecture not in DEFAULT_ARCHITECTURES; runner type   | V1, each named                     |
-    |            | not "generate"; mixture of experts; quantized weights    |                                    |
-    | unset      | Triton cannot run: no package, or neither a CUDA GPU nor | V1                                 |
-    |            | TRITON_INTERPRET=1                                       |                                    |
-    | unset      | dynamic rope scaling; attention backend torch; head_dim  | V1, each named                     |
-    |            | below 16 or no power of two; CUDA graphs on where there  |                                    |
-    |            | are none                                                 |                                    |
-    | unset      | anything else                                            | V2                                 |
+    ``variable`` is the value of PDSERVE_USE_V2_MODEL_RUNNER, None if unset.
 
-    Where unset leads to V1, what V1 lacks is an error as with 0.
+    | variable         | answer                                                                      |
+    |------------------|-----------------------------------------------------------------------------|
+    | 0 (V1) or 1 (V2) | that runner, for any architecture; ConfigError naming each obstacle         |
+    | any other value  | ConfigError naming the allowed ones; "" is such a value                     |
+    | unset            | the first runner that nothing rejects; ConfigError naming all rejections    |
     """
-    if variable not in (None, "0", "1"):
-        raise ConfigError(f"{VARIABLE}={variable!r} is not allowed; set it to 0 (V1) or 1 (V2), or unset it")
-    if variable == "1":
-        obstacles = (*_without_triton(facts), *_lacking(V2_LACKS, facts))
-        if obstacles:
-            raise ConfigError(f"{VARIABLE}=1, but V2 cannot run this: {'; '.join(obstacles)}. Change that or unset it")
-        return Decision("V2", (f"{VARIABLE}=1",))
-    reasons = (f"{VARIABLE}=0",) if variable == "0" else _against_v2(facts)
-    if not reasons:
-        where = "Triton's interpreter" if facts.platform.interpreted else "a CUDA GPU"
-        return Decision("V2", (f"{facts.architecture} on {where}", "nothing is asked for that V2 lacks"))
-    obstacles = _lacking(V1_LACKS, facts)
-    if obstacles:
-        raise ConfigError(f"V1 is chosen ({'; '.join(reasons)}), but it cannot run this: {'; '.join(obstacles)}")
-    return Decision("V1", reasons)
+    if variable is not None:
+        return _forced(facts, variable)
+    rejections: dict[str, tuple[str, ...]] = {}
+    for record in RUNNERS:
+        found = record.rejections(facts)
+        if not found:
+            reasons = tuple(reason for others in rejections.values() for reason in others)
+            return Decision(record.name, reasons or _preferred(record, facts))
+        rejections[record.name] = found
+    explained = "; ".join(f"{name} ({'; '.join(found)})" for name, found in rejections.items())
+    raise ConfigError(f"no model runner can run this: {explained}")
 
 
 def decide_simulated(variable: str | None) -> Decision:
-    """The answer for ``--engine simulated``. Raises ConfigError where the variable forces a runner."""
+    """Return the answer for ``--engine simulated``. Raises ConfigError if the variable forces a runner."""
     if variable is not None:
         raise ConfigError(f"{VARIABLE}={variable}, but a simulated node runs neither V1 nor V2; unset it")
     return Decision("simulated", ("--engine simulated",))
 
 
-def _against_v2(facts: Facts) -> tuple[str, ...]:
-    """What the first rule that speaks against V2 has to say; empty where none does."""
-    model = _lacking(_V2_LACKS_MODELS, facts)
-    if facts.architecture not in DEFAULT_ARCHITECTURES:
-        model = (f"{facts.architecture}: V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only", *model)
-    return model or _without_triton(facts) or _lacking(V2_LACKS, facts)
+def uses_graphs(decision: Decision, platform: Platform) -> bool:
+    """Return whether the chosen runner captures CUDA graphs on this platform."""
+    capturing = {record.name for record in RUNNERS if record.captures_graphs}
+    return decision.runner in capturing and can_capture(platform)
 
 
-def _without_triton(facts: Facts) -> tuple[str, ...]:
-    problem = facts.platform.triton_problem
-    return () if problem is None else (problem,)
+def _forced(facts: Facts, variable: str) -> Decision:
+    by_value = {record.forced_by: record for record in reversed(RUNNERS) if record.forced_by is not None}
+    if variable not in by_value:
+        allowed = " or ".join(f"{value} ({record.name})" for value, record in by_value.items())
+        raise ConfigError(f"{VARIABLE}={variable!r} is not allowed; set it to {allowed}, or unset it")
+    record = by_value[variable]
+    obstacles = record.obstacles(facts)
+    if obstacles:
+        raise ConfigError(
+            f"{VARIABLE}={variable}, but {record.name} cannot run this: {'; '.join(obstacles)}. Change that or unset it"
+        )
+    return Decision(record.name, (f"{VARIABLE}={variable}",))
 
 
-def _lacking(lacks: tuple[Lack, ...], facts: Facts) -> tuple[str, ...]:
-    return tuple(f"{lack.name}: {lack.sentence.format(facts=facts)}" for lack in lacks if lack.asked(facts))
+def _preferred(record: RunnerRecord, facts: Facts) -> tuple[str, ...]:
+    platform = facts.platform
+    where = "Triton's interpreter" if platform.interpreted else "a CUDA GPU" if platform.device == "cuda" else "a CPU"
+    return (f"{facts.architecture} on {where}", f"the configuration needs nothing that {record.name} lacks")

@@ -1,7 +1,7 @@
-"""The ranks of a node among themselves: torch.distributed, by NCCL between GPUs and by gloo between CPUs.
+"""Communication between the ranks of a node: torch.distributed, NCCL between GPUs and gloo between CPUs.
 
-Every rank runs the same calls in the same order: what one of them leaves out, the others wait for. Only tensors are
-sent, never objects, so that nothing is unpickled.
+Every rank makes the same calls in the same order: if one leaves a call out, the others wait for it. Only tensors are
+sent, never objects, so nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -27,71 +27,72 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _dist: Any = torch.distributed  # torch itself imports it; its types leave out some of what it documents
 
-#: How long ranks wait for each other. A rank that has died is noticed elsewhere, and one that is stopped may go on;
-#: this is the end of those that wait for it in vain, and must be longer than any rank takes to read its weights.
-_PATIENCE = timedelta(minutes=30)
+#: How long a rank waits for the others. A dead rank is noticed elsewhere, and a stopped rank may continue; this limit
+#: ends waiting that is in vain, and must exceed the time that any rank takes to read its weights.
+_TIMEOUT = timedelta(minutes=30)
 
-#: Multiprocessors that a message between stages takes up: who waits for one must leave them all but a few to the step
-#: before, and the message is sent while the next step is computed.
-_LANE_PROCESSORS = 4
+#: Multiprocessors that a message between stages occupies. A message is sent while the next step is computed, so its
+#: NCCL kernel must leave all but a few multiprocessors to that step.
+_CHANNEL_PROCESSORS = 4
 
 
 class TensorTransfer(Protocol):
     """A message on its way."""
 
     def wait(self) -> Any:
-        """Let the current stream wait until it is there, on a CPU the host."""
+        """Make the current stream wait until the message has arrived; on a CPU, the host."""
 
 
-class Lane:
-    """One end of a connection between two ranks, for messages in one direction, which keep their order."""
+class PeerChannel:
+    """One end of an ordered, one-way connection between two ranks."""
 
-    def __init__(self, group: Any, other: int, outward: bool, device: torch.device) -> None:
-        self._group, self._other = group, other
+    def __init__(self, group: Any, peer: int, sends: bool, device: torch.device) -> None:
+        self._group, self._peer = group, peer
         self.device = device
-        self.outward = outward  # whether messages leave here
+        self.sends = sends  # whether this is the sending end
 
     def send(self, message: Tensor) -> TensorTransfer:
-        """``message`` is contiguous, complete on the current stream, and stays as it is until it has been sent."""
-        assert self.outward
-        transfer: TensorTransfer = _dist.isend(message, self._other, group=self._group)
+        """Send a contiguous tensor that is complete on the current stream; it must not change until it is sent."""
+        assert self.sends
+        transfer: TensorTransfer = _dist.isend(message, self._peer, group=self._group)
         return transfer
 
     def receive(self, message: Tensor) -> TensorTransfer:
-        """Into ``message``, which nothing needs any more that is not done on the current stream."""
-        assert not self.outward
-        transfer: TensorTransfer = _dist.irecv(message, self._other, group=self._group)
+        """Receive into ``message``, which only work on the current stream may still need."""
+        assert not self.sends
+        transfer: TensorTransfer = _dist.irecv(message, self._peer, group=self._group)
         return transfer
 
-    def swap(self, mine: bytes) -> bytes:
-        """What the other end gives, for as many bytes from here."""
-        here: int = _dist.get_rank(self._group)
-        return _gather_bytes(mine, 2, self._group, self.device)[1 - here]
+    def exchange(self, mine: bytes) -> bytes:
+        """Return the bytes that the other end passes to this call; both ends pass equally many."""
+        rank: int = _dist.get_rank(self._group)
+        return _gather_bytes(mine, 2, self._group, self.device)[1 - rank]
 
 
 class ParallelState:
-    """One rank's way to the others. A node of one rank has nobody to talk to: everything is returned as it came.
+    """One rank's process groups. On a node of one rank every collective call returns its input.
 
-    Stages talk through the default process group, in which each rank has its number of ``pdserve.config.parallel``.
+    Stages use the default process group, in which the rank numbers are those of ``pdserve.config.parallel``.
     """
 
-    def __init__(self, place: RankPosition, device: DeviceInfo, meeting: str | socket.socket) -> None:
-        """Wait until all ranks are there. They find each other at ``meeting``: for rank 0 the socket that listens
-        there, for others its "host:port", "" for one rank. Raises NodeError where they do not.
+    def __init__(self, place: RankPosition, device: DeviceInfo, rendezvous: str | socket.socket) -> None:
+        """Wait until all ranks have joined at ``rendezvous``. Raises NodeError if they do not.
+
+        ``rendezvous`` is the listening socket on rank 0, its "host:port" on other ranks, "" for a single rank.
         """
         self.place = place
         self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
-        self.kernel: SumAndNorm | None = None  # for few rows, where there is one
+        self.fused_all_reduce: SumAndNorm | None = None  # for few rows, on GPUs with peer access
         self._shards: Any = None  # process group of this stage's tensor shards
-        self._mailboxes: PeerMemory | None = None
-        self._meets = place.split.num_ranks > 1
+        self._peer_memory: PeerMemory | None = None
+        self._initialized = place.split.num_ranks > 1
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if self._meets:
-            self._meet(meeting)
+        if self._initialized:
+            self._join(rendezvous)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x [tokens, hidden_size] over the shards of this stage.
+        """Return the sum of x [tokens, hidden_size] over the shards of this stage.
 
         x is contiguous, and may be overwritten and returned. The call can be captured into a CUDA graph.
         """
@@ -99,10 +100,10 @@ class ParallelState:
             _dist.all_reduce(x, group=self._shards)
         return x
 
-    def use_kernel(self, size: int) -> None:
-        """From now on, sum few rows of ``size`` values by our kernel, where GPUs can write to each other's memory.
+    def enable_fused_all_reduce(self, size: int) -> None:
+        """Let our kernel sum few rows of ``size`` values, if the GPUs can write to each other's memory.
 
-        All shards must call it. Triton is imported only where it is used.
+        All shards must call it. Triton is imported only here.
         """
         if self._shards is None or self.device.type != "cuda":
             return
@@ -110,18 +111,19 @@ class ParallelState:
 
         tp, shard = self.place.split.tp, self.place.shard
         rows = most_rows(tp, size)
-        self._mailboxes = map_memory(
+        self._peer_memory = map_memory(
             mailbox_bytes(tp, rows, size), shard, lambda mine: _gather_bytes(mine, tp, self._shards, self.device)
         )
-        if self._mailboxes is None:
-            _log.warning("%s sums by NCCL alone: the GPUs of its stage do not reach each other's memory", self.place)
+        if self._peer_memory is None:
+            _log.warning("%s sums by NCCL alone: the GPUs of its stage have no access to each other", self.place)
         else:
-            self.kernel = SumAndNorm(self._mailboxes.addresses, shard, rows, size, self.device)
+            self.fused_all_reduce = SumAndNorm(self._peer_memory.addresses, shard, rows, size, self.device)
 
-    def gather_vocabulary(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
-        """Logits [rows, vocab_size] of all tokens from those of each shard, [rows, as many tokens on every shard].
+    def gather_logits(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
+        """Return logits [rows, vocab_size] from each shard's [rows, tokens of a shard]; all shards pass equal shapes.
 
-        What exceeds ``vocab_size`` is dropped. Written to ``out`` if given. The call can be captured into a CUDA graph.
+        Padding beyond ``vocab_size`` is dropped. Written to ``out`` if given. The call can be captured into a CUDA
+        graph.
         """
         if self._shards is None:
             return logits if out is None else out.copy_(logits)
@@ -136,66 +138,67 @@ class ParallelState:
         runs = [part[:, : max(0, vocab_size - shard * each)] for shard, part in enumerate(parts.view(tp, rows, each))]
         return torch.cat(runs, dim=1) if out is None else torch.cat(runs, dim=1, out=out)
 
-    def smallest(self, number: int) -> int:
-        """The least of what the ranks of all stages say."""
-        if not self._meets:
+    def all_reduce_min(self, number: int) -> int:
+        """Return the least ``number`` of all ranks of all stages."""
+        if not self._initialized:
             return number
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
         _dist.all_reduce(numbers, op=_dist.ReduceOp.MIN)
         return int(numbers.item())
 
-    def lane(self, source: int, target: int) -> Lane | None:
-        """A new lane between two ranks, or None on the others. All ranks make all lanes, in the same order."""
+    def channel(self, source: int, target: int) -> PeerChannel | None:
+        """Open a channel between two ranks; None on other ranks. All ranks open all channels, in the same order."""
         options = None
         if self.device.type == "cuda":
             options = _dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            options.config.max_ctas = _LANE_PROCESSORS
-            options._timeout = _PATIENCE
-        group = _dist.new_group((source, target), timeout=_PATIENCE, pg_options=options)
+            options.config.max_ctas = _CHANNEL_PROCESSORS
+            options._timeout = _TIMEOUT
+        group = _dist.new_group((source, target), timeout=_TIMEOUT, pg_options=options)
         rank = self.place.rank
         if rank not in (source, target):
             return None
-        return Lane(group, target if rank == source else source, outward=rank == source, device=self.device)
+        return PeerChannel(group, target if rank == source else source, sends=rank == source, device=self.device)
 
     def close(self) -> None:
-        """Part from the others. Captured graphs with calls in them must be gone. Idempotent."""
-        if self._meets:
-            self._meets, self._shards, self.kernel = False, None, None
-            if self._mailboxes is not None:
-                self._mailboxes.close()
+        """Leave the process groups. Captured graphs with calls in them must be gone. Idempotent."""
+        if self._initialized:
+            self._initialized, self._shards, self.fused_all_reduce = False, None, None
+            if self._peer_memory is not None:
+                self._peer_memory.close()
             _dist.destroy_process_group()
 
-    def _meet(self, meeting: str | socket.socket) -> None:
-        host, port = split_address(meeting) if isinstance(meeting, str) else meeting.getsockname()[:2]
-        listening = None if isinstance(meeting, str) else meeting.detach()  # the store takes it over
+    def _join(self, rendezvous: str | socket.socket) -> None:
+        host, port = split_address(rendezvous) if isinstance(rendezvous, str) else rendezvous.getsockname()[:2]
+        listener = None if isinstance(rendezvous, str) else rendezvous.detach()  # the store takes ownership
         gpu = self.device.type == "cuda"
-        if host == "127.0.0.1":  # all ranks are on this host: nobody else needs to see their ports
+        if host == "127.0.0.1":  # all ranks are on this host: no other host needs to see their ports
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # Multicast takes hold of switches between GPUs that other programs of the host share.
+        # NVLink multicast takes hold of switches between GPUs that other programs of the host share.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         num_ranks = self.place.split.num_ranks
         try:
             store = _dist.TCPStore(
-                host, port, num_ranks, listening is not None, _PATIENCE, False, master_listen_fd=listening
+                host, port, num_ranks, listener is not None, _TIMEOUT, False, master_listen_fd=listener
             )
             _dist.init_process_group(
                 "nccl" if gpu else "gloo",
                 store=store,
                 rank=self.place.rank,
                 world_size=num_ranks,
-                timeout=_PATIENCE,
+                timeout=_TIMEOUT,
                 device_id=self.device if gpu else None,
             )
-            self._shards = self._group_of_shards()
+            self._shards = self._shard_group()
         except RuntimeError as exc:
             message = " ".join(str(exc).split())
             raise NodeError(
-                f"{self.place} does not reach the other ranks, which meet at {join_address(host, port)} ({message}); "
-                "start all ranks of the node, with the same --pp and --tp, where this address can be reached"
+                f"{self.place} does not reach the other ranks at the rendezvous {join_address(host, port)} "
+                f"({message}); start all ranks of the node, with the same --pp and --tp, where this address is "
+                "reachable"
             ) from exc
 
-    def _group_of_shards(self) -> Any:
-        """None where a stage has one shard. Every rank takes part in making the group of every stage."""
+    def _shard_group(self) -> Any:
+        """Return this stage's group, None for one shard. Every rank helps to create the group of every stage."""
         split, groups = self.place.split, []
         if split.tp == 1:
             return None
@@ -203,12 +206,12 @@ class ParallelState:
             return _dist.group.WORLD
         for stage in range(split.pp):
             first = split.tp * stage
-            groups.append(_dist.new_group(range(first, first + split.tp), timeout=_PATIENCE))
+            groups.append(_dist.new_group(range(first, first + split.tp), timeout=_TIMEOUT))
         return groups[self.place.stage]
 
 
 def _gather_bytes(mine: bytes, size: int, group: Any, device: torch.device) -> list[bytes]:
-    """What each of the ``size`` members of a group gave, all of one length."""
+    """Return the bytes of each of the ``size`` members of a group, all of one length."""
     one = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)[None]
     all_ = one.new_empty(size, len(mine))
     _all_gather(all_, one, group)
@@ -216,6 +219,6 @@ def _gather_bytes(mine: bytes, size: int, group: Any, device: torch.device) -> l
 
 
 def _all_gather(parts: Tensor, mine: Tensor, group: Any) -> None:
-    """parts [shards * rows, size] from mine [rows, size]. torch 2.13 renamed the call, and warns of the old name."""
+    """Gather parts [shards * rows, size] from mine [rows, size]. torch 2.13 renamed the call and warns of the old."""
     gather = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
     gather(parts, mine, group=group)

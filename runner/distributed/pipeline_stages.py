@@ -1,16 +1,16 @@
-"""Pipeline stages among themselves: hidden states go from each to the next, tokens from the last back to the first.
+"""Messages between pipeline stages: hidden states to the next stage, tokens from the last stage to the first.
 
     stage 0             stage 1            stage 2
     embedding, layers ─► layers ──────────► layers, head, sampler
         ▲                   hidden states            │
         └─────────────────── tokens ─────────────────┘
 
-A shard talks to the same shard of the other stages. What is handed on is the residual of each token after the layers of
-a stage, [tokens, hidden_size], and of each sequence that samples the token with which it goes on, [rows] int32.
+A shard exchanges messages with the same shard of other stages: the residual of each token after the layers of a stage,
+[tokens, hidden_size], and the next token of each sequence that samples, [rows] int32.
 
-Between GPUs of one host messages are copied into each other's memory (``peer_copies.py``). Elsewhere each lane has a
-process group of its own, so that messages never overtake each other. On GPUs they travel beside the computing, on
-streams of their own; events order them behind what they need, and the host waits for nothing.
+Between GPUs of one host, messages are copied into each other's memory (``peer_copies.py``). Elsewhere each channel has
+a process group of its own, so messages never overtake each other. On GPUs they travel on streams of their own; events
+order them behind the work that they need, and the host never waits.
 """
 
 from __future__ import annotations
@@ -26,77 +26,78 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
-from runner.distributed.parallel_state import Lane, ParallelState, TensorTransfer
-from runner.distributed.peer_copies import CopyInlet, CopyLane, CopyOutlet
+from runner.distributed.parallel_state import ParallelState, PeerChannel, TensorTransfer
+from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
 _STEP_OF_PROMPTS = 1024  # tokens
-_ALIGNMENT = 128  # elements: kernels are compiled for addresses that are aligned, and would be anew for others
+_ALIGNMENT = 128  # elements: kernels are compiled for aligned addresses, and again for others
 
 
-class Outlet(Protocol):
-    """Where messages leave."""
+class TensorSender(Protocol):
+    """Sends messages to one other rank."""
 
     def send(self, message: Tensor) -> None:
-        """Behind what is on the current stream; ``message`` may be changed by what comes after that."""
+        """Send behind the work on the current stream; later work may change ``message``."""
 
     def close(self) -> None:
-        """Nothing may be on its way."""
+        """Free the memory. No message may be on its way."""
 
 
-class Inlet(Protocol):
-    """Where messages arrive, in the order in which they were sent; the receiver knows how large each is."""
+class TensorReceiver(Protocol):
+    """Receives messages in the order of sending. The receiver knows the shape of each."""
 
     @property
     def capacity(self) -> int:
-        """Messages that may be expected at once."""
+        """The number of messages that may be expected at once."""
 
     def expect(self, *shape: int) -> None:
         """Begin to receive the next message."""
 
     def take(self) -> AbstractContextManager[Tensor]:
-        """The oldest message that is expected. On a GPU it is there for later work on the current stream, on a CPU now.
+        """Return the oldest expected message, which may be changed.
 
-        It may be changed. When the context ends all work that reads it must have been ordered.
+        On a GPU later work on the current stream finds it complete, on a CPU it is complete now. All work that reads it
+        must have been launched when the context ends.
         """
 
     def close(self) -> None:
-        """Nothing may be on its way."""
+        """Free the memory. No message may be on its way."""
 
 
-class GroupOutlet:
-    """By a process group: each message is copied to one of a few buffers, and sent from there."""
+class GroupSender:
+    """Sends through a process group, each message from one of a ring of buffers."""
 
-    def __init__(self, lane: Lane, buffers: Tensor) -> None:
+    def __init__(self, channel: PeerChannel, buffers: Tensor) -> None:
         """``buffers`` are [number, elements of the longest message]."""
-        self._lane = lane
+        self._channel = channel
         self._buffers = deque(buffers)
         self._sends: deque[TensorTransfer] = deque()
 
     def send(self, message: Tensor) -> None:
-        """Without waiting, on a CPU unless all buffers are on their way."""
+        """Send without waiting; on a CPU, wait if all buffers are in use."""
         if len(self._sends) == len(self._buffers):
             self._sends.popleft().wait()
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        self._sends.append(self._lane.send(_shaped(buffer, message.shape).copy_(message)))
+        self._sends.append(self._channel.send(_view(buffer, message.shape).copy_(message)))
 
     def close(self) -> None:
         pass
 
 
-class GroupInlet:
-    """By a process group."""
+class GroupReceiver:
+    """Receives through a process group, each message into one of a ring of buffers."""
 
-    def __init__(self, lane: Lane, buffers: Tensor) -> None:
-        """``buffers`` are [number, elements of the longest message]: so many messages may be awaited."""
-        self._lane = lane
+    def __init__(self, channel: PeerChannel, buffers: Tensor) -> None:
+        """``buffers`` are [capacity, elements of the longest message]."""
+        self._channel = channel
         self._expected: deque[tuple[int, Tensor, TensorTransfer]] = deque()
         self._buffers = buffers
         self._next = 0
         self._stream: torch.cuda.Stream | None = None
         if buffers.is_cuda:
             self._stream = torch.cuda.Stream(buffers.device)
-            self._used = [torch.cuda.Event() for _ in buffers]  # a buffer's last message has been
+            self._read = [torch.cuda.Event() for _ in buffers]  # a buffer's last message was read
 
     @property
     def capacity(self) -> int:
@@ -105,13 +106,13 @@ class GroupInlet:
     def expect(self, *shape: int) -> None:
         assert len(self._expected) < len(self._buffers), "a message is expected and no buffer is free"
         at, self._next = self._next, (self._next + 1) % len(self._buffers)
-        message = _shaped(self._buffers[at], shape)
+        message = _view(self._buffers[at], shape)
         if self._stream is None:
-            transfer = self._lane.receive(message)
+            transfer = self._channel.receive(message)
         else:
-            self._stream.wait_event(self._used[at])
+            self._stream.wait_event(self._read[at])
             with torch.cuda.stream(self._stream):
-                transfer = self._lane.receive(message)
+                transfer = self._channel.receive(message)
         self._expected.append((at, message, transfer))
 
     @contextmanager
@@ -120,21 +121,21 @@ class GroupInlet:
         transfer.wait()
         yield message
         if self._stream is not None:
-            self._used[at].record()
+            self._read[at].record()
 
     def close(self) -> None:
         pass
 
 
 class PipelineStages:
-    """A rank's lanes to and from the stages beside it; None where there is nobody, as with a single stage."""
+    """A rank's senders and receivers; each is None if the rank has no such neighbour, all with a single stage."""
 
-    def __init__(self, world: ParallelState, config: NodeConfig, dtype: torch.dtype, max_in_flight: int) -> None:
-        """All ranks do this at the same time."""
-        self.hidden_in: Inlet | None = None
-        self.hidden_out: Outlet | None = None
-        self.tokens_in: Inlet | None = None
-        self.tokens_out: Outlet | None = None
+    def __init__(self, parallel: ParallelState, config: NodeConfig, dtype: torch.dtype, max_in_flight: int) -> None:
+        """Open all channels. All ranks do this at the same time."""
+        self.hidden_in: TensorReceiver | None = None
+        self.hidden_out: TensorSender | None = None
+        self.tokens_in: TensorReceiver | None = None
+        self.tokens_out: TensorSender | None = None
         self._hidden_size = config.model.hidden_size
         self._place = config.place
         self._fewest_late = fewest_late_tokens(config)
@@ -145,33 +146,34 @@ class PipelineStages:
         for source in range(pp):
             target = (source + 1) % pp
             for shard in range(tp):
-                lane = world.lane(source * tp + shard, target * tp + shard)
-                if lane is None:
+                channel = parallel.channel(source * tp + shard, target * tp + shard)
+                if channel is None:
                     continue
-                what = (hidden, dtype) if target else (tokens, torch.int32)
-                if lane.outward and target:
-                    self.hidden_out = _outlet(lane, max_in_flight + 1, *what)
-                elif lane.outward:
-                    self.tokens_out = _outlet(lane, max_in_flight + 1, *what)
+                messages = (max_in_flight + 1, hidden, dtype) if target else (max_in_flight + 1, tokens, torch.int32)
+                if channel.sends and target:
+                    self.hidden_out = _sender(channel, *messages)
+                elif channel.sends:
+                    self.tokens_out = _sender(channel, *messages)
                 elif target:
-                    self.hidden_in = _inlet(lane, max_in_flight + 1, *what)
+                    self.hidden_in = _receiver(channel, *messages)
                 else:
-                    self.tokens_in = _inlet(lane, max_in_flight + 1, *what)
+                    self.tokens_in = _receiver(channel, *messages)
 
     def close(self) -> None:
-        """Give memory back that other stages can write to. On GPUs nothing may be running. Idempotent."""
+        """Free the memory that other stages can write to. On GPUs no work may be running. Idempotent."""
         for end in (self.hidden_in, self.hidden_out, self.tokens_in, self.tokens_out):
             if end is not None:
                 end.close()
 
     def late_mlps(self, step: int, num_tokens: int) -> LateMLPs:
-        """What this rank does of the MLPs at its boundaries; all ranks know the step alike."""
+        """Return which MLPs at its boundaries this rank computes. All ranks decide alike."""
         return self._place.late_mlps(step) if num_tokens >= self._fewest_late else NO_LATE_MLPS
 
     def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
-        """What ``layers`` makes of input_ids [tokens], but for the first stage of what the stage before made of them.
+        """Run ``layers`` on input_ids [tokens], on later stages on the hidden states of the stage before.
 
-        It is handed on and returned: [tokens, hidden_size], on the last stage only of tokens that are wanted.
+        The result is sent to the next stage and returned: [tokens, hidden_size], on the last stage of wanted tokens
+        only.
         """
         with ExitStack() as received:
             start = input_ids
@@ -185,7 +187,10 @@ class PipelineStages:
 
 
 def fewest_late_tokens(config: NodeConfig) -> int:
-    """Of steps in which MLPs may be late: more than are ever captured into a graph, which is the same in every step."""
+    """Return the least tokens of a step with late MLPs.
+
+    Captured graphs are the same in every step, so this is more than any graph has.
+    """
     return max(_STEP_OF_PROMPTS, config.max_num_seqs + 1) if config.cuda_graphs else 2
 
 
@@ -193,19 +198,19 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _outlet(lane: Lane, capacity: int, size: int, dtype: torch.dtype) -> Outlet:
-    buffers = torch.empty(capacity, size, dtype=dtype, device=lane.device)
-    copies = CopyLane.open(lane, capacity, size, dtype)
-    return GroupOutlet(lane, buffers) if copies is None else CopyOutlet(copies, buffers)
+def _sender(channel: PeerChannel, capacity: int, size: int, dtype: torch.dtype) -> TensorSender:
+    buffers = torch.empty(capacity, size, dtype=dtype, device=channel.device)
+    copies = CopyChannel.open(channel, capacity, size, dtype)
+    return GroupSender(channel, buffers) if copies is None else CopySender(copies, buffers)
 
 
-def _inlet(lane: Lane, capacity: int, size: int, dtype: torch.dtype) -> Inlet:
-    copies = CopyLane.open(lane, capacity, size, dtype)
+def _receiver(channel: PeerChannel, capacity: int, size: int, dtype: torch.dtype) -> TensorReceiver:
+    copies = CopyChannel.open(channel, capacity, size, dtype)
     if copies is not None:
-        return CopyInlet(copies)
-    return GroupInlet(lane, torch.empty(capacity, size, dtype=dtype, device=lane.device))
+        return CopyReceiver(copies)
+    return GroupReceiver(channel, torch.empty(capacity, size, dtype=dtype, device=channel.device))
 
 
-def _shaped(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The beginning of a buffer."""
+def _view(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the beginning of a buffer in that shape."""
     return buffer[: math.prod(shape)].view(shape)

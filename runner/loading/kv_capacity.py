@@ -43,7 +43,7 @@ def layout_that_fits(
     others = total - free - torch.cuda.memory_reserved(device)
     usable = int(total * config.gpu_memory_utilization)
     left = max(usable - others - peak - kept - _FRAGMENTATION, 0)
-    num_blocks = world.smallest(left // config.kv_layout.block_bytes)
+    num_blocks = world.all_reduce_min(left // config.kv_layout.block_bytes)
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
         "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "

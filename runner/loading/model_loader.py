@@ -29,7 +29,7 @@ class LoadedModel:
         )
         self._config, self._parallel = config, world
         if self.placement.use_triton:
-            world.use_kernel(config.model.hidden_size)
+            world.enable_fused_all_reduce(config.model.hidden_size)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         layout = None if config.measure_kv_memory else config.kv_layout

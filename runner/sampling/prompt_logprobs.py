@@ -1,12 +1,11 @@
 """Log-probabilities of prompt tokens, from the hidden states of a step. Plain torch, outside of CUDA graphs.
 
-They need logits of every token, of which there may be thousands in a step: these are computed some rows at a time.
+They need logits of every prompt token. A step may hold thousands, so logits are computed a few rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import msgspec
@@ -15,41 +14,71 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.protocols import PendingStep
-from pdserve.records import PromptLogprobs, StepOutput
-from runner.sampling.prompt_targets import Targets
+from pdserve.records import NewSequence, PromptLogprobs, StepOutput, StepPlan
+from runner.loading.model_loader import LoadedModel
+from runner.pending_step import HostCopy
+from runner.sampling.prompt_targets import PromptTargets, Targets
+from runner.step_parts import StepFeature, StepPart
 
-_ROWS = 128  # of logits at a time: 80 MB of float32 where there are 152 k tokens
+_ROWS = 128  # of logits at a time: 80 MB of float32 with a vocabulary of 152 k
 _TOKENS_PER_RECORD = 1024
 
 
-def follow(
-    step: PendingStep, targets: Sequence[Targets], hidden: Tensor, logits: Callable[[Tensor], Tensor]
-) -> PendingStep:
-    """The step, with the log-probabilities of ``targets``; ``hidden`` [tokens, hidden_size] are of all its tokens.
+class PromptScoring(StepFeature[object]):
+    """Scores prompts on the last pipeline stage. All tensor shards of the stage score alike."""
 
-    ``logits`` makes [rows, vocab_size] of some of them. All shards have to do this alike.
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self._targets = PromptTargets()
+
+    def add(self, new: NewSequence) -> None:
+        self._targets.add(new)
+
+    def remove(self, seq: int) -> None:
+        self._targets.forget(seq)
+
+    def part(self, plan: StepPlan) -> StepPart[object] | None:
+        targets = self._targets.take(plan.scheduled)
+        return _ScoredTokens(targets, self._model.decoder.logits) if targets else None
+
+
+class _ScoredTokens(StepPart[object]):
+    needs_all_hidden_states = True
+
+    def __init__(self, targets: Sequence[Targets], logits: Callable[[Tensor], Tensor]) -> None:
+        self._targets, self._logits = targets, logits
+
+    def after_forward(self, batch: object, hidden: Tensor) -> None:
+        self._table = HostCopy.start(_score_rows(self._targets, hidden, self._logits))
+
+    def on_result(self, output: StepOutput) -> StepOutput:
+        table = self._table.wait().numpy().astype("<i4", copy=False)
+        return msgspec.structs.replace(output, prompt_logprobs=tuple(self._records(table)))
+
+    def _records(self, table: NDArray[np.int32]) -> Iterator[tuple[int, PromptLogprobs]]:
+        row = 0
+        for targets in self._targets:
+            count = len(targets.token_ids)
+            for begin in range(0, count, _TOKENS_PER_RECORD):
+                end = min(begin + _TOKENS_PER_RECORD, count)
+                yield targets.seq, _record(targets, begin, table[row + begin : row + end])
+            row += count
+
+
+def _score_rows(targets: Sequence[Targets], hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a row per target as in PromptLogprobs, with the largest ``num_top`` of all: [targets, words] int32.
+
+    ``logits`` turns hidden states [rows, hidden_size] into [rows, vocab_size].
     """
-    table, arrived = _scored(targets, hidden, logits), None
-    if table.device.type == "cuda":
-        on_host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-        table = on_host.copy_(table, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-    return _ScoredStep(step, tuple(targets), table, arrived)
-
-
-def _scored(targets: Sequence[Targets], hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-    """A row per target, as PromptLogprobs has them, with as many best tokens as anybody asks for: int32."""
     rows = _index(chain.from_iterable(each.rows for each in targets), hidden.device)
     token_ids = _index(chain.from_iterable(each.token_ids for each in targets), hidden.device)
-    most = max(each.num_top for each in targets)
+    num_top = max(each.num_top for each in targets)
     slices = zip(rows.split(_ROWS), token_ids.split(_ROWS), strict=True)
-    return torch.cat([_score(logits(hidden.index_select(0, some)), ids, most) for some, ids in slices])
+    return torch.cat([_score(logits(hidden.index_select(0, some)), ids, num_top) for some, ids in slices])
 
 
 def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """Rows of the table: log-probability and rank of ``token_ids`` [rows], the best ids, their log-probabilities."""
+    """Return table rows: log-probability and rank of ``token_ids`` [rows], the best ids, their log-probabilities."""
     logits = logits.float()
     total = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, token_ids[:, None])
@@ -63,33 +92,8 @@ def _index(values: Iterator[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.fromiter(values, dtype=np.int64)).to(device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _ScoredStep:
-    """A pdserve.protocols.PendingStep."""
-
-    step: PendingStep
-    targets: tuple[Targets, ...]
-    table: Tensor  # [targets of all sequences, words] int32, host; complete when ``arrived`` has happened
-    arrived: torch.cuda.Event | None  # None where the device is the host
-
-    def result(self) -> StepOutput:
-        output = self.step.result()
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return msgspec.structs.replace(output, prompt_logprobs=tuple(self._records()))
-
-    def _records(self) -> Iterator[tuple[int, PromptLogprobs]]:
-        table, row = self.table.numpy().astype("<i4", copy=False), 0
-        for targets in self.targets:
-            count = len(targets.token_ids)
-            for begin in range(0, count, _TOKENS_PER_RECORD):
-                end = min(begin + _TOKENS_PER_RECORD, count)
-                yield targets.seq, _record(targets, begin, table[row + begin : row + end])
-            row += count
-
-
 def _record(targets: Targets, begin: int, table: NDArray[np.int32]) -> PromptLogprobs:
-    """Of the targets from ``begin`` on, whose rows may hold more of the best tokens than they ask for."""
+    """Return the targets from ``begin`` on; table rows may hold more alternatives than the targets ask for."""
     most = table.shape[1] // 2 - 1
     num_top = min(targets.num_top, most)
     wanted = [0, 1, *range(2, 2 + num_top), *range(2 + most, 2 + most + num_top)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,149 +11,102 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import LateMLPs, shard_of
+from pdserve.config.parallel import LateMLPs
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
-from pdserve.records import KVRegion, Sample, ScheduledSequence, StepOutput, StepPlan
-from runner.attention.build import build_backend
+from pdserve.records import StepOutput, StepPlan
+from runner.base import BaseModelRunner
 from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
-from runner.distributed.pipeline_stages import PipelineStages
-from runner.distributed.token_return import TokenReturn
-from runner.kv_cache import KVCache
-from runner.loading.kv_capacity import layout_that_fits
-from runner.loading.model_loader import LoadedModel
-from runner.pending_step import FinishedStep, step_without_samples
-from runner.sampling.prompt_logprobs import follow
-from runner.sampling.prompt_targets import PromptTargets
+from runner.pending_step import FinishedStep
 from runner.sampling.sampler import Sampler, SampleRow
+from runner.step_parts import StepFeature
+from runner.v1.returned_tokens import ReturnedTokens
 from runner.v1.sequences import SequenceTable
-from runner.warmup import run_largest_steps, run_small_steps
 
 
-class RunnerV1:
-    """Weights, KV cache and sequences of one rank. Sequence state is on the host and copied to the device each step."""
+@dataclass(frozen=True)
+class HostBatch:
+    """The sequences that a step computes, as rows of the SequenceTable."""
 
-    def __init__(self, config: NodeConfig, world: ParallelState, progress: Callable[[str, float], None]) -> None:
-        """Load the model and warm up. Raises CapacityError before, CheckpointError while reading the weights."""
-        self._world = world
-        self._loaded = LoadedModel(config, world, progress)
-        self._device = self._loaded.device
-        self._max_in_flight = config.split.pp
-        self._stages = PipelineStages(world, config, self._loaded.placement.dtype, self._max_in_flight)
-        self._returning = TokenReturn(self._stages.tokens_in)
-        self._targets = PromptTargets()  # on the last stage, else none
+    rows: NDArray[np.int64]  # [num_seqs]
+    lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
+    sampling: list[int]  # indices of the sequences that sample
+    late: LateMLPs
+
+    @property
+    def last_tokens(self) -> NDArray[np.int64]:
+        """The last token of each sequence that samples, as an index into the tokens of the step."""
+        return self.lengths.cumsum()[self.sampling] - 1
+
+    @property
+    def sampling_rows(self) -> NDArray[np.int64]:
+        return self.rows[self.sampling]
+
+
+class RunnerV1(BaseModelRunner[HostBatch]):
+    """Keeps the state of sequences on the host, and copies a step's inputs to the device. Needs plain torch only."""
+
+    _sequences: SequenceTable
+
+    def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
         self._page_size = config.kv_layout.kernel_block_size
-        layout = config.kv_layout
-        if config.measure_kv_memory:
-            progress("measuring memory", -1.0)
-            layout = layout_that_fits(config, world, self._try_out)
-        self._allocate(config, layout)
-        if self._device.type == "cuda":
-            progress("compiling kernels", -1.0)
-            run_largest_steps(self, config)
-            run_small_steps(self, config)
-            self._cache.clear()
+        super().__init__(config, parallel, progress, max_in_flight=config.split.pp)
 
-    def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
-        with torch.inference_mode():
-            self._cache = KVCache(layout, self._device, config.share)
-            self._attention = build_backend(
-                config.attention_backend,
-                shard_of(config.model, config.place),
-                self._cache,
-                self._loaded.placement,
-                config.max_num_seqs,
-                config.max_model_len + config.max_batch_tokens,
-            )
-            self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
+    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
+        self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
+        receiver = self._stages.tokens_in
+        return () if receiver is None else (ReturnedTokens(receiver, self._sequences),)
 
-    def _try_out(self, config: NodeConfig, layout: KVLayout) -> int:
-        """Run the largest steps on a small cache; no memory is kept beyond their peak."""
-        self._allocate(config, layout)
-        run_largest_steps(self, config)
-        del self._cache, self._attention, self._sampler
-        return 0
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._cache.layout
-
-    @property
-    def kv_region(self) -> KVRegion:
-        return self._cache.region
-
-    @property
-    def max_in_flight(self) -> int:
-        return self._max_in_flight
-
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        step = self._launch(plan)
-        return self._cache.digests.follow(step, plan.digests) if plan.digests else step
-
-    def _launch(self, plan: StepPlan) -> PendingStep:
-        """One step: update the sequences, compute what is scheduled, sample where the plan says so."""
-        self._update(plan)
-        if not plan.scheduled:
-            return FinishedStep(StepOutput(plan.step))
-        self._take_returned(plan.scheduled)
-        rows = self._sequences.rows(plan.scheduled)
+    def _prepare(self, plan: StepPlan) -> HostBatch:
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
-        sampling = [row for row, s in enumerate(plan.scheduled) if s.num_samples > 0]
-        last_tokens = lengths.cumsum()[sampling] - 1
-        targets = self._targets.take(plan.scheduled)
-        late = self._stages.late_mlps(plan.step, int(lengths.sum()))
-        hidden = self._forward(rows, lengths, None if targets else last_tokens, late)
-        self._sequences.num_computed[rows] += lengths
-        if not targets:
-            return self._end(plan, rows, sampling, hidden)
-        step = self._end(plan, rows, sampling, hidden[self._to_device(last_tokens)])
-        return follow(step, targets, hidden, self._loaded.decoder.logits)
+        return HostBatch(
+            rows=self._sequences.rows(plan.scheduled),
+            lengths=lengths,
+            sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],
+            late=self._stages.late_mlps(plan.step, int(lengths.sum())),
+        )
 
-    def _end(self, plan: StepPlan, rows: NDArray[np.int64], sampling: list[int], hidden: Tensor) -> PendingStep:
-        """Draw for the sequences ``sampling``, whose hidden states are given, or leave it to the last stage."""
-        if sampling and self._world.place.is_last:
-            return FinishedStep(StepOutput(plan.step, self._sample(plan, rows, sampling, hidden)))
-        self._expect_tokens([plan.scheduled[i].seq for i in sampling], rows[sampling])
-        return step_without_samples(plan.step, self._device)
+    def _execute(self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
+        last_tokens = batch.last_tokens
+        hidden = self._forward(batch, None if all_hidden_states else last_tokens)
+        self._sequences.num_computed[batch.rows] += batch.lengths
+        if not (self._is_last_stage and batch.sampling):
+            return hidden, None
+        last_hidden = hidden[self._to_device(last_tokens)] if all_hidden_states else hidden
+        return hidden, self._model.decoder.logits(last_hidden)
 
-    def reload_weights(self, model_dir: str) -> None:
-        self._loaded.reload(model_dir)
+    def _sample(self, plan: StepPlan, batch: HostBatch, logits: Tensor) -> PendingStep:
+        table = self._sequences
+        masks = {mask.seq: mask.words for mask in plan.masks}
+        draws: list[SampleRow] = []
+        first_draws = []  # of each sequence: the sample that continues it
+        for logits_row, i in enumerate(batch.sampling):
+            row, num_samples = batch.rows[i], plan.scheduled[i].num_samples
+            record = table.record(row)
+            tokens = table.token_ids[row, : table.num_tokens[row]]
+            choices = range(num_samples) if num_samples > 1 else (record.choice,)
+            mask = masks.get(record.seq)
+            first_draws.append(len(draws))
+            draws += [SampleRow(logits_row, record.sampling, c, tokens, record.prompt_len, mask) for c in choices]
+        samples = self._sampler.sample(logits, draws)
+        next_tokens = [samples[first].token_id for first in first_draws]
+        for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):
+            table.append(row, token_id)
+        if self._stages.tokens_out is not None:
+            self._stages.tokens_out.send(torch.tensor(next_tokens, dtype=torch.int32, device=self._device))
+        return FinishedStep(StepOutput(plan.step, tuple(samples)))
 
-    def close(self) -> None:
-        if self.__dict__.pop("_loaded", None) is None:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._stages.close()
-        for name in ("_cache", "_attention", "_sampler", "_stages", "_returning"):
-            self.__dict__.pop(name, None)
-        self._world.close()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _skip_sampling(self, batch: HostBatch) -> None:
+        self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage draws them
 
-    def _update(self, plan: StepPlan) -> None:
-        for seq in plan.finished:
-            self._sequences.remove(seq)
-            self._returning.forget(seq)
-            self._targets.forget(seq)
-        for new in plan.new:
-            self._sequences.add(new)
-            if self._world.place.is_last:
-                self._targets.add(new)
-        for more in plan.new_blocks:
-            self._sequences.add_blocks(more.seq, more.block_ids)
-
-    def _forward(
-        self, rows: NDArray[np.int64], lengths: NDArray[np.int64], wanted: NDArray[np.int64] | None, late: LateMLPs
-    ) -> Tensor:
+    def _forward(self, batch: HostBatch, wanted: NDArray[np.int64] | None) -> Tensor:
         """Compute the next ``lengths`` tokens of each sequence.
 
-        On the last stage: the hidden states of the tokens ``wanted``, or of all.
+        Return the hidden states of the tokens ``wanted``, of all tokens if None or on other stages than the last.
         """
-        table = self._sequences
+        table, rows, lengths = self._sequences, batch.rows, batch.lengths
         starts = table.num_computed[rows]
         seq_lens = starts + lengths
         query_starts = np.concatenate(([0], lengths.cumsum()))
@@ -173,59 +127,20 @@ class RunnerV1:
             )
         )
         device_positions = self._to_device(positions)
-        rope_lengths = self._rope_lengths(rows, lengths, positions)
-        keeps_all = wanted is None or len(wanted) == len(positions) or not self._world.place.is_last
+        rope_lengths = self._rope_lengths(batch, positions)
+        keeps_all = wanted is None or len(wanted) == len(positions) or not self._is_last_stage
         keep = None if wanted is None or keeps_all else self._to_device(wanted)
         return self._stages.compute(
-            lambda start: self._loaded.decoder(start, device_positions, rope_lengths, self._attention, keep, late),
+            lambda start: self._model.decoder(start, device_positions, rope_lengths, self._attention, keep, batch.late),
             self._to_device(table.token_ids[token_rows, positions]),
         )
 
-    def _rope_lengths(
-        self, rows: NDArray[np.int64], lengths: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> Tensor | None:
-        if not self._loaded.decoder.rotary.depends_on_length:
+    def _rope_lengths(self, batch: HostBatch, positions: NDArray[np.int64]) -> Tensor | None:
+        """Return for each token the sequence length that its rotary frequencies depend on, None if they do not."""
+        if not self._model.decoder.rotary.depends_on_length:
             return None
-        prompts = np.array([self._sequences.record(row).prompt_len for row in rows])
-        return self._to_device(np.maximum(np.repeat(prompts, lengths), positions + 1))
-
-    def _sample(
-        self, plan: StepPlan, rows: NDArray[np.int64], sampling: list[int], hidden: Tensor
-    ) -> tuple[Sample, ...]:
-        """Draw for the sequences ``sampling``, whose hidden states [sampling, hidden_size] are given."""
-        table, scheduled = self._sequences, plan.scheduled
-        masks = {mask.seq: mask.words for mask in plan.masks}
-        draws: list[SampleRow] = []
-        for logits_row, i in enumerate(sampling):
-            record = table.record(rows[i])
-            tokens = table.token_ids[rows[i], : table.num_tokens[rows[i]]]
-            several = scheduled[i].num_samples > 1
-            for n in range(scheduled[i].num_samples):
-                choice = n if several else record.choice
-                mask = masks.get(record.seq)
-                draws.append(SampleRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask))
-        samples = self._sampler.sample(self._loaded.decoder.logits(hidden), draws)
-        goes_on, first = [], 0  # each sequence with the first of its samples
-        for i in sampling:
-            goes_on.append(samples[first].token_id)
-            table.append(rows[i], goes_on[-1])
-            first += scheduled[i].num_samples
-        if self._stages.tokens_out is not None:
-            self._stages.tokens_out.send(torch.tensor(goes_on, dtype=torch.int32, device=self._device))
-        return tuple(samples)
-
-    def _expect_tokens(self, seqs: list[int], rows: NDArray[np.int64]) -> None:
-        """The last stage draws a token for each of ``seqs``; it comes here if this is the first one."""
-        num_tokens = self._sequences.num_tokens
-        self._returning.expect(seqs, rows, num_tokens[rows])
-        num_tokens[rows] += 1
-
-    def _take_returned(self, scheduled: tuple[ScheduledSequence, ...]) -> None:
-        for returned in self._returning.due(scheduled):
-            with self._returning.take() as tokens:
-                drawn = tokens.cpu().numpy()[returned.wanted]
-            rows, positions = returned.rows[returned.wanted], returned.positions[returned.wanted]
-            self._sequences.token_ids[rows, positions] = drawn
+        prompts = np.array([self._sequences.record(row).prompt_len for row in batch.rows])
+        return self._to_device(np.maximum(np.repeat(prompts, batch.lengths), positions + 1))
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(values).to(self._device, torch.int64, non_blocking=True)

@@ -1,17 +1,22 @@
 """The V2 model runner: the state of sequences lives on the device.
 
-    slots.py      which sequence has which row of the state, and what the host knows of it
-    state.py      the state on the device, and how the host's differences get there in one copy
-    inputs.py     the buffers a step's inputs are built in
-    sampler.py    sampling without the host
-    forward.py    the layers of a rank, between the stages beside it
-    graphs.py     small steps as CUDA graphs
-    pending.py    tokens on their way to the host
-    runner.py     puts them together
+    request_states.py     sequences by slot, and what the host knows of them
+    device_state.py       token ids, block tables and counts of each slot, on the device
+    staged_writes.py      the host's changes to that state, in one copy per step
+    input_batch.py        the batch of one step
+    input_buffers.py      the tensors that a step's inputs are built in
+    forward.py            the layers of a rank, between its neighbour stages
+    cuda_graphs.py        small steps as CUDA graphs
+    sampling_metadata.py  sampling parameters of a batch, on the device
+    sampler.py            sampling without the host
+    async_output.py       sampled tokens on their way to the host
+    grammar_masks.py      step part: masks of allowed tokens
+    returned_tokens.py    step part: tokens from the last pipeline stage
+    runner.py             composes them
 
 Their Triton kernels are in runner/kernels/: step.py and sampling.py.
 
-A step, on the device's stream: upload · apply writes · build inputs · forward (a graph where the step is small) ·
-logits · sample · take samples in · copy tokens to the host on a side stream. Nothing in it waits for the host, so
-the next step can be launched behind it while its tokens are still being computed.
+One step on the device's stream: copy staged writes · apply them · build inputs · forward pass (a graph if the step is
+small) · logits · sample · store samples in the state · copy tokens to the host on a side stream. No part waits for the
+host, so the next step is launched while the tokens of this one are still being computed.
 """

@@ -1,4 +1,4 @@
-"""The oracle's table: every architecture, every value of the variable, every feature that a runner lacks."""
+"""The oracle's table: every architecture, every value of the variable, every lack of a runner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+import runner
+from pdserve.config import runner_oracle
 from pdserve.config.attention_backends import Platform
-from pdserve.config.runner_oracle import DEFAULT_ARCHITECTURES, V1_LACKS, V2_LACKS, VARIABLE, Facts, decide
+from pdserve.config.runner_oracle import DEFAULT_ARCHITECTURES, RUNNERS, VARIABLE, Facts, Lack, RunnerRecord, decide
 from pdserve.errors import ConfigError
 
 GPU = Platform(device="cuda", has_triton=True, has_flashinfer=True)
@@ -18,11 +20,14 @@ CPU = msgspec.structs.replace(GPU, device="cpu")
 CPU_INTERPRETED = msgspec.structs.replace(CPU, interpreted=True)
 CPU_WITHOUT_TRITON = msgspec.structs.replace(CPU_INTERPRETED, has_triton=False)
 
-#: What V2 lacks, by name, with facts that ask for it and a word of what is said.
-ASKS_TOO_MUCH_OF_V2: list[tuple[str, dict[str, Any], str]] = [
+V2, V1 = RUNNERS
+
+#: What V2 lacks, by name, with facts that need it and a word of the explanation.
+BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
     ("runner type", {"runner_type": "embed"}, "embed"),
     ("mixture of experts", {"num_experts": 8}, "8 experts"),
     ("quantization", {"quantization": "awq"}, "awq"),
+    ("Triton kernels", {"platform": GPU_WITHOUT_TRITON}, "not installed"),
     ("dynamic rope scaling", {"rope_type": "dynamic"}, "length of the sequence"),
     ("attention backend torch", {"attention_backend": "torch"}, "on the host"),
     ("head size", {"head_dim": 96}, "96"),
@@ -33,7 +38,7 @@ ASKS_TOO_MUCH_OF_V2: list[tuple[str, dict[str, Any], str]] = [
 
 
 def facts(**changes: Any) -> Facts:
-    """A model that V2 runs on a GPU, but for the changes."""
+    """Facts of a model that V2 runs on a GPU, with changes."""
     usual = Facts(
         architecture="Qwen3ForCausalLM",
         platform=GPU,
@@ -45,29 +50,36 @@ def facts(**changes: Any) -> Facts:
     return msgspec.structs.replace(usual, **changes)
 
 
+def names_of(record: RunnerRecord, default_only: bool = False) -> set[str]:
+    return {lack.name for group in record.lacks for lack in group if lack.default_only == default_only}
+
+
 @pytest.mark.parametrize("variable", ["", "true", "2", "01", " 1", "V2", "-1"])
 @pytest.mark.parametrize("platform", [GPU, CPU])
-def test_other_values_of_the_variable_are_refused(variable: str, platform: Platform) -> None:
+def test_other_values_of_the_variable_are_errors_that_name_the_allowed_ones(variable: str, platform: Platform) -> None:
     with pytest.raises(ConfigError, match=rf"{VARIABLE}={variable!r} .* 0 \(V1\) or 1 \(V2\), or unset"):
         decide(facts(platform=platform), variable)
 
 
 @pytest.mark.parametrize("architecture", DEFAULT_ARCHITECTURES)
-@pytest.mark.parametrize(("variable", "runner"), [(None, "V2"), ("0", "V1"), ("1", "V2")])
-def test_default_architectures(architecture: str, variable: str | None, runner: str) -> None:
+@pytest.mark.parametrize(("variable", "expected"), [(None, "V2"), ("0", "V1"), ("1", "V2")])
+def test_default_architectures_get_v2_unless_v1_is_forced(
+    architecture: str, variable: str | None, expected: str
+) -> None:
     decision = decide(facts(architecture=architecture), variable)
-    assert decision.runner == runner
-    assert any(
-        (architecture if variable is None else f"{VARIABLE}={variable}") in reason for reason in decision.reasons
-    )
+    assert decision.runner == expected
+    word = architecture if variable is None else f"{VARIABLE}={variable}"
+    assert any(word in reason for reason in decision.reasons)
 
 
 @pytest.mark.parametrize(
     "architecture", ["Qwen2ForCausalLM", "Gemma2ForCausalLM", "LlamaForSequenceClassification", "llamaforcausallm", ""]
 )
-@pytest.mark.parametrize(("variable", "runner"), [(None, "V1"), ("0", "V1"), ("1", "V2")])
-def test_other_architectures_get_v2_only_when_forced(architecture: str, variable: str | None, runner: str) -> None:
-    assert decide(facts(architecture=architecture), variable).runner == runner
+@pytest.mark.parametrize(("variable", "expected"), [(None, "V1"), ("0", "V1"), ("1", "V2")])
+def test_other_architectures_get_v2_only_if_it_is_forced(
+    architecture: str, variable: str | None, expected: str
+) -> None:
+    assert decide(facts(architecture=architecture), variable).runner == expected
 
 
 @pytest.mark.parametrize(
@@ -82,47 +94,49 @@ def test_other_architectures_get_v2_only_when_forced(architecture: str, variable
     ],
 )
 def test_v2_needs_triton(platform: Platform, usable: bool, word: str) -> None:
-    asked = facts(platform=platform, attention_backend="triton")
-    decision = decide(asked, None)
+    given = facts(platform=platform, attention_backend="triton")
+    decision = decide(given, None)
     assert decision.runner == ("V2" if usable else "V1")
     assert word in "; ".join(decision.reasons)
-    assert decide(asked, "0").runner == "V1"
+    assert decide(given, "0").runner == "V1"
     if usable:
-        assert decide(asked, "1").runner == "V2"
+        assert decide(given, "1").runner == "V2"
     else:
         with pytest.raises(ConfigError, match=rf"{VARIABLE}=1, but V2 cannot run this: .*{word}"):
-            decide(asked, "1")
+            decide(given, "1")
 
 
-def test_everything_that_v2_lacks_is_in_the_table() -> None:
-    assert {name for name, _, _ in ASKS_TOO_MUCH_OF_V2} == {lack.name for lack in V2_LACKS}
+def test_the_tests_cover_every_lack_of_v2() -> None:
+    assert {name for name, _, _ in BEYOND_V2} == names_of(V2)
+    assert names_of(V2, default_only=True) == {"architecture"}
 
 
-@pytest.mark.parametrize(("name", "changes", "word"), ASKS_TOO_MUCH_OF_V2)
-def test_what_v2_lacks(name: str, changes: dict[str, Any], word: str) -> None:
-    asked = facts(**changes)
+@pytest.mark.parametrize(("name", "changes", "word"), BEYOND_V2)
+def test_a_lack_of_v2_leads_to_v1_or_to_an_error_if_v2_is_forced(name: str, changes: dict[str, Any], word: str) -> None:
+    given = facts(**changes)
     with pytest.raises(ConfigError, match=rf"{VARIABLE}=1, but V2 cannot run this: {name}: .*{word}"):
-        decide(asked, "1")
-    if asked.cuda_graphs == "on":
-        for variable in (None, "0"):  # V1 has none either
-            with pytest.raises(ConfigError, match=r"V1 is chosen \(.*\), but it cannot run this: CUDA graphs"):
-                decide(asked, variable)
+        decide(given, "1")
+    if given.cuda_graphs == "on":  # V1 has none either
+        with pytest.raises(ConfigError, match=rf"no model runner can run this: V2 \({name}: .*\); V1 \(CUDA graphs: "):
+            decide(given, None)
+        with pytest.raises(ConfigError, match=rf"{VARIABLE}=0, but V1 cannot run this: CUDA graphs: "):
+            decide(given, "0")
         return
-    decision = decide(asked, None)
+    decision = decide(given, None)
     assert decision.runner == "V1"
     assert len(decision.reasons) == 1
     assert decision.reasons[0].startswith(f"{name}: ")
     assert word in decision.reasons[0]
-    assert decide(asked, "0").runner == "V1"
+    assert decide(given, "0").runner == "V1"
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-def test_head_sizes_of_v2(head_dim: int) -> None:
+def test_v2_runs_head_sizes_that_are_powers_of_two(head_dim: int) -> None:
     assert decide(facts(head_dim=head_dim), None).runner == "V2"
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "yarn", "llama3"])
-def test_rope_types_of_v2(rope_type: str) -> None:
+def test_v2_runs_every_rope_type_but_dynamic(rope_type: str) -> None:
     assert decide(facts(rope_type=rope_type), None).runner == "V2"
 
 
@@ -132,11 +146,11 @@ def test_v2_on_a_gpu_takes_any_setting_of_cuda_graphs(cuda_graphs: str) -> None:
     assert decide(facts(cuda_graphs=cuda_graphs), "1").runner == "V2"
 
 
-def test_what_v1_lacks() -> None:
-    assert [lack.name for lack in V1_LACKS] == ["CUDA graphs"]
-    asked = facts(cuda_graphs="on")
-    with pytest.raises(ConfigError, match=rf"{VARIABLE}=0\), but it cannot run this: CUDA graphs: .*--cuda-graphs"):
-        decide(asked, "0")
+def test_v1_lacks_cuda_graphs_alone() -> None:
+    assert names_of(V1) == {"CUDA graphs"}
+    given = facts(cuda_graphs="on")
+    with pytest.raises(ConfigError, match=rf"{VARIABLE}=0, but V1 cannot run this: CUDA graphs: .*--cuda-graphs"):
+        decide(given, "0")
     for choice in ("auto", "off"):
         assert decide(facts(cuda_graphs=choice), "0").runner == "V1"
 
@@ -144,34 +158,54 @@ def test_what_v1_lacks() -> None:
 @pytest.mark.parametrize(
     "changes", [{"architecture": "Gemma2ForCausalLM"}, {"platform": CPU}, {"rope_type": "dynamic"}]
 )
-def test_a_choice_of_v1_that_lacks_what_is_asked_is_an_error(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"V1 is chosen .*CUDA graphs"):
+def test_a_configuration_beyond_every_runner_is_an_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"no model runner can run this: V2 .*V1 \(CUDA graphs"):
         decide(facts(cuda_graphs="on", **changes), None)
 
 
-def test_an_error_names_everything_that_is_in_the_way() -> None:
-    asked = facts(
+def test_an_error_names_every_obstacle() -> None:
+    given = facts(
         platform=CPU, rope_type="dynamic", attention_backend="torch", head_dim=24, num_experts=4, cuda_graphs="on"
     )
     with pytest.raises(ConfigError) as error:
-        decide(asked, "1")
+        decide(given, "1")
     for word in ("Triton", "dynamic rope", "backend torch", "head_dim is 24", "4 experts", "CUDA graphs", "unset"):
         assert word in str(error.value)
 
 
-def test_reasons_are_those_of_the_first_rule_that_decides() -> None:
-    """The model, then Triton, then features; without Triton, say, that the backend is torch's goes without saying."""
-    asked = facts(
+def test_reasons_come_from_the_first_group_that_rejects() -> None:
+    """The groups are the model, Triton, features: a missing Triton explains the backend torch."""
+    given = facts(
         architecture="MixtralForCausalLM", num_experts=8, platform=CPU, attention_backend="torch", rope_type="dynamic"
     )
-    assert [reason.split(":")[0] for reason in decide(asked, None).reasons] == [
-        "MixtralForCausalLM",
-        "mixture of experts",
-    ]
-    dense = msgspec.structs.replace(asked, architecture="LlamaForCausalLM", num_experts=0)
-    assert decide(dense, None).reasons == (CPU.triton_problem,)
+    reasons = decide(given, None).reasons
+    assert [reason.split(":")[0] for reason in reasons] == ["architecture", "mixture of experts"]
+    assert "MixtralForCausalLM" in reasons[0]
+    dense = msgspec.structs.replace(given, architecture="LlamaForCausalLM", num_experts=0)
+    assert decide(dense, None).reasons == (f"Triton kernels: {CPU.triton_problem}",)
     on_gpu = msgspec.structs.replace(dense, platform=GPU)
     assert [reason.split(":")[0] for reason in decide(on_gpu, None).reasons] == [
         "dynamic rope scaling",
         "attention backend torch",
     ]
+
+
+def test_a_third_runner_is_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Lack("head size", lambda facts: facts.head_dim > 64, "V3 needs heads of at most 64")
+    v3 = RunnerRecord("V3", forced_by="3", captures_graphs=True, lacks=((wide,),))
+    monkeypatch.setattr(runner_oracle, "RUNNERS", (v3, *RUNNERS))
+    assert decide(facts(head_dim=64), None).runner == "V3"
+    second = decide(facts(head_dim=128), None)
+    assert (second.runner, second.reasons) == ("V2", ("head size: V3 needs heads of at most 64",))
+    third = decide(facts(head_dim=128, rope_type="dynamic"), None)
+    assert third.runner == "V1"
+    assert [reason.split(":")[0] for reason in third.reasons] == ["head size", "dynamic rope scaling"]
+    assert decide(facts(head_dim=64), "3").runner == "V3"
+    with pytest.raises(ConfigError, match=rf"{VARIABLE}=3, but V3 cannot run this: head size"):
+        decide(facts(head_dim=128), "3")
+    with pytest.raises(ConfigError, match=r"set it to 0 \(V1\) or 1 \(V2\) or 3 \(V3\), or unset"):
+        decide(facts(), "2")
+
+
+def test_every_runner_of_the_table_can_be_built() -> None:
+    assert {record.name for record in RUNNERS} | {"simulated"} == set(runner.FACTORIES)

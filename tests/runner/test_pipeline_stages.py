@@ -14,7 +14,7 @@ from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams
 from runner.distributed.pipeline_stages import fewest_late_tokens
-from runner.v2.graphs import decode_shapes, mixed_shapes
+from runner.v2.cuda_graphs import decode_descriptors, mixed_descriptors
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
@@ -122,5 +122,5 @@ def test_no_step_that_may_be_a_graph_has_late_mlps(tmp_path: Path, max_num_seqs:
     config = msgspec.structs.replace(
         node_config(directory, max_num_seqs=max_num_seqs, max_batch_tokens=8192, pp=2), cuda_graphs=True
     )
-    captured = [*decode_shapes(max_num_seqs), *mixed_shapes(max_num_seqs, config.max_batch_tokens)]
-    assert max(shape.tokens for shape in captured) < fewest_late_tokens(config) < config.max_batch_tokens
+    captured = [*decode_descriptors(max_num_seqs), *mixed_descriptors(max_num_seqs, config.max_batch_tokens)]
+    assert max(each.tokens for each in captured) < fewest_late_tokens(config) < config.max_batch_tokens

@@ -32,9 +32,9 @@ sums = [world.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype 
 one = torch.arange(3.0)[None] + 3 * rank
 two = torch.cat((one, one + 100))
 out = torch.zeros(2, 5)
-world.gather_vocabulary(two, 5, out)
-gathered = [world.gather_vocabulary(one, 5), world.gather_vocabulary(two, 5), out, world.gather_vocabulary(one, 2)]
-least = world.smallest(70 - 10 * rank)
+world.gather_logits(two, 5, out)
+gathered = [world.gather_logits(one, 5), world.gather_logits(two, 5), out, world.gather_logits(one, 2)]
+least = world.all_reduce_min(70 - 10 * rank)
 world.close()
 world.close()
 print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], least]))
@@ -65,5 +65,5 @@ def test_sums_and_logits_stay_in_a_stage_and_the_least_is_that_of_all() -> None:
 
 def test_one_rank_meets_nobody() -> None:
     world = ParallelState(ParallelConfig((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
-    assert world.smallest(3) == 3
+    assert world.all_reduce_min(3) == 3
     world.close()

@@ -19,7 +19,7 @@ class TritonPointwiseOps:
         return rms_norm(x, weight, self._eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        kernel = self._parallel.kernel
+        kernel = self._parallel.fused_all_reduce
         if kernel is not None and kernel.takes(x):
             return kernel(x, residual, weight, self._eps)
         return add_rms_norm(self._parallel.all_reduce(x), residual, weight, self._eps)

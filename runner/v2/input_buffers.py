@@ -1,4 +1,4 @@
-"""The buffers a step's inputs are built in. Their addresses never change, so captured graphs may read them."""
+"""The tensors that a step's inputs are built in. Their addresses never change, so captured graphs may read them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from numpy.typing import NDArray
 from pdserve.kv import KVLayout
 from runner.batch import AttentionBatch
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
-from runner.v2.graphs import StepShape
-from runner.v2.slots import ScheduledBatch
-from runner.v2.state import DeviceState, Upload
+from runner.v2.cuda_graphs import BatchDescriptor
+from runner.v2.device_state import DeviceState
+from runner.v2.input_batch import QUERY_STARTS, SLOTS, InputBatch
 
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
 
-class StepInputs:
+class InputBuffers:
+    """Input ids, positions, slot mapping, sequence lengths, query starts and page table of one step."""
+
     def __init__(self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device) -> None:
         self._layout = layout
         self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -27,40 +29,38 @@ class StepInputs:
         self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
         self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
 
-    def build(self, batch: ScheduledBatch, shape: StepShape, state: DeviceState, upload: Upload) -> None:
-        """Fill the buffers on the device's stream, padded to ``shape``: all that a captured graph of it needs.
-
-        The upload's first two arrays are the batch's slots and query starts.
-        """
-        assert shape.tokens <= len(self.input_ids), f"a step of {shape.tokens} tokens, made for {len(self.input_ids)}"
-        slots_at, starts_at = upload.arrays_at[:2]
-        layout, num_seqs = self._layout, batch.form.num_seqs
-        build_inputs_kernel[(shape.rows + 1,)](
-            upload.words,
-            slots_at,
-            starts_at,
+    def build(self, batch: InputBatch, descriptor: BatchDescriptor, state: DeviceState) -> None:
+        """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
+        tokens = descriptor.tokens
+        assert tokens <= len(self.input_ids), f"a step of {tokens} tokens in buffers of {len(self.input_ids)}"
+        words, arrays_at = batch.sent.words, batch.sent.arrays_at
+        layout, num_seqs = self._layout, batch.indices.num_seqs
+        build_inputs_kernel[(descriptor.rows + 1,)](
+            words,
+            arrays_at[SLOTS],
+            arrays_at[QUERY_STARTS],
             num_seqs,
             state.token_ids,
-            state.blocks,
+            state.block_tables,
             state.num_computed,
             state.token_ids.stride(0),
-            state.blocks.stride(0),
+            state.block_tables.stride(0),
             self.input_ids,
             self.positions,
             self._slot_mapping,
             self._seq_lens,
             self._query_starts,
-            shape.tokens,
+            tokens,
             BLOCK_SIZE=layout.block_size,
             CHUNK=_TOKEN_CHUNK,
         )
         longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK))](
-            upload.words,
-            slots_at,
+            words,
+            arrays_at[SLOTS],
             num_seqs,
-            state.blocks,
-            state.blocks.stride(0),
+            state.block_tables,
+            state.block_tables.stride(0),
             self._seq_lens,
             self._page_table,
             self._page_table.stride(0),
@@ -69,14 +69,14 @@ class StepInputs:
             CHUNK=_PAGE_CHUNK,
         )
 
-    def attention_batch(self, batch: ScheduledBatch) -> AttentionBatch:
-        """What was built last, for a step that no graph fits."""
-        form = batch.form
-        return self._batch(form.query_starts, batch.seq_lens, StepShape(form.num_seqs, form.num_tokens))
+    def attention_batch(self, batch: InputBatch) -> AttentionBatch:
+        """Return the batch that was built last, without padding."""
+        indices = batch.indices
+        return self._attention_batch(indices.query_starts, batch.seq_lens, indices.descriptor)
 
-    def padding(self, shape: StepShape) -> AttentionBatch:
-        """A batch of that shape at position 0 that stores nothing. The first sequence has the tokens to spare."""
-        rows, tokens = shape.rows, shape.tokens
+    def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
+        """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
+        rows, tokens = descriptor.rows, descriptor.tokens
         lengths = np.ones(rows, dtype=np.int32)
         lengths[0] = tokens - rows + 1
         query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
@@ -86,14 +86,16 @@ class StepInputs:
         self._seq_lens[:rows] = torch.from_numpy(lengths)
         self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
         self._page_table[:rows] = 0
-        return self._batch(query_starts, lengths, shape)
+        return self._attention_batch(query_starts, lengths, descriptor)
 
-    def _batch(self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], shape: StepShape) -> AttentionBatch:
+    def _attention_batch(
+        self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], descriptor: BatchDescriptor
+    ) -> AttentionBatch:
         return AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
-            device_query_starts=self._query_starts[: shape.rows + 1],
-            device_seq_lens=self._seq_lens[: shape.rows],
-            page_table=self._page_table[: shape.rows],
-            slots=self._slot_mapping[: shape.tokens],
+            device_query_starts=self._query_starts[: descriptor.rows + 1],
+            device_seq_lens=self._seq_lens[: descriptor.rows],
+            page_table=self._page_table[: descriptor.rows],
+            slots=self._slot_mapping[: descriptor.tokens],
         )

@@ -1,0 +1,207 @@
+"""What model runners on torch share: building, the order of a launch, reloading weights, closing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import shard_of
+from pdserve.kv import KVLayout
+from pdserve.protocols import PendingStep
+from pdserve.records import KVRegion, NewSequence, StepOutput, StepPlan
+from runner.attention.build import build_backend
+from runner.distributed.parallel_state import ParallelState
+from runner.distributed.pipeline_stages import PipelineStages
+from runner.kv_cache import KVCache
+from runner.kv_digest import BlockDigests
+from runner.loading.kv_capacity import layout_that_fits
+from runner.loading.model_loader import LoadedModel
+from runner.pending_step import FinishedStep, step_without_samples
+from runner.sampling.prompt_logprobs import PromptScoring
+from runner.step_parts import StepFeature, StepPart, StepWithParts
+from runner.warmup import run_largest_steps, run_small_steps
+
+BatchT = TypeVar("BatchT")
+
+
+class SequenceStates(Protocol):
+    """A runner's state of live sequences."""
+
+    def add(self, new: NewSequence) -> None: ...
+
+    def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None: ...
+
+    def remove(self, seq: int) -> None:
+        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
+
+
+class BaseModelRunner(ABC, Generic[BatchT]):
+    """Weights, KV cache and sequences of one rank; implements pdserve.protocols.ModelRunner.
+
+    A subclass keeps the state of sequences, runs the forward pass and samples.
+    """
+
+    _sequences: SequenceStates
+
+    def __init__(
+        self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None], max_in_flight: int
+    ) -> None:
+        """Load the model, size and allocate the KV cache, warm up. Raises CapacityError and CheckpointError."""
+        self._parallel = parallel
+        self._is_last_stage = parallel.place.is_last
+        self._model = LoadedModel(config, parallel, progress)
+        self._device = self._model.device
+        self._max_in_flight = max_in_flight
+        self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
+        self._closed = False
+        self._kept = frozenset(self.__dict__) | {"_kept"}
+        layout = config.kv_layout
+        if config.measure_kv_memory:
+            progress("measuring memory", -1.0)
+            layout = layout_that_fits(config, parallel, self._try_layout)
+        self._allocate(config, layout)
+        if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
+            progress("compiling kernels", -1.0)
+            run_largest_steps(self, config)
+            run_small_steps(self, config)
+            self._capture_graphs(config, progress)
+            self._cache.clear()
+
+    # ------------------------------------------------------------ a subclass's own
+
+    @abstractmethod
+    def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[BatchT]]:
+        """Allocate what depends on the cache or the limits of a step. Return the features that only this runner has."""
+
+    @abstractmethod
+    def _prepare(self, plan: StepPlan) -> BatchT:
+        """Put the plan's batch together, and count its tokens and samples as done if the runner does so at launch."""
+
+    @abstractmethod
+    def _execute(self, plan: StepPlan, batch: BatchT, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
+        """Run the forward pass.
+
+        Return hidden states, of all tokens if ``all_hidden_states``, and logits [sampling rows, vocab_size]; None for
+        logits on other stages than the last, and if no sequence samples.
+        """
+
+    @abstractmethod
+    def _sample(self, plan: StepPlan, batch: BatchT, logits: Tensor) -> PendingStep:
+        """Draw tokens and update the state of sequences."""
+
+    @abstractmethod
+    def _skip_sampling(self, batch: BatchT) -> None:
+        """Update the state of sequences after a step in which this rank samples nothing."""
+
+    def _capture_graphs(self, config: NodeConfig, progress: Callable[[str, float], None]) -> None:
+        """Capture CUDA graphs, if the runner uses any."""
+
+    def _graph_bytes(self, config: NodeConfig) -> int:
+        """Measure the device memory that CUDA graphs will keep."""
+        return 0
+
+    # ------------------------------------------------------------ pdserve.protocols.ModelRunner
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._cache.layout
+
+    @property
+    def kv_region(self) -> KVRegion:
+        return self._cache.region
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._update(plan)
+        parts = [part for feature in self._features if (part := feature.part(plan)) is not None]
+        step = self._run(plan, parts) if plan.scheduled else FinishedStep(StepOutput(plan.step))
+        if not parts:
+            return step
+        for part in parts:
+            part.after_step()
+        return StepWithParts(step, parts)
+
+    def reload_weights(self, model_dir: str) -> None:
+        self._model.reload(model_dir)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._free()
+        self._stages.close()
+        del self._stages, self._model
+        self._parallel.close()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------ a step
+
+    def _update(self, plan: StepPlan) -> None:
+        for seq in plan.finished:
+            self._sequences.remove(seq)
+            for feature in self._features:
+                feature.remove(seq)
+        for new in plan.new:
+            self._sequences.add(new)
+            for feature in self._features:
+                feature.add(new)
+        for more in plan.new_blocks:
+            self._sequences.add_blocks(more.seq, more.block_ids)
+
+    def _run(self, plan: StepPlan, parts: Sequence[StepPart[BatchT]]) -> PendingStep:
+        """Launch the forward pass and the sampling of a batch, with the parts around them."""
+        batch = self._prepare(plan)
+        for part in parts:
+            part.before_forward(batch)
+        all_hidden_states = any(part.needs_all_hidden_states for part in parts)
+        hidden, logits = self._execute(plan, batch, all_hidden_states)
+        for part in parts:
+            part.after_forward(batch, hidden)
+        if logits is not None:
+            return self._sample(plan, batch, logits)
+        self._skip_sampling(batch)
+        return step_without_samples(plan.step, self._device)
+
+    # ------------------------------------------------------------ memory
+
+    @torch.inference_mode()
+    def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
+        """Allocate everything that depends on the size of the KV cache or on the limits of a step."""
+        self._cache = KVCache(layout, self._device, config.share)
+        self._attention = build_backend(
+            config.attention_backend,
+            shard_of(config.model, config.place),
+            self._cache,
+            self._model.placement,
+            config.max_num_seqs,
+            config.max_model_len + config.max_batch_tokens,
+        )
+        shared: list[StepFeature[Any]] = [BlockDigests(self._cache)]
+        if self._is_last_stage:
+            shared.append(PromptScoring(self._model))
+        self._features: list[StepFeature[BatchT]] = [*shared, *self._allocate_state(config, layout)]
+
+    def _try_layout(self, config: NodeConfig, layout: KVLayout) -> int:
+        """Run the largest steps on a small cache and free it again. Return the bytes that CUDA graphs will keep."""
+        self._allocate(config, layout)
+        run_largest_steps(self, config)
+        kept = self._graph_bytes(config)
+        self._free()
+        return kept
+
+    def _free(self) -> None:
+        """Drop every attribute that ``_allocate`` has set."""
+        for name in self.__dict__.keys() - self._kept:
+            del self.__dict__[name]

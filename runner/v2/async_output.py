@@ -1,0 +1,88 @@
+"""Sampled tokens on their way to the host, in a ring of pinned buffers: allocating takes longer than copying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.records import Sample, StepOutput, TokenLogprobs
+from runner.v2.sampler import SamplerOutput
+from runner.v2.sampling_metadata import SamplingMetadata
+
+
+@dataclass(frozen=True)
+class AsyncOutput:
+    """A pdserve.protocols.PendingStep. Its copy follows the step, on a stream of its own."""
+
+    step: int
+    metadata: SamplingMetadata
+    copied: SamplerOutput  # on the host, complete once ``arrived`` has happened
+    arrived: torch.cuda.Event | None  # None if the device is the host
+    source: SamplerOutput  # on the device; kept alive until the copy is complete
+
+    def result(self) -> StepOutput:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        logprobs = self._logprobs()
+        tokens = enumerate(self.copied.tokens.tolist())
+        return StepOutput(self.step, tuple([Sample(token, logprobs.get(sample)) for sample, token in tokens]))
+
+    def _logprobs(self) -> dict[int, TokenLogprobs]:
+        """Return log-probabilities by sample."""
+        copied = self.copied
+        if copied.logprobs is None:
+            return {}
+        assert copied.top_ids is not None
+        assert copied.top_logprobs is not None
+        rows = zip(copied.logprobs.tolist(), copied.top_ids.tolist(), copied.top_logprobs.tolist(), strict=True)
+        found = {}
+        for (sample, num_top), (logprob, ids, values) in zip(self.metadata.num_logprobs.items(), rows, strict=True):
+            found[sample] = TokenLogprobs(logprob, tuple(ids[:num_top]), tuple(values[:num_top]))
+        return found
+
+
+class _PinnedBuffer:
+    """Host memory and events for the tokens of one step."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.tokens = torch.empty(num_samples, dtype=torch.int32, pin_memory=True)
+        self.sampled, self.arrived = torch.cuda.Event(), torch.cuda.Event()
+
+
+class AsyncOutputCopy:
+    """Copies results to the host on a side stream, so neither the next step nor the host waits."""
+
+    def __init__(self, device: torch.device, num_samples: int, max_in_flight: int) -> None:
+        """Reserve buffers for ``num_samples`` tokens; a step with more tokens gets a larger one."""
+        self._stream: torch.cuda.Stream | None = None
+        self._buffers: list[_PinnedBuffer] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._buffers = [_PinnedBuffer(num_samples) for _ in range(max_in_flight + 1)]
+
+    def start(self, step: int, metadata: SamplingMetadata, sampled: SamplerOutput) -> AsyncOutput:
+        """Start the copy behind the current stream."""
+        if self._stream is None:
+            return AsyncOutput(step, metadata, sampled, None, sampled)
+        buffer = self._next_buffer(sampled.tokens.shape[0])
+        buffer.sampled.record()
+        self._stream.wait_event(buffer.sampled)
+        with torch.cuda.stream(self._stream):
+            copied = sampled.map(lambda tensor: _copy(tensor, buffer.tokens if tensor is sampled.tokens else None))
+            buffer.arrived.record()
+        return AsyncOutput(step, metadata, copied, buffer.arrived, sampled)
+
+    def _next_buffer(self, num_samples: int) -> _PinnedBuffer:
+        """Return a buffer whose last tokens were read: there are more buffers than steps in flight."""
+        buffer = self._buffers.pop(0)
+        if len(buffer.tokens) < num_samples:
+            buffer = _PinnedBuffer(2 * num_samples)
+        self._buffers.append(buffer)
+        return buffer
+
+
+def _copy(tensor: Tensor, into: Tensor | None) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if into is None else into[: tensor.shape[0]]
+    return host.copy_(tensor, non_blocking=True)

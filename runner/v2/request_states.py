@@ -1,0 +1,107 @@
+"""Sequences by slot, and what the host knows of them: everything but the tokens that are still being computed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.records import NewSequence, ScheduledSequence
+from runner.v2.device_state import DeviceState
+from runner.v2.input_batch import BatchIndices, InputBatch
+from runner.v2.staged_writes import StagedWrites
+
+
+class RequestStates:
+    """Rows of the device's state. A slot is free again as soon as its sequence is removed.
+
+    That is safe while a launched step still uses the slot: writes for the next owner are applied by a later step on the
+    same stream. A late result belongs to the plan of its launch, whose sequence numbers are never reused.
+    """
+
+    def __init__(self, state: DeviceState, writes: StagedWrites, microbatches: int, is_last_stage: bool) -> None:
+        """The indices of the last ``microbatches`` steps are kept: so many batches alternate."""
+        count = state.num_tokens.shape[0]
+        self._state = state
+        self._writes = writes
+        self._is_last_stage = is_last_stage
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(count - 1, -1, -1))
+        self._records: list[NewSequence | None] = [None] * count
+        self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
+        self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self._recent: deque[tuple[tuple[ScheduledSequence, ...], BatchIndices]] = deque(maxlen=microbatches)
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def add(self, new: NewSequence) -> None:
+        assert new.seq not in self._slot_of, f"sequence {new.seq} was added twice"
+        assert self._free, "more sequences than slots"
+        slot = self._free.pop()
+        self._slot_of[new.seq] = slot
+        self._recent.clear()
+        self._records[slot] = new
+        state, write = self._state, self._writes.write
+        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
+        write(state.offset(state.token_ids, slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
+        write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
+        write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
+        self.add_blocks(new.seq, new.block_ids)
+
+    def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
+        slot = self._slot_of[seq]
+        first = int(self._num_blocks[slot])
+        offset = self._state.offset(self._state.block_tables, slot, first)
+        self._writes.write(offset, np.array(block_ids, dtype=np.int32))
+        self._num_blocks[slot] += len(block_ids)
+
+    def remove(self, seq: int) -> None:
+        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
+        slot = self._slot_of.pop(seq, None)
+        if slot is not None:
+            self._records[slot] = None
+            self._recent.clear()
+            self._free.append(slot)
+
+    def record(self, slot: int) -> NewSequence:
+        record = self._records[slot]
+        assert record is not None
+        return record
+
+    def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> InputBatch:
+        """Send a batch with all staged writes, and count its tokens and samples as done."""
+        indices = self._indices_of(scheduled)
+        self.num_computed[indices.slots] += indices.lengths
+        seq_lens = self.num_computed[indices.slots]
+        known = self.num_tokens[indices.slots]
+        assert (seq_lens <= known).all(), "a plan schedules tokens that do not exist yet"
+        self.num_tokens[indices.slots[indices.sampling]] += 1
+        sent = self._writes.send(indices.slots, indices.query_starts, indices.sample_of_row, indices.last_tokens)
+        self._writes.apply(sent, self._state)
+        return InputBatch(indices, seq_lens, int(known.max()) + 1, sent)
+
+    def _indices_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchIndices:
+        """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""
+        for known, indices in self._recent:
+            if known == scheduled:
+                return indices
+        columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
+        seqs, lengths, samples = columns.T
+        query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        sampling = np.flatnonzero(samples)
+        drawn = samples > 0 if self._is_last_stage else np.False_
+        indices = BatchIndices(
+            slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
+            lengths=lengths.astype(np.int32),
+            query_starts=query_starts,
+            sampling=sampling,
+            sampled=tuple(s for s in scheduled if s.num_samples),
+            last_tokens=query_starts[1:][sampling] - 1,
+            sample_of_row=np.where(drawn, samples.cumsum() - samples, -1).astype(np.int32),
+        )
+        self._recent.append((scheduled, indices))
+        return indices

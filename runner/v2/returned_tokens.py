@@ -1,0 +1,61 @@
+"""Tokens from the last pipeline stage, in the V2 runner of the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.records import StepPlan
+from runner.distributed.pipeline_stages import TensorReceiver
+from runner.distributed.token_return import TokenReturn
+from runner.kernels.step import TOKEN_CHUNK, put_tokens_kernel
+from runner.step_parts import StepFeature, StepPart
+from runner.v2.device_state import DeviceState
+from runner.v2.input_batch import InputBatch
+from runner.v2.request_states import RequestStates
+from runner.v2.staged_writes import StagedWrites
+
+
+class ReturnedTokens(StepFeature[InputBatch]):
+    """Puts tokens into the device's state before the first step that needs them. The host does not wait."""
+
+    def __init__(
+        self, receiver: TensorReceiver, requests: RequestStates, state: DeviceState, writes: StagedWrites
+    ) -> None:
+        self._token_return = TokenReturn(receiver)
+        self._requests, self._state, self._writes = requests, state, writes
+
+    def remove(self, seq: int) -> None:
+        self._token_return.forget(seq)
+
+    def part(self, plan: StepPlan) -> StepPart[InputBatch] | None:
+        if not plan.scheduled:
+            return None
+        messages = self._token_return.due(plan.scheduled)
+        offsets = [self._state.token_offsets(m.rows, m.positions, m.wanted) for m in messages]
+        for each in offsets:
+            self._writes.stage(each)
+        return _Part(self._token_return, self._requests, self._state, offsets)
+
+
+@dataclass
+class _Part(StepPart[InputBatch]):
+    token_return: TokenReturn
+    requests: RequestStates
+    state: DeviceState
+    offsets: list[NDArray[np.int32]]  # of each message: where its tokens belong
+
+    def before_forward(self, batch: InputBatch) -> None:
+        for offsets, offsets_at in zip(self.offsets, batch.sent.extra_at, strict=True):
+            with self.token_return.take() as tokens:
+                put_tokens_kernel[(-(-len(offsets) // TOKEN_CHUNK),)](
+                    self.state.flat, batch.sent.words, offsets_at, tokens, len(offsets), CHUNK=TOKEN_CHUNK
+                )
+
+    def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
+        slots = batch.indices.slots[batch.indices.sampling]
+        seqs = (sequence.seq for sequence in batch.indices.sampled)
+        self.token_return.expect(seqs, slots, self.requests.num_tokens[slots] - 1)

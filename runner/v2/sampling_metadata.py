@@ -1,0 +1,197 @@
+"""Sampling parameters of a batch, on the device.
+
+They are copied once and kept while the batch stays the same, which in decoding is nearly always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pdserve.records import SamplingParams
+from runner.sampling.noise import choice_keys
+from runner.sampling.sampler import MIN_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One token to sample, for the sequence in ``slot``."""
+
+    logits_row: int
+    slot: int
+    params: SamplingParams
+    choice: int
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    rows: Tensor  # [pairs] int64
+    tokens: Tensor  # [pairs] int64
+    values: Tensor  # [pairs] float32
+
+
+@dataclass(frozen=True)
+class MinTokens:
+    """Stop tokens that are forbidden while a sequence has fewer than ``until`` tokens."""
+
+    rows: Tensor  # [pairs] int64
+    tokens: Tensor  # [pairs] int64
+    slots: Tensor  # [pairs] int64
+    until: Tensor  # [pairs] int32
+
+
+@dataclass(frozen=True)
+class Penalties:
+    rows: Tensor  # [n] int64
+    slots: Tensor  # [n] int64
+    prompt_len: Tensor  # [n, 1] int32
+    repetition: Tensor  # [n, 1] float32
+    presence: Tensor  # [n, 1] float32
+    frequency: Tensor  # [n, 1] float32
+
+
+@dataclass(frozen=True)
+class Truncation:
+    top_k: Tensor  # [samples] int32
+    top_p: Tensor  # [samples] float32
+    min_p: Tensor  # [samples] float32
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """The parameters of a step's samples; None for a stage that no sample asks for."""
+
+    logits_row: Tensor  # [samples] int32
+    slot: Tensor  # [samples] int32
+    temperature: Tensor  # [samples] float32, 0 is greedy
+    key: Tensor  # [samples] int64
+    bias: LogitBias | None
+    min_tokens: MinTokens | None
+    penalties: Penalties | None
+    truncation: Truncation | None
+    num_logprobs: dict[int, int]  # by sample that wants log-probabilities: how many alternatives
+
+    @property
+    def changes_logits(self) -> bool:
+        stages = (self.bias, self.min_tokens, self.penalties, self.truncation)
+        return any(stage is not None for stage in stages)
+
+
+@dataclass(frozen=True)
+class GrammarMaskTensors:
+    """The tokens that grammars allow in one step, on the device."""
+
+    words: Tensor  # [masks, words] int32
+    of_sample: Tensor  # [samples] int32: index of the sample's mask, -1 for none
+
+
+class MetadataBuilder:
+    """Copies sampling parameters to the device. The host never waits for the device."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._device = device
+
+    def build(self, rows: Sequence[SamplingRow]) -> SamplingMetadata:
+        params = [row.params for row in rows]
+        keys = choice_keys([p.seed for p in params], [row.choice for row in rows])
+        logits_row, slot, temperature, key = self._copy(
+            np.array([row.logits_row for row in rows], dtype=np.int32),
+            np.array([row.slot for row in rows], dtype=np.int32),
+            np.array([0.0 if p.greedy else max(p.temperature, MIN_TEMPERATURE) for p in params], dtype=np.float32),
+            keys.view(np.int64),
+        )
+        return SamplingMetadata(
+            logits_row=logits_row,
+            slot=slot,
+            temperature=temperature,
+            key=key,
+            bias=self._bias(params),
+            min_tokens=self._min_tokens(rows),
+            penalties=self._penalties(rows),
+            truncation=self._truncation(params),
+            num_logprobs={i: min(p.logprobs, self._vocab_size) for i, p in enumerate(params) if p.logprobs >= 0},
+        )
+
+    def build_masks(self, masks: Sequence[bytes], of_sample: Sequence[int]) -> GrammarMaskTensors:
+        """Copy masks, as TokenMask has them, and the index of each sample's mask."""
+        words = np.frombuffer(b"".join(masks), dtype=np.int32).reshape(len(masks), -1)
+        return GrammarMaskTensors(*self._copy(words.copy(), np.array(of_sample, dtype=np.int32)))
+
+    def _bias(self, params: Sequence[SamplingParams]) -> LogitBias | None:
+        pairs = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
+        if not pairs:
+            return None
+        rows, tokens, values = zip(*pairs, strict=True)
+        return LogitBias(
+            *self._copy(
+                np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32)
+            )
+        )
+
+    def _min_tokens(self, rows: Sequence[SamplingRow]) -> MinTokens | None:
+        pairs = [
+            (i, token, row.slot, row.prompt_len + row.params.min_tokens)
+            for i, row in enumerate(rows)
+            if row.params.min_tokens > 0 and not row.params.grammar  # a grammar's masks respect min_tokens already
+            for token in sorted({*self._eos, *row.params.stop_token_ids})
+        ]
+        if not pairs:
+            return None
+        columns = np.array(pairs, dtype=np.int64).T
+        return MinTokens(*self._copy(columns[0], columns[1], columns[2], columns[3].astype(np.int32)))
+
+    def _penalties(self, rows: Sequence[SamplingRow]) -> Penalties | None:
+        penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
+        if not penalized:
+            return None
+        params = [rows[i].params for i in penalized]
+        return Penalties(
+            *self._copy(
+                np.array(penalized, dtype=np.int64),
+                np.array([rows[i].slot for i in penalized], dtype=np.int64),
+                np.array([[rows[i].prompt_len] for i in penalized], dtype=np.int32),
+                np.array([[p.repetition_penalty] for p in params], dtype=np.float32),
+                np.array([[p.presence_penalty] for p in params], dtype=np.float32),
+                np.array([[p.frequency_penalty] for p in params], dtype=np.float32),
+            )
+        )
+
+    def _truncation(self, params: Sequence[SamplingParams]) -> Truncation | None:
+        truncated = [not p.greedy and p.truncates for p in params]
+        if not any(truncated):
+            return None
+        vocab = self._vocab_size
+        columns = [
+            (min(p.top_k or vocab, vocab), p.top_p, p.min_p) if applies else (vocab, 1.0, 0.0)
+            for p, applies in zip(params, truncated, strict=True)
+        ]
+        top_k, top_p, min_p = zip(*columns, strict=True)
+        return Truncation(
+            *self._copy(
+                np.array(top_k, dtype=np.int32), np.array(top_p, dtype=np.float32), np.array(min_p, dtype=np.float32)
+            )
+        )
+
+    def _copy(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+        return copy_to_device(arrays, self._device)
+
+
+def copy_to_device(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """Return tensors of these arrays on the device, in one copy from pinned memory that the host does not wait for."""
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if device.type != "cuda":
+        return tensors
+    sizes = [-(-t.numel() * t.itemsize // 8) * 8 for t in tensors]  # each begins on a multiple of 8 bytes
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for part, tensor in zip(host.split(sizes), tensors, strict=True):
+        part[: tensor.numel() * tensor.itemsize].view(tensor.dtype).copy_(tensor.view(-1))
+    parts = host.to(device, non_blocking=True).split(sizes)
+    return [part[: t.numel() * t.itemsize].view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
