@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bfloat16
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (tokens, blocks of a row)."""
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -30,6 +30,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
     _silu_and_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
-        gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **chained(out)
+        gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_options(out)
     )
     return out

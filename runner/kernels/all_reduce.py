@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 _LETTER_BYTES = 8
 _MAILBOXES = 2
@@ -59,14 +59,14 @@ def _sum_and_norm_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WORDS
     weights = tl.load(weight + column, mask=mask, other=0)
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     turn = tl.load(turns + row) + 1
     mine = tl.load(x + row * WORDS + column, mask=mask, other=0)
     letters = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
@@ -151,6 +151,6 @@ class SumAndNorm:
             BLOCK=block,
             DTYPE=_DTYPES[x.dtype],
             num_warps=min(max(block // 64, 1), 16),
-            **chained(out),
+            **pdl_options(out),
         )
         return out

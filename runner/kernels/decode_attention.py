@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pdserve.config.attention_spec import AttentionSpec
 from runner.batch import AttentionBatch
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
@@ -50,10 +50,10 @@ def _plan_parts_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (1,). Sequences with more queries than MOST_TOKENS, or none, get no part, those without keys one."""
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     row = tl.arange(0, BLOCK_SEQS)
     known = row < rows
     token = tl.load(query_starts + row, mask=known, other=0)
@@ -146,10 +146,10 @@ def _decode_attention_kernel(
     BLOCK_ROWS: tl.constexpr,  # queries as a product of matrices takes them: tokens, of each the query heads
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (parts, KV_HEADS)."""
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     part = tl.program_id(0)
     mine = parts + part * _FIELDS
     row = tl.load(mine + _ROW).to(tl.int64)
@@ -285,7 +285,7 @@ class SplitDecode:
             WINDOW=window or 0,
             SEVERAL=several,
             **self._tiles.decode,
-            **chained(out),
+            **pdl_options(out),
         )
 
     def _wanted_parts(self, rows: int) -> int:
@@ -306,5 +306,5 @@ class SplitDecode:
             BLOCK_KEYS=self._tiles.decode["BLOCK_KEYS"],
             BLOCK_SEQS=triton.next_power_of_2(self._max_seqs),
             CHUNK=128,
-            **chained(out),
+            **pdl_options(out),
         )

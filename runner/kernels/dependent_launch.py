@@ -1,8 +1,8 @@
-"""Kernels that start while the one before them still runs (CUDA's programmatic dependent launch, Hopper and later).
+"""Programmatic dependent launch (CUDA, Hopper and later): kernels that start while the one before them still runs.
 
-A decode step of a small model is hundreds of kernels of a few microseconds, and between any two of them the GPU idles
-while one drains and the next is launched. A chained kernel is launched early, does what does not depend on others, and
-waits. Every program of it must wait, also one that returns early: whoever comes next relies on the whole chain.
+A decode step of a small model is hundreds of kernels of a few microseconds. Between two of them the GPU idles while one
+drains and the next is launched. A kernel with dependent launch starts early, does the work that does not depend on
+others, and waits. All its programs must wait, also those that return early: the next kernel relies on the whole chain.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ _HOPPER = (9, 0)
 
 
 @triton.jit
-def wait_for_predecessor(CHAINED: tl.constexpr):
-    """Until here a kernel may only read what no kernel writes (weights). From here its successor may be launched."""
-    if CHAINED:
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Wait for the kernel before. Earlier code may only read what no kernel writes (weights).
+
+    From here on the next kernel may be launched.
+    """
+    if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
 
-def chained(tensor: Tensor) -> dict[str, Any]:
-    """Launch options of a kernel that calls ``wait_for_predecessor`` and whose tensors have as many rows as this one.
+def pdl_options(tensor: Tensor) -> dict[str, Any]:
+    """Return the launch options of a kernel that calls ``wait_for_predecessor`` and has ``tensor``'s number of rows.
 
-    Only steps of a single token are chains: with more, the products are cuBLAS's, which neither wait nor let others
-    start, and programs that wait would only be in the way (steps of 128 and 256 tokens were 3 to 13 % slower with it).
+    Only steps of a single token use dependent launch. With more tokens the products are cuBLAS's, which neither wait
+    nor launch early, and waiting programs would be in the way (steps of 128 and 256 tokens were 3 to 13 % slower).
     """
-    if tensor.shape[0] == 1 and _can_chain(tensor.device):
-        return {"CHAINED": True, "launch_pdl": True}
-    return {"CHAINED": False}
+    if tensor.shape[0] == 1 and _has_pdl(tensor.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @functools.cache
-def _can_chain(device: torch.device) -> bool:
+def _has_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 _ROWS = 4  # of the weight per program
 _CHUNK = 1024  # values of a row that a program reads at a time
@@ -28,7 +28,7 @@ _ALIGNED = 8  # values: 16 bytes, which a thread reads at once
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, y, out_features, IN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr
+    x, weight, y, out_features, IN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
     """y[n] = sum over k of weight[n, k] * x[k], in float32. A program per ROWS outputs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -38,7 +38,7 @@ def _gemv_kernel(
     # Weights are read once per step: they shall not push what is read again out of the cache.
     mask = known & (column < IN)[None, :]
     weights = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     total = weights.to(tl.float32) * tl.load(x + column, mask=column < IN, other=0.0).to(tl.float32)[None, :]
     for begin in range(CHUNK, IN, CHUNK):
         inside = begin + column < IN
@@ -68,6 +68,6 @@ def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         ROWS=_ROWS,
         CHUNK=_CHUNK,
         num_warps=_WARPS,
-        **chained(y),
+        **pdl_options(y),
     )
     return y

@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr
+    x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):
     """A program per row; all tensors are contiguous."""
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + columns
     weights = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     row = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
@@ -56,6 +56,6 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         BLOCK=block,
         ADD=residual is not None,
         num_warps=min(max(block // 256, 1), 16),  # a thread loads 16 bytes of bfloat16 at once
-        **chained(out),
+        **pdl_options(out),
     )
     return out

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import HeadNorms, RotaryCosSin
-from runner.kernels.dependent_launch import chained, wait_for_predecessor
+from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
 _BLOCK = 1024  # values of a program, in whole heads
 
@@ -85,7 +85,7 @@ def _rope_store_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (tokens, blocks of query heads, then of key heads, then of value heads)."""
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -95,7 +95,7 @@ def _rope_store_kernel(
     queries = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     keys = queries + HEADS * HEAD_DIM
     values = keys + KV_HEADS * HEAD_DIM
-    wait_for_predecessor(CHAINED)
+    wait_for_predecessor(PDL)
     cos += token * rotary_stride
     sin += token * rotary_stride
     slot = tl.load(slots + token)
@@ -153,6 +153,6 @@ def rope_store(
         BLOCK_HEADS=block_heads,
         HAS_NORMS=norms is not None,
         num_warps=4,
-        **chained(q),
+        **pdl_options(q),
     )
     return q

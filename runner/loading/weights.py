@@ -18,7 +18,7 @@ from pdserve.errors import CheckpointError
 from runner.models.layers.weight_shard import WeightShard
 
 _COMPUTED = (".rotary_emb.inv_freq",)  # buffers of old checkpoints that are computed here
-_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names of the dtypes that can be converted
+_CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _DUMMY_DEVIATION = 0.02
 
@@ -80,18 +80,19 @@ def load_weights(
 
 def _fill(path: Path, name: str, shard: WeightShard, source: Any) -> None:
     """Copy the shard's part of ``source``, a slice of safetensors, which reads nothing before it is indexed."""
-    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    shape = tuple(source.get_shape())
     if shape != shard.full_shape:
         raise CheckpointError(
             f"{path}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
             "the two belong to different models"
         )
-    if dtype not in _DTYPES:
+    part, memory = source[shard.index], shard.memory
+    if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {dtype}; supported are float32, bfloat16 and float16. "
-            "Choose an unquantized checkpoint"
+            f"{path}: tensor {name} has dtype {source.get_dtype()}, which cannot become {memory.dtype}; the weight "
+            "format that config.json names is another. Download the checkpoint again"
         )
-    shard.memory.copy_(source[shard.index])
+    memory.copy_(part)
 
 
 def _unexpected(path: Path, name: str, known: bool) -> CheckpointError:
