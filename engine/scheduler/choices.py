@@ -57,7 +57,7 @@ class ChoiceManager:
         self._events.add_output(request.rid, sequence.choice, sample, reason)
         if reason is not None:
             return False
-        self._constraints.drawn(sequence)
+        self._constraints.sampled(sequence)
         return True
 
     def take_first(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
@@ -75,7 +75,7 @@ class ChoiceManager:
         sequence.token_ids.append(samples[0].token_id)
         if request.branches.pop(sequence.choice, None) is None:
             return False
-        self._constraints.drawn(sequence)
+        self._constraints.sampled(sequence)
         return True
 
     def take_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
@@ -88,7 +88,7 @@ class ChoiceManager:
             self._events.add_output(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
         if ends:
             return False
-        self._constraints.drawn(sequence)
+        self._constraints.sampled(sequence)
         return True
 
     def stop_ahead(self, sequence: Sequence) -> None:
@@ -114,7 +114,7 @@ class ChoiceManager:
         tokens = live.pop(sequence.choice)
         sequence.token_ids.extend(tokens)
         sequence.length += len(tokens)
-        self._constraints.drawn(sequence, len(tokens))
+        self._constraints.sampled(sequence, len(tokens))
         request.branches = live
         return True
 

@@ -1,10 +1,10 @@
-"""Requests and choices that have to follow a grammar: who waits for what of engine/scheduler/grammar_workers.py.
+"""Tracks which requests and choices wait for results of engine/scheduler/grammar_workers.py.
 
-    submitted ──compiled──► queued …  a choice: mask there ──planned──► token drawn ──applied──► next mask there ──► …
-                                                           └─ not scheduled again until then ──┘
+    submitted ──compiled──► queued …  a choice: mask ready ──planned──► token sampled ──applied──► next mask ready ──► …
+                                                          └─ not scheduled again until then ───┘
 
-A choice is scheduled only when the mask of its next token is there, so never while its last token is in flight; all
-others run ahead meanwhile.
+A choice is scheduled only when the mask of its next token is ready, so never while its last token is in flight. All
+other sequences go on meanwhile: no step waits for a mask.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, without
 
-PATIENCE = 2e-3  # seconds that planning a step waits for masks that are under way: most take less
-
 
 class GrammarConstraints:
-    """Of one scheduler. ``grammars`` may be None where no request has a grammar."""
+    """The grammars of one scheduler. ``workers`` may be None if no request has a grammar."""
 
-    def __init__(self, grammars: GrammarWorkers | None, eos_token_ids: Collection[int]) -> None:
-        self._grammars = grammars
+    def __init__(self, workers: GrammarWorkers | None, eos_token_ids: Collection[int]) -> None:
+        self._workers = workers
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._compiling: dict[str, list[Request]] = {}  # by grammar: whose requests wait for it
+        self._compiling: dict[str, list[Request]] = {}  # by grammar: the requests that wait for it
         self._choices: dict[Constraint, Choice] = {}  # whose next mask is being computed
-        self._advances: list[Advance] = []  # to be asked for
+        self._advances: list[Advance] = []  # not sent to the workers yet
 
     @property
     def num_waiting(self) -> int:
@@ -36,27 +34,27 @@ class GrammarConstraints:
         return sum(map(len, self._compiling.values()))
 
     def holds(self, request: Request) -> bool:
-        """Whether a new request has to wait for its grammar; ``take`` returns it when that is there."""
+        """Return whether a new request has to wait for its grammar; ``take_results`` returns it once that is ready."""
         text = request.sampling.grammar
         if not text:
             return False
-        assert self._grammars is not None
-        request.grammar = self._grammars.find(text)
+        assert self._workers is not None
+        request.grammar = self._workers.find(text)
         if request.grammar is not None:
             return False
         if text not in self._compiling:
             self._compiling[text] = []
-            self._grammars.compile(text)
+            self._workers.compile(text)
         self._compiling[text].append(request)
         return True
 
     def forget(self, rid: int) -> None:
-        """A request that waits for its grammar is not wanted any more. Unknown ones are ignored."""
+        """Drop a request that waits for its grammar. Unknown rids are ignored."""
         for requests in self._compiling.values():
             requests[:] = [request for request in requests if request.rid != rid]
 
     def begin(self, choice: Choice) -> None:
-        """A new choice, with or without outputs so far."""
+        """Constrain a new choice, which may have output already."""
         grammar = choice.request.grammar
         if grammar is None:
             return
@@ -64,49 +62,49 @@ class GrammarConstraints:
             choice.constraint = Constraint(grammar, None)
             self._advance(choice, choice.token_ids[choice.prompt_len :])
         else:
-            mask, not_yet = grammar.first_mask, self._not_yet(choice)
-            choice.constraint = Constraint(grammar, without(mask, not_yet) if not_yet else mask)
+            mask, forbidden = grammar.first_mask, self._forbidden(choice)
+            choice.constraint = Constraint(grammar, without(mask, forbidden) if forbidden else mask)
 
-    def drawn(self, choice: Choice, num_tokens: int = 1) -> None:
-        """A choice goes on behind its newest tokens."""
+    def sampled(self, choice: Choice, num_tokens: int = 1) -> None:
+        """Advance a choice by its newest tokens."""
         if choice.constraint is not None:
             choice.constraint.mask = None
             self._advance(choice, choice.token_ids[-num_tokens:])
 
-    def order(self) -> None:
-        """Have the masks computed that follow what was said since the last call."""
+    def request_masks(self) -> None:
+        """Send the advances since the last call to the workers."""
         if self._advances:
-            assert self._grammars is not None
-            self._grammars.advance(self._advances)
+            assert self._workers is not None
+            self._workers.advance(self._advances)
             self._advances = []
 
-    def take(self) -> tuple[list[Request], list[tuple[int, RequestError]]]:
-        """Requests whose grammar has been compiled, and by rid those that their grammar has failed."""
+    def take_results(self) -> tuple[list[Request], list[tuple[int, RequestError]]]:
+        """Apply the results that are ready. Return requests whose grammar was compiled, and errors by rid."""
         ready: list[Request] = []
         failed: list[tuple[int, RequestError]] = []
-        for news in self._grammars.take_news(PATIENCE) if self._grammars is not None else ():
-            if isinstance(news, Compiled):
-                for request in self._compiling.pop(news.text, ()):
-                    if isinstance(news.result, Grammar):
-                        request.grammar = news.result
+        for found in self._workers.take_results() if self._workers is not None else ():
+            if isinstance(found, Compiled):
+                for request in self._compiling.pop(found.text, ()):
+                    if isinstance(found.result, Grammar):
+                        request.grammar = found.result
                         ready.append(request)
                     else:
-                        failed.append((request.rid, news.result))
+                        failed.append((request.rid, found.result))
                 continue
-            choice = self._choices.pop(news.constraint)
-            if isinstance(news.result, bytes):
-                news.constraint.mask = news.result
+            choice = self._choices.pop(found.constraint)
+            if isinstance(found.result, bytes):
+                found.constraint.mask = found.result
             elif not choice.ended:
-                failed.append((choice.request.rid, news.result))
+                failed.append((choice.request.rid, found.result))
         return ready, failed
 
     def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
         assert choice.constraint is not None
         self._choices[choice.constraint] = choice
-        self._advances.append(Advance(choice.constraint, token_ids, self._not_yet(choice)))
+        self._advances.append(Advance(choice.constraint, token_ids, self._forbidden(choice)))
 
-    def _not_yet(self, choice: Choice) -> frozenset[int]:
-        """Tokens that would end it before ``min_tokens``."""
+    def _forbidden(self, choice: Choice) -> frozenset[int]:
+        """Return the tokens that would end a choice before ``min_tokens``."""
         sampling = choice.request.sampling
         if choice.num_outputs >= sampling.min_tokens:
             return frozenset()

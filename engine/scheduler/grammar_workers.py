@@ -1,10 +1,9 @@
-"""Compiles grammars and computes masks, on threads beside the step loop.
+"""Compiles grammars and computes token masks, on threads beside the step loop.
 
     step loop ──compile──► compile thread ──┐
-              ──masks────► mask threads ────┴─ news ─► step loop, woken, takes them
+              ──advance──► mask threads ────┴─ results ─► step loop, which is woken and takes them
 
-llguidance releases the GIL while it works. A mask takes some 30 µs, a step is not held up for it: what is not there in
-time is left for a later step.
+llguidance releases the GIL while it works. A mask takes about 30 µs; the step loop never waits for one.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, start_thread, without
 
-COMPILE_SECONDS = 10.0  # after which whoever waits for a grammar is told that it takes too long
+COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
 _MASK_THREADS = 2
-_KEPT = 256  # grammars that were used last; a few MB where vocabularies are large
+_CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A constraint whose choice has gone on with ``token_ids``. ``not_yet`` may not follow: min_tokens forbids them."""
+    """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens."""
 
     constraint: Constraint
     token_ids: Sequence[int]
-    not_yet: frozenset[int] = frozenset()
+    forbidden: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +46,22 @@ class Masked:
     result: bytes | RequestError
 
 
-News = Compiled | Masked
-
-
 class GrammarWorkers:
-    """Used by the step loop alone. ``wake`` is called on other threads when there is news."""
+    """Used by the step loop alone. ``wake`` is called on other threads when results are ready."""
 
     def __init__(self, model_dir: str, model: ModelConfig, wake: Callable[[], None]) -> None:
         self._model_dir, self._model = model_dir, model
         self._wake = wake
-        self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()
         self._timers: dict[str, threading.Timer] = {}
         self._vocabulary: GrammarVocabulary | RequestError | None = None
         self._to_compile: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._to_mask: queue.SimpleQueue[list[Advance]] = queue.SimpleQueue()
-        self._threads_run = False
-        self._news: deque[News] = deque()
-        self._expected = 0  # masks that have been asked for since the last look
-        self._arrived = threading.Condition()
+        self._threads_started = False
+        self._results: deque[Compiled | Masked] = deque()
 
     def load(self) -> None:
-        """Make the vocabulary now, while no step has to wait for the GIL; else the first grammar does."""
+        """Build the vocabulary now, while no step waits for the GIL; otherwise the first grammar does."""
         if self._vocabulary is None:
             try:
                 self._vocabulary = _load_vocabulary(Path(self._model_dir), self._model)
@@ -75,55 +69,50 @@ class GrammarWorkers:
                 self._vocabulary = exc
 
     def find(self, text: str) -> Grammar | None:
-        """One that has been compiled lately."""
-        grammar = self._known.get(text)
+        """Return a grammar from the cache of compiled ones."""
+        grammar = self._cache.get(text)
         if grammar is not None:
-            self._known.move_to_end(text)
+            self._cache.move_to_end(text)
         return grammar
 
     def compile(self, text: str) -> None:
-        """Compile a grammar: a Compiled will be among the news, an error after COMPILE_SECONDS at the latest."""
+        """Compile a grammar. A Compiled follows among the results, with an error after COMPILE_SECONDS."""
         self._start_threads()
         late = RequestError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it", "grammar")
-        timer = self._timers[text] = threading.Timer(COMPILE_SECONDS, self._tell, ([Compiled(text, late)],))
+        timer = self._timers[text] = threading.Timer(COMPILE_SECONDS, self._publish, ([Compiled(text, late)],))
         timer.daemon = True
         timer.start()
         self._to_compile.put(text)
 
     def advance(self, steps: Sequence[Advance]) -> None:
-        """Compute the masks that follow: a Masked for each will be among the news."""
+        """Compute the next masks. A Masked for each follows among the results."""
         self._start_threads()
-        self._expected += len(steps)
         share = -(-len(steps) // _MASK_THREADS)
         for start in range(0, len(steps), share):
             self._to_mask.put(list(steps[start : start + share]))
 
-    def take_news(self, patience: float) -> list[News]:
-        """What has been done. Waits up to ``patience`` seconds for masks that were asked for since the last call."""
-        with self._arrived:
-            if self._expected:
-                self._arrived.wait_for(lambda: len(self._news) >= self._expected, patience)
-            self._expected = 0
-            news, self._news = list(self._news), deque()
-        for item in news:
-            if isinstance(item, Compiled):
-                self._compiled(item)
-        return news
+    def take_results(self) -> list[Compiled | Masked]:
+        """Return the results since the last call, without waiting for more."""
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        for found in results:
+            if isinstance(found, Compiled):
+                self._store(found)
+        return results
 
-    def _compiled(self, item: Compiled) -> None:
-        timer = self._timers.pop(item.text, None)
+    def _store(self, found: Compiled) -> None:
+        timer = self._timers.pop(found.text, None)
         if timer is not None:
             timer.cancel()
-        if isinstance(item.result, Grammar):
-            self._known[item.text] = item.result
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+        if isinstance(found.result, Grammar):
+            self._cache[found.text] = found.result
+            if len(self._cache) > _CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
 
     # ------------------------------------------------------------ on threads
 
     def _start_threads(self) -> None:
-        if not self._threads_run:
-            self._threads_run = True
+        if not self._threads_started:
+            self._threads_started = True
             start_thread(self._compile_all, "grammars")
             for number in range(_MASK_THREADS):
                 start_thread(self._mask_all, f"masks {number}")
@@ -131,7 +120,7 @@ class GrammarWorkers:
     def _compile_all(self) -> None:
         while True:
             text = self._to_compile.get()
-            self._tell([Compiled(text, self._compile(text))])
+            self._publish([Compiled(text, self._compile(text))])
 
     def _compile(self, text: str) -> Grammar | RequestError:
         self.load()
@@ -142,17 +131,15 @@ class GrammarWorkers:
             return Grammar(text, self._vocabulary)
         except RequestError as exc:
             return exc
-        except BaseException as exc:  # a panic in Rust is none of Exception's; this thread goes on
+        except BaseException as exc:  # a panic in Rust is not an Exception; the thread must survive it
             return RequestError(f"the grammar cannot be compiled: {exc}", "grammar")
 
     def _mask_all(self) -> None:
         while True:
-            self._tell([_masked(step) for step in self._to_mask.get()])
+            self._publish([_masked(step) for step in self._to_mask.get()])
 
-    def _tell(self, news: Sequence[News]) -> None:
-        with self._arrived:
-            self._news += news
-            self._arrived.notify_all()
+    def _publish(self, results: Sequence[Compiled | Masked]) -> None:
+        self._results.extend(results)
         self._wake()
 
 
@@ -163,15 +150,15 @@ def _masked(step: Advance) -> Masked:
             constraint.matcher = constraint.grammar.matcher()
         constraint.matcher.consume(step.token_ids)
         mask = constraint.matcher.mask()
-        return Masked(constraint, without(mask, step.not_yet) if step.not_yet else mask)
+        return Masked(constraint, without(mask, step.forbidden) if step.forbidden else mask)
     except RequestError as exc:
         return Masked(constraint, exc)
-    except BaseException as exc:  # a panic in Rust is none of Exception's; this thread goes on
+    except BaseException as exc:  # a panic in Rust is not an Exception; the thread must survive it
         return Masked(constraint, RequestError(f"the grammar cannot go on: {exc}", "grammar"))
 
 
 def _load_vocabulary(model_dir: Path, model: ModelConfig) -> GrammarVocabulary:
-    """Raises RequestError where the checkpoint has no tokenizer that grammars can be compiled against."""
+    """Raises RequestError if grammars cannot be compiled against the checkpoint's tokenizer."""
     path = model_dir / "tokenizer.json"
     if not model.eos_token_ids:
         raise RequestError("the model has no end-of-sequence token to end a grammar with; leave it out", "grammar")

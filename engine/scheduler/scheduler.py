@@ -189,7 +189,7 @@ class Scheduler:
             self.totals.steps += 1
             self.totals.step_seconds += seconds
         self.connector.update(output)
-        self._constraints.order()
+        self._constraints.request_masks()
 
     def take_events(self) -> Batch | None:
         """What happened since it was last asked, as one message; None when nothing did."""
@@ -218,8 +218,8 @@ class Scheduler:
 
     def _take_grammars(self) -> None:
         """Go on with requests and sequences that have waited for what their grammar allows."""
-        self._constraints.order()
-        ready, failed = self._constraints.take()
+        self._constraints.request_masks()
+        ready, failed = self._constraints.take_results()
         for request in ready:
             self._queue(request)
         for rid, error in failed:

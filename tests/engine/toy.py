@@ -61,6 +61,7 @@ class _Work:
     num_tokens: int
     num_samples: int
     writes: frozenset[Slot]
+    mask: bytes  # of the tokens that it may sample; empty: all
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class ToyRunner:
                 self._slot(state, position)[:] = state.token_ids[position], position
             state.num_computed += work.num_tokens
             if work.num_samples:
-                samples += self._sample(state, work.num_samples)
+                samples += self._sample(state, work.num_samples, work.mask)
         scored = [(targets.seq, self._score(states[targets.seq], targets)) for targets in step.targets]
         return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
 
@@ -171,7 +172,7 @@ class ToyRunner:
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
-        others = self.writing
+        others, masks = self.writing, {mask.seq: mask.words for mask in plan.masks}
         for more in plan.new_blocks:
             self._states[more.seq].blocks += more.block_ids
         for item in plan.scheduled:
@@ -182,7 +183,7 @@ class ToyRunner:
             assert all(others.get(block, item.seq) == item.seq for block in state.blocks), "two write to one block"
             others |= dict.fromkeys((block for block, _ in writes), item.seq)
             state.num_launched = end
-            works.append(_Work(state, item.num_tokens, item.num_samples, writes))
+            works.append(_Work(state, item.num_tokens, item.num_samples, writes, masks.get(item.seq, b"")))
         return works
 
     def _check_stages(self, plan: StepPlan) -> None:
@@ -195,10 +196,12 @@ class ToyRunner:
             state = self._states[item.seq]
             assert state.num_launched + item.num_tokens <= len(state.token_ids), "a token is not on the host yet"
 
-    def _sample(self, state: _State, num_samples: int) -> tuple[Sample, ...]:
+    def _sample(self, state: _State, num_samples: int, mask: bytes) -> tuple[Sample, ...]:
         seen = np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
         choices = range(num_samples) if num_samples > 1 else (state.choice,)
-        samples = tuple(Sample(next_token(seen, choice)) for choice in choices)
+        bits = int.from_bytes(mask, "little")
+        allowed = [token for token in range(bits.bit_length()) if bits >> token & 1] or range(VOCAB)
+        samples = tuple(Sample(allowed[next_token(seen, choice) % len(allowed)]) for choice in choices)
         state.token_ids.append(samples[0].token_id)
         return samples
 

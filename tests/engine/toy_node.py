@@ -7,7 +7,7 @@ import socket
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from engine.ipc.channel import Channel
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
 from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
+from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.protocols import KVConnector
 from pdserve.records import FinishReason, RankKV, SamplingParams
@@ -50,7 +51,12 @@ class Node:
         full_step: int = 12,
         kv_checksum: bool = False,
         connector: KVConnector | None = None,
+        grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
+        self._channel = Channel(theirs)
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=BLOCK,
@@ -60,14 +66,11 @@ class Node:
             max_waiting=100,
             stages=stages,
             connector=partial(PeerConnectorScheduler, checksum=kv_checksum),
+            grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages)
         self.connector = connector or LocalConnector(self.epoch)
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
-        self._channel = Channel(theirs)
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = Rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
