@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+#: Variables that change how the product behaves. Tests set those that they need.
+_BEHAVIOUR = ("PDSERVE_", "OTEL_", "OMP_", "GOMP_", "TRITON_INTERPRET")
+
 torch.set_num_threads(1)  # the processes under test need the cores
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
 
-def _interpret_triton_kernels() -> None:
-    """Let this process run Triton kernels on CPU tensors, and no process that tests start.
+def _clear_shell_variables() -> None:
+    """Remove what the shell set, so that neither tests nor the processes that they start depend on it."""
+    for name in [name for name in os.environ if name.startswith(_BEHAVIOUR)]:
+        del os.environ[name]
 
-    Triton decides while it is imported, for its own library, and again for each kernel; transformers imports it, so
-    this cannot wait for the tests that need it. Nodes must not find TRITON_INTERPRET: it would change their runner.
+
+def _interpret_triton_kernels() -> None:
+    """Let this process run Triton kernels on CPU tensors, but no process that tests start.
+
+    Triton reads the variable while it is imported, for its own library, and again for each kernel. transformers imports
+    it, so this cannot wait for the tests that need it. Nodes must not inherit the variable: it changes their runner.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -26,5 +35,6 @@ def _interpret_triton_kernels() -> None:
     del os.environ["TRITON_INTERPRET"]
 
 
+_clear_shell_variables()
 if not torch.cuda.is_available():
     _interpret_triton_kernels()

@@ -27,6 +27,7 @@ import grpc
 import psutil
 
 from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.runner_oracle import VARIABLE
 from pdserve.launcher.supervisor import Child, Supervisor
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -38,6 +39,12 @@ MODEL_NAME = "test-model"
 NODE_FLAGS = ("--served-model-name", MODEL_NAME, "--threads", "1", "--kv-cache-memory", "64MiB", "--device", "cpu")
 
 NO_VARIABLES: Mapping[str, str] = {}
+
+#: Variables that force a runner on a node, by its name; V2 runs in Triton's interpreter.
+RUNNER_ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "V1": {VARIABLE: "0"},
+    "V2": {VARIABLE: "1", "TRITON_INTERPRET": "1"},
+}
 
 
 class Process:

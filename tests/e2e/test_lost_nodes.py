@@ -15,12 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint
-from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer, start_fleet
 from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
-from pdserve.config.runner_oracle import VARIABLE
-
-INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}  # V2 without a GPU
 SMALL = ("--max-num-seqs", "8", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
 
 
@@ -95,7 +92,7 @@ def test_either_runner_goes_on_where_the_other_was(model: Path, runners: Sequenc
     with Fleet() as fleet:
         fleet.start_prefill(model, SMALL)
         for name in runners:
-            fleet.start_decode(model, (*SMALL, "--handoff-min-tokens", "1"), INTERPRETED if name == "V2" else {})
+            fleet.start_decode(model, (*SMALL, "--handoff-min-tokens", "1"), RUNNER_ENVIRONMENTS[name])
         fleet.start_router(model)
         fleet.wait_ready()
         check_struck(fleet, *new_load(seed=6, count=6, max_prompt=20, max_tokens=12), NodeProcess.kill)

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from fleet import Fleet, NodeProcess
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
 from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.runner_oracle import VARIABLE
 from pdserve.records import SamplingParams
 
 BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
@@ -37,7 +36,6 @@ SPLITS = {ONE: (1, 1), "pp2": (2, 1), "tp2": (1, 2), "pp2xtp2": (2, 2)}  # pipel
 FEW = [("tp2", "pp2xtp2")]  # of P and D
 ALL = list(itertools.product(SPLITS, SPLITS))
 
-ENVIRONMENTS: dict[str, dict[str, str]] = {"V1": {}, "V2": {"TRITON_INTERPRET": "1", VARIABLE: "1"}}
 # One KV head is on both shards, two are on one each.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "few": ("llama", {}),
@@ -85,7 +83,7 @@ class Nodes:
 
 @contextmanager
 def start_nodes(checkpoint: Path, runner: str, sources: Sequence[str], targets: Sequence[str]) -> Iterator[Nodes]:
-    environ = ENVIRONMENTS[runner]
+    environ = RUNNER_ENVIRONMENTS[runner]
     with Fleet() as fleet:
         patient = ("--lease-seconds", "60")  # reads are ordered between steps
         prefill = {name: fleet.start_prefill(checkpoint, [*flags_of(name), *patient], environ) for name in sources}
@@ -156,7 +154,7 @@ def test_two_nodes(source: str, target: str, few: Nodes) -> None:
     check_pair(few, source, target)
 
 
-@pytest.fixture(scope="module", params=ENVIRONMENTS)
+@pytest.fixture(scope="module", params=RUNNER_ENVIRONMENTS)
 def all_nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     family, overrides = CHECKPOINTS[request.param]
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("all") / "model", family, **overrides)

@@ -15,12 +15,9 @@ import httpx
 import pytest
 import small_tokenizers
 from checkpoints import make_checkpoint
-from fleet import MODEL_NAME, Fleet, HttpError
-
-from pdserve.config.runner_oracle import VARIABLE
+from fleet import MODEL_NAME, RUNNER_ENVIRONMENTS, Fleet, HttpError
 
 SMALL = ("--max-num-seqs", "8", "--max-batch-tokens", "64", "--max-model-len", "384", "--kv-cache-memory", "4MiB")
-INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -54,7 +51,7 @@ def checkpoint(directory: Path, num_layers: int) -> Path:
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """With V1, D has two pipeline stages: masks are used on the last one."""
     is_v1, directory = request.param == "V1", tmp_path_factory.mktemp("structured")
-    environ, split = ({}, ("--pp", "2")) if is_v1 else (INTERPRETED, ())
+    environ, split = RUNNER_ENVIRONMENTS[request.param], ("--pp", "2") if is_v1 else ()
     model = checkpoint(directory, 2 if is_v1 else 1)
     with Fleet() as fleet:
         fleet.start_prefill(model, SMALL, environ)

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
-from fleet import Fleet, NodeProcess
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
-from pdserve.config.runner_oracle import VARIABLE
 from pdserve.records import SamplingParams
 
 VOCABULARY = 128
 OUTPUT = 6  # tokens
-INTERPRETED = {"TRITON_INTERPRET": "1", VARIABLE: "1"}
 # Of 32 tokens a step, so that longer prompts take several.
 FLAGS = ("--max-num-seqs", "8", "--max-batch-tokens", "32", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
 PAIRS = [("V1", "V2"), ("V2", "V1"), ("V2", "V2")]  # the runners of P and D
@@ -49,10 +47,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     path = tmp_path_factory.mktemp("model")
     directory = make_checkpoint(path, "llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
     with Fleet() as fleet:
-        environs: dict[str, dict[str, str]] = {"V1": {}, "V2": INTERPRETED}
-        prefill = {name: fleet.start_prefill(directory, FLAGS, environ) for name, environ in environs.items()}
+        prefill = {
+            name: fleet.start_prefill(directory, FLAGS, environ) for name, environ in RUNNER_ENVIRONMENTS.items()
+        }
         flags = [*FLAGS, "--handoff-min-tokens", "0"]
-        decode = {name: fleet.start_decode(directory, flags, environ) for name, environ in environs.items()}
+        decode = {name: fleet.start_decode(directory, flags, environ) for name, environ in RUNNER_ENVIRONMENTS.items()}
         fleet.wait_ready()
         yield Nodes(prefill, decode, reference_model(directory))
 
