@@ -100,7 +100,7 @@ def test_explain_shows_which_mlps_stages_share(capsys: pytest.CaptureFixture[str
     assert "layers 2 … 3 and the MLP of 1" in capsys.readouterr().out
 
 
-def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(EMBEDDED_MODEL), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "Qwen3ForCausalLM" in out
@@ -131,7 +131,7 @@ def test_explain_for_people_names_the_choices(capsys: pytest.CaptureFixture[str]
         (["bogus"], ["bogus", "explain"]),
     ],
 )
-def test_mistakes_are_one_line_with_a_remedy(
+def test_invalid_flags_give_one_line_with_a_remedy(
     capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
 ) -> None:
     status, line = error_of(capsys, *argv)
@@ -141,7 +141,7 @@ def test_mistakes_are_one_line_with_a_remedy(
 
 
 @pytest.mark.parametrize("value", ["", "true", "2"])
-def test_an_unknown_runner_is_one_line_with_the_values(
+def test_invalid_runner_variable_gives_one_line_with_allowed_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("PDSERVE_USE_V2_MODEL_RUNNER", value)
@@ -151,7 +151,7 @@ def test_an_unknown_runner_is_one_line_with_the_values(
     assert "0 (V1) or 1 (V2)" in line
 
 
-def test_broken_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_broken_checkpoint_gives_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in error_of(capsys, "explain", str(tmp_path))[1]
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     status, line = error_of(capsys, "explain", str(tmp_path))
@@ -160,7 +160,7 @@ def test_broken_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "LlamaForCausalLM" in line
 
 
-def test_up_refuses_a_port_in_use_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_a_used_port_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
@@ -172,7 +172,7 @@ def test_up_refuses_a_port_in_use_before_loading(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])
-def test_roles_answer_help_and_refuse_unknown_flags(role: str) -> None:
+def test_programs_print_help_and_refuse_unknown_flags(role: str) -> None:
     assert "--status-fd" in run(role, "--help").stdout
     done = run(role, str(EMBEDDED_MODEL), "--no-such-flag")
     assert done.returncode == 2
@@ -180,7 +180,7 @@ def test_roles_answer_help_and_refuse_unknown_flags(role: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_traceback_on_demand() -> None:
+def test_traceback_is_printed_only_on_request() -> None:
     done = run("explain", "/no/such/model", PDSERVE_TRACEBACK="1")
     assert done.returncode == 2
     assert "Traceback" in done.stderr

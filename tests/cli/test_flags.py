@@ -18,7 +18,7 @@ def parse(argv: list[str]) -> NodeOptions:
     return options_from(parser.parse_args(argv))
 
 
-def test_defaults_are_those_of_the_options() -> None:
+def test_flag_defaults_equal_option_defaults() -> None:
     assert parse(["a/model"]) == NodeOptions(model="a/model")
 
 
@@ -53,11 +53,11 @@ def test_options_survive_the_command_line(options: NodeOptions) -> None:
     ("text", "size"),
     [("4096", 4096), ("1K", 1000), ("2GiB", 2 << 30), ("1.5 gib", 3 << 29), ("10MB", 10**7), ("1Ti", 1 << 40)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_with_units_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1X", "1e9", "0x10", "1 0", "nan"])
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         parse_size(text)

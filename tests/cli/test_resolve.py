@@ -124,7 +124,9 @@ def test_auto_backend_and_runner(
         (HOST, {"max_batch_tokens": 100}, ["100", "256"]),
     ],
 )
-def test_refused(resolved: Resolve, device: DeviceInfo, changes: dict[str, Any], words: list[str]) -> None:
+def test_invalid_options_are_refused(
+    resolved: Resolve, device: DeviceInfo, changes: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         resolved(device, **changes)
     for word in words:
@@ -148,17 +150,17 @@ def test_pages_are_the_same_for_all_backends_and_runners(resolved: Resolve, bloc
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "flashinfer"])
 @pytest.mark.parametrize("block_size", [1, 8, 100])
-def test_blocks_without_a_page_are_refused(resolved: Resolve, backend: str, block_size: int) -> None:
+def test_block_size_without_a_supported_page_is_refused(resolved: Resolve, backend: str, block_size: int) -> None:
     with pytest.raises(ConfigError, match=rf"block_size {block_size} has no page size .*\[16, 32, 64\].*multiple"):
         resolved(attention_backend=backend, block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 100])
-def test_torch_has_a_page_for_any_block(resolved: Resolve, block_size: int) -> None:
+def test_torch_backend_supports_any_block_size(resolved: Resolve, block_size: int) -> None:
     assert resolved(attention_backend="torch", block_size=block_size).kv_layout.kernel_block_size == block_size
 
 
-def test_a_page_can_be_asked_for(resolved: Resolve) -> None:
+def test_requested_page_size_is_used(resolved: Resolve) -> None:
     assert resolved(block_size=64, kernel_block_size=16).kv_layout.kernel_block_size == 16
     assert resolved(HOST, block_size=64, kernel_block_size=4).kv_layout.kernel_block_size == 4
     with pytest.raises(ConfigError, match=r"kernel_block_size 8 is not supported by flashinfer; .*\[16, 32, 64\]"):
@@ -214,13 +216,13 @@ def test_kv_memory_on_a_gpu_is_an_estimate_until_measured(resolved: Resolve) -> 
 
 
 @pytest.mark.parametrize(("device", "memory"), [(HOST, None), (HOST, 1 << 28), (H200, 1 << 28)])
-def test_kv_memory_that_is_certain(resolved: Resolve, device: DeviceInfo, memory: int | None) -> None:
+def test_requested_kv_memory_is_not_an_estimate(resolved: Resolve, device: DeviceInfo, memory: int | None) -> None:
     config = resolved(device, kv_cache_memory=memory)
     assert not config.measure_kv_memory
     assert "estimated" not in as_text(config)
 
 
-def test_a_length_that_follows_from_an_estimate_leaves_a_margin(resolved: Resolve) -> None:
+def test_max_model_len_from_an_estimate_keeps_a_margin(resolved: Resolve) -> None:
     card = msgspec.structs.replace(H200, memory=3 << 30)
     long = {"max_position_embeddings": 10**9}
     estimated = resolved(card, model=long)
@@ -230,7 +232,7 @@ def test_a_length_that_follows_from_an_estimate_leaves_a_margin(resolved: Resolv
     assert certain.max_model_len == certain.kv_layout.num_blocks * certain.kv_layout.block_size
 
 
-def test_a_gpu_that_is_too_small(resolved: Resolve) -> None:
+def test_too_small_gpu_is_refused(resolved: Resolve) -> None:
     with pytest.raises(CapacityError, match="larger GPU"):
         resolved(msgspec.structs.replace(H200, memory=2 << 30))
 
@@ -254,7 +256,7 @@ def test_explain_shows_the_decision(resolved: Resolve) -> None:
     assert f"V2: {'; '.join(config.decision.reasons)}" in as_text(config)
 
 
-def test_the_platform_is_that_of_this_process() -> None:
+def test_platform_describes_this_process() -> None:
     found = find_platform("cpu", {})
     assert found.device == "cpu"
     assert found.has_triton  # a dependency of the tests

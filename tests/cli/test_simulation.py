@@ -23,21 +23,21 @@ def simulated(environ: dict[str, str] | None = None, **asked: Any) -> NodeConfig
     return resolve(options, node_devices(options, 1)[0], environ or {})
 
 
-def test_it_is_explained() -> None:
+def test_explain_describes_a_simulated_node() -> None:
     config = simulated()
     assert describe(config)["runner"] == "simulated"
     assert "runner     simulated: --engine simulated" in as_text(config)
     assert f"sim_costs={SimulatedCosts()}" in as_text(config)
 
 
-def test_it_has_the_room_of_a_large_gpu_or_what_was_asked_for() -> None:
+def test_simulated_kv_size_defaults_to_a_large_gpu() -> None:
     config = simulated()
     assert config.kv_layout.num_blocks * config.kv_layout.block_size == 800_000
     assert not config.measure_kv_memory
     assert simulated(kv_cache_memory=config.kv_layout.block_bytes * 40, max_model_len=100).kv_layout.num_blocks == 40
 
 
-def test_it_exchanges_kv_with_its_like_only() -> None:
+def test_simulated_nodes_are_compatible_only_with_each_other() -> None:
     ours = simulated().compat_fields
     for load_format in ("auto", "dummy"):
         real = resolve(NodeOptions(model=str(EMBEDDED_MODEL), load_format=load_format), detect_device("cpu"), {})
@@ -45,14 +45,14 @@ def test_it_exchanges_kv_with_its_like_only() -> None:
     assert ours == simulated(sim_speed=3.0, sim_costs=("step=1",), load_format="dummy").compat_fields
 
 
-def test_costs_are_changed_by_name_and_divided_by_the_speed() -> None:
+def test_simulated_costs_are_set_by_name_and_divided_by_speed() -> None:
     costs = choose_costs(["prompt-token=0.5", "read=2"], 4.0)
     assert costs == SimulatedCosts(4.8e-3 / 4, 0.125, 20e-6 / 4, 0.5, 0.7e-6 / 4)
     assert choose_costs([], float("inf")) == SimulatedCosts(0.0, 0.0, 0.0, 0.0, 0.0)
     assert choose_costs(str(costs).split(","), 1.0) == costs
 
 
-def test_a_step_costs_its_tokens_of_prompts_and_its_decodes() -> None:
+def test_step_cost_counts_prompt_tokens_and_decodes() -> None:
     costs = SimulatedCosts(1.0, 0.1, 0.01, 5.0, 0.5)
     plan = [ScheduledSequence(1, 1, 1), ScheduledSequence(2, 30, 0), ScheduledSequence(3, 1, 1)]
     assert costs.of_step(plan) == pytest.approx(1.0 + 3.0 + 0.02)
@@ -84,6 +84,6 @@ def test_device_options_are_refused_for_simulated_nodes(asked: dict[str, Any], m
         simulated(**asked)
 
 
-def test_no_runner_is_forced_on_it() -> None:
+def test_forcing_a_runner_on_a_simulated_node_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"{VARIABLE}=1, but a simulated node runs neither V1 nor V2"):
         simulated({VARIABLE: "1"})

@@ -44,7 +44,7 @@ def model(layers: int = 8, heads: int = 8, kv_heads: int = 4, intermediate: int 
         (1, 0, None, ["tp 0"]),
     ],
 )
-def test_what_cannot_be_split_is_refused(
+def test_impossible_parallel_sizes_are_refused(
     pp: int, tp: int, stage_layers: tuple[int, ...] | None, named: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -52,7 +52,7 @@ def test_what_cannot_be_split_is_refused(
     assert all(text in str(refused.value) for text in named), refused.value
 
 
-def test_heads_that_can_neither_be_spread_nor_repeated_are_refused() -> None:
+def test_head_counts_that_do_not_fit_tp_are_refused() -> None:
     with pytest.raises(ConfigError, match="6 KV heads cannot be spread over 4"):
         choose_split(model(heads=12, kv_heads=6), 1, 4)
     with pytest.raises(ConfigError, match="intermediate_size, 62"):
@@ -70,7 +70,7 @@ def splits(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig]:
 
 
 @given(splits())
-def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, ParallelConfig]) -> None:
+def test_ranks_together_hold_the_whole_model(chosen: tuple[ModelConfig, ParallelConfig]) -> None:
     of, split = chosen
     places = [split.place(rank) for rank in range(split.num_ranks)]
     assert [place.rank for place in places] == list(range(split.num_ranks))
@@ -88,7 +88,7 @@ def test_all_of_a_model_is_somewhere(chosen: tuple[ModelConfig, ParallelConfig])
 
 
 @given(splits())
-def test_every_head_of_every_layer_is_on_as_many_ranks_as_it_has_replicas(
+def test_each_head_of_each_layer_is_on_as_many_ranks_as_replicas(
     chosen: tuple[ModelConfig, ParallelConfig],
 ) -> None:
     of, split = chosen
@@ -104,16 +104,12 @@ def test_every_head_of_every_layer_is_on_as_many_ranks_as_it_has_replicas(
 
 
 @pytest.mark.parametrize(("layers", "pp", "stages"), [(8, 3, (3, 3, 2)), (8, 4, (2, 2, 2, 2)), (7, 4, (2, 2, 2, 1))])
-def test_layers_are_divided_by_count_with_the_first_stages_taking_what_is_left(
-    layers: int, pp: int, stages: tuple[int, ...]
-) -> None:
+def test_first_stages_take_the_remaining_layers(layers: int, pp: int, stages: tuple[int, ...]) -> None:
     assert choose_split(model(layers), pp, 1).stage_layers == stages
 
 
 @given(splits(), st.integers(1, 1000))
-def test_late_mlps_are_computed_once_and_save_every_stage_as_much(
-    chosen: tuple[ModelConfig, ParallelConfig], first: int
-) -> None:
+def test_late_mlps_are_computed_once_and_balance_stages(chosen: tuple[ModelConfig, ParallelConfig], first: int) -> None:
     of, split = chosen
     split = msgspec.structs.replace(split, tp=1, shared_mlps=True)
     places = [split.place(rank) for rank in range(split.pp)]
@@ -131,7 +127,7 @@ def test_late_mlps_are_computed_once_and_save_every_stage_as_much(
     assert sum(computed) == split.pp * (of.num_layers - 1)
 
 
-def test_parameters_of_all_ranks_are_those_of_the_model_without_norms() -> None:
+def test_rank_parameters_add_up_to_the_model_without_norms() -> None:
     of = model(kv_heads=8, vocab=100)
     split = choose_split(of, 2, 4)
     alone = num_parameters(of, choose_split(of, 1, 1).place(0))

@@ -69,7 +69,7 @@ def test_status_lines_become_states(supervisor: Supervisor) -> None:
     assert child.process.returncode is not None
 
 
-def test_the_last_words_of_a_child(supervisor: Supervisor) -> None:
+def test_error_of_a_dead_child_has_its_last_line(supervisor: Supervisor) -> None:
     with supervisor:
         failing = supervisor.spawn("failing", "a_child", ["fails"])
         crashing = supervisor.spawn("crashing", "a_child", ["crashes"])
@@ -80,7 +80,7 @@ def test_the_last_words_of_a_child(supervisor: Supervisor) -> None:
     assert crashing.last_error == "ValueError: what nobody foresaw"
 
 
-def test_everything_printed_arrives(supervisor: Supervisor) -> None:
+def test_all_child_output_is_relayed(supervisor: Supervisor) -> None:
     with supervisor:
         child = supervisor.spawn("talking", "a_child", ["talks"])
         events = events_until(supervisor, child, "ready")
@@ -95,7 +95,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_stop_ends_the_stubborn_and_their_children(supervisor: Supervisor) -> None:
+def test_stop_kills_children_that_ignore_signals_and_their_children(supervisor: Supervisor) -> None:
     with supervisor:
         children = [supervisor.spawn(f"c{index}", "a_child", ["stubborn"]) for index in range(2)]
         events: list[Event] = []
@@ -126,7 +126,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     assert not child.is_running()
 
 
-def test_file_descriptors_are_given_back(supervisor: Supervisor) -> None:
+def test_supervisor_closes_all_file_descriptors(supervisor: Supervisor) -> None:
     before = psutil.Process().num_fds()
     with supervisor:
         for index in range(3):

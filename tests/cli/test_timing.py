@@ -9,7 +9,7 @@ from pdserve.rpc.timeouts import PeerTiming
 
 
 @pytest.mark.parametrize("timeout", [1.0, 2.5, 4.0, 30.0, 600.0])
-def test_no_way_of_finding_out_takes_longer_than_the_timeout(timeout: float) -> None:
+def test_every_failure_detection_fits_the_peer_timeout(timeout: float) -> None:
     timing = PeerTiming(timeout)
     assert timing.probe_after + timing.answer_timeout <= timeout, (
         "gRPC keepalive, Describe, and a front that says stuck"
@@ -23,6 +23,6 @@ def test_no_way_of_finding_out_takes_longer_than_the_timeout(timeout: float) -> 
 
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, 0.5, 601.0, float("inf"), float("nan")])
-def test_a_timeout_that_makes_no_sense(timeout: float) -> None:
+def test_invalid_peer_timeout_is_refused(timeout: float) -> None:
     with pytest.raises(ConfigError, match=r"--peer-timeout \S+ is not within 1 … 600 seconds"):
         PeerTiming(timeout)

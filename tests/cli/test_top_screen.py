@@ -44,20 +44,20 @@ def test_any_report_fits_the_terminal(some: list[LiveNode], ways: list[LiveLink]
 
 
 @given(texts)
-def test_names_cannot_steer_the_terminal(text: str) -> None:
+def test_node_names_cannot_inject_terminal_codes(text: str) -> None:
     assert clean(text).isprintable()
     assert clean("d-one · ü日本") == "d-one · ü日本"
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=5), st.integers(0, 100))
-def test_tables_share_the_lines_there_are(wanted: list[int], room: int) -> None:
+def test_tables_share_the_terminal_height(wanted: list[int], room: int) -> None:
     lengths = fit(wanted, room)
     assert sum(lengths) <= max(room, len(wanted))
     assert all(1 <= length <= max(1, most) for length, most in zip(lengths, wanted, strict=True))
 
 
 @given(st.lists(st.none() | st.floats(0, 1e6), min_size=1, max_size=300), st.integers(1, 100))
-def test_a_line_has_its_highest_value(values: list[float | None], columns: int) -> None:
+def test_sparkline_shows_its_maximum(values: list[float | None], columns: int) -> None:
     line, most = sparkline(values, columns)
     assert len(line) <= columns
     assert most == max((value for value in values if value is not None), default=0.0)

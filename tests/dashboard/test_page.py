@@ -94,7 +94,7 @@ def wait_running(page: Page, name: str, fleet: Fleet, node: NodeProcess) -> None
     fleet.wait_until(lambda: running.inner_text() == str(node.status().running), PATIENCE / 1000)
 
 
-def test_rows_say_what_nodes_say(page: Page, fleet: Fleet, streams: Streams) -> None:
+def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Streams) -> None:
     with streams(4):
         expect(page.locator("#tile-running b")).to_have_text("4")
         expect(page.locator("#tile-nodes dd").first).to_have_text("3of 3")
@@ -113,14 +113,14 @@ def test_rows_say_what_nodes_say(page: Page, fleet: Fleet, streams: Streams) -> 
         expect(cell(row(page, name), "KV in use")).to_contain_text("0 of ")
 
 
-def test_a_name_that_is_markup_stays_a_name(page: Page) -> None:
+def test_markup_in_node_names_is_escaped(page: Page) -> None:
     """That it does nothing is what the fixture sees: no image is asked for, no dialog opens."""
     name = row(page, "d-<img").locator(".name b")
     assert name.evaluate("element => element.textContent") == HOSTILE
     assert name.locator("*").count() == 0
 
 
-def test_a_node_that_dies_is_shown_lost_and_comes_back(page: Page, fleet: Fleet) -> None:
+def test_dead_node_is_shown_lost_until_it_returns(page: Page, fleet: Fleet) -> None:
     victim = fleet.decode[0]
     expect(cell(row(page, "d-one"), "State")).to_have_text("ready")
     victim.kill()
@@ -135,7 +135,9 @@ def test_a_node_that_dies_is_shown_lost_and_comes_back(page: Page, fleet: Fleet)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_it_fits(width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path) -> None:
+def test_dashboard_fits_small_and_large_windows(
+    width: int, scheme: Any, browser: Browser, fleet: Fleet, streams: Streams, tmp_path: Path
+) -> None:
     with streams(2):
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         page.goto(f"{fleet.url}/dashboard")
@@ -166,7 +168,7 @@ CONTRASTS = """() => {
 }"""
 
 
-def test_it_works_by_keyboard(page: Page) -> None:
+def test_dashboard_works_by_keyboard(page: Page) -> None:
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Tab")
@@ -182,7 +184,7 @@ def test_it_works_by_keyboard(page: Page) -> None:
     expect(page.locator("#nodes")).to_be_focused()
 
 
-def test_it_rests_while_nobody_sees_it(page: Page, watched: Watched) -> None:
+def test_hidden_dashboard_stops_polling(page: Page, watched: Watched) -> None:
     hide = "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); "
     hide += "document.dispatchEvent(new Event('visibilitychange')) }"
     page.evaluate(hide, True)
@@ -194,7 +196,7 @@ def test_it_rests_while_nobody_sees_it(page: Page, watched: Watched) -> None:
     live(page)
 
 
-def test_it_comes_back_with_the_router(watched: Watched, fleet: Fleet, model: Path) -> None:
+def test_dashboard_recovers_with_the_router(watched: Watched, fleet: Fleet, model: Path) -> None:
     page = live(watched.open(fleet.url))
     assert fleet.router is not None
     port = fleet.router.address.rpartition(":")[2]
@@ -210,7 +212,7 @@ def test_it_comes_back_with_the_router(watched: Watched, fleet: Fleet, model: Pa
     assert all("ERR_CONNECTION_REFUSED" in complaint for complaint in watched.complaints)
 
 
-def test_a_router_with_keys_wants_one(watched: Watched, fleet: Fleet, model: Path, tmp_path: Path) -> None:
+def test_dashboard_asks_for_an_api_key(watched: Watched, fleet: Fleet, model: Path, tmp_path: Path) -> None:
     key, file = new_key(), tmp_path / "keys.toml"
     file.write_text(key_entry("alice", key))
     open_router = fleet.router
@@ -235,7 +237,7 @@ def test_a_router_with_keys_wants_one(watched: Watched, fleet: Fleet, model: Pat
         fleet.router = open_router
 
 
-def test_numbers_read_as_in_a_terminal(page: Page) -> None:
+def test_dashboard_formats_numbers_like_top(page: Page) -> None:
     values = [0, 0.004, 0.0437, 0.31, 0.997, 1.26, 7, 9.96, 42.4, 99.7, 118, 631, 4321, 9999, 12345, 678901, 7.7e6, 3e9]
     names = {"count": "count", "rate": "rate", "seconds": "seconds", "bytesPerSecond": "bytes_per_second"}
     names["percent"] = "percent"

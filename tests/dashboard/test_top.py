@@ -110,7 +110,7 @@ def terminal(argv: list[str], columns: int = 80, lines: int = 30) -> Iterator[Te
         opened.close()
 
 
-def test_a_terminal_shows_it_live_and_is_left_as_it_was(fleet: Fleet, streams: Streams) -> None:
+def test_top_updates_live_and_restores_the_terminal(fleet: Fleet, streams: Streams) -> None:
     with terminal(command(fleet.url)) as screen, streams(2):
         screen.read_until("requests 2 running")
         screen.read_until("d-one")
@@ -127,7 +127,7 @@ def test_a_terminal_shows_it_live_and_is_left_as_it_was(fleet: Fleet, streams: S
         assert screen.settings == screen.before
 
 
-def test_a_router_that_goes_is_waited_for_and_a_signal_ends_it(fleet: Fleet) -> None:
+def test_top_waits_for_a_lost_router_and_ends_on_a_signal(fleet: Fleet) -> None:
     report = httpx.get(fleet.url + STATE_PATH, trust_env=False).content
     with ExitStack() as after:
         with http_stub(200, report) as url:
@@ -138,7 +138,7 @@ def test_a_router_that_goes_is_waited_for_and_a_signal_ends_it(fleet: Fleet) -> 
         assert screen.wait() == 0
 
 
-def test_a_pipe_gets_it_once_as_plain_text(fleet: Fleet, streams: Streams) -> None:
+def test_piped_top_prints_once_as_plain_text(fleet: Fleet, streams: Streams) -> None:
     with streams(2):
         ended = run(fleet.url)
     assert ended.returncode == 0, ended.stderr
@@ -160,7 +160,7 @@ def test_a_pipe_gets_it_once_as_plain_text(fleet: Fleet, streams: Streams) -> No
         (200, b"<html>", "use the router's version"),
     ],
 )
-def test_what_is_no_open_router_is_one_line(
+def test_unreachable_router_gives_one_line(
     status: int, body: bytes, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with http_stub(status, body) as url:
@@ -177,7 +177,7 @@ def test_what_is_no_open_router_is_one_line(
         (["--api-key", "\x1b", "http://127.0.0.1:9"], "printable ASCII"),
     ],
 )
-def test_a_wrong_start_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_give_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", *argv, "--once"]) != 0
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

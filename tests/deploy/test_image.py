@@ -22,30 +22,30 @@ def stages() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_finds_nothing() -> None:
     done = subprocess.run([Path(sys.executable).with_name("hadolint"), DOCKERFILE], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_it_runs_as_the_user_that_pods_ask_for() -> None:
+def test_image_user_equals_the_pod_user() -> None:
     users = {str(pod.spec["securityContext"]["runAsUser"]) for overlay in OVERLAYS for pod in pods(overlay)}
     for variant in VARIANTS:
         assert re.findall(r"^USER (\d+):\d+$", stages()[variant], re.MULTILINE) == list(users)
 
 
-def test_compilers_are_only_where_kernels_are() -> None:
+def test_only_the_gpu_image_has_a_compiler() -> None:
     assert "apt-get" not in stages()["cpu"]
     assert re.findall(r"install --yes --no-install-recommends (.*?) *&&", stages()["gpu"]) == ["gcc libc6-dev"]
     assert "flashinfer-jit-cache" in stages()["built-gpu"]
 
 
-def test_each_variant_has_its_bill_of_materials() -> None:
+def test_each_image_variant_has_a_bill_of_materials() -> None:
     for variant in VARIANTS:
         assert "--output-file /opt/pdserve/sbom.cdx.json" in stages()[f"built-{variant}"]
         assert f"COPY --from=built-{variant} /opt/pdserve /opt/pdserve" in stages()[variant]
 
 
-def test_the_context_has_all_packages_and_nothing_unknown() -> None:
+def test_build_context_has_exactly_the_packages() -> None:
     lines = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -55,7 +55,7 @@ def test_the_context_has_all_packages_and_nothing_unknown() -> None:
     assert lines[1] == "*"
 
 
-def test_models_that_overlays_name_are_on_a_volume_or_in_the_image() -> None:
+def test_overlay_models_are_on_a_volume_or_in_the_image() -> None:
     for overlay in OVERLAYS:
         for pod in pods(overlay):
             mounts = {mount["mountPath"] for mount in pod.container["volumeMounts"]}

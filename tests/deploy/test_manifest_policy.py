@@ -30,7 +30,7 @@ def probed(probe: Manifest) -> str:
 
 
 @each_pod
-def test_probes_mean_something(overlay: str, pod: Pod) -> None:
+def test_each_probe_checks_the_right_state(overlay: str, pod: Pod) -> None:
     names = ("startupProbe", "livenessProbe", "readinessProbe")
     if pod.role.endswith("-ranks"):  # no port; the leader is their life and their health
         assert not pod.container.keys() & {*names}
@@ -49,7 +49,7 @@ def test_probes_mean_something(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_a_pod_gets_the_time_to_end(overlay: str, pod: Pod) -> None:
+def test_grace_period_exceeds_drain_and_lease(overlay: str, pod: Pod) -> None:
     """Whoever balances load needs a while to notice; nodes tell routers at once."""
     (drain,) = (float(seconds) for seconds in pod.flags("drain-timeout"))
     notice = sum(float(seconds) for seconds in pod.flags("drain-grace"))
@@ -61,7 +61,7 @@ def test_a_pod_gets_the_time_to_end(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_nothing_runs_as_root_or_may_become_it(overlay: str, pod: Pod) -> None:
+def test_no_container_runs_as_root_or_can_gain_privileges(overlay: str, pod: Pod) -> None:
     security = pod.spec["securityContext"]
     assert security["runAsNonRoot"] is True
     assert security["runAsUser"] > 0
@@ -78,13 +78,13 @@ def test_nothing_runs_as_root_or_may_become_it(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_only_routers_may_ask_the_api_server(overlay: str, pod: Pod) -> None:
+def test_only_routers_have_api_server_access(overlay: str, pod: Pod) -> None:
     assert pod.spec.get("serviceAccountName") == ("router" if pod.role == "router" else None)
     assert pod.spec.get("automountServiceAccountToken", True) is (pod.role == "router")
 
 
 @each_pod
-def test_memory_is_bounded_and_shared_memory_is_memory(overlay: str, pod: Pod) -> None:
+def test_memory_is_limited_including_shared_memory(overlay: str, pod: Pod) -> None:
     resources = pod.container["resources"]
     assert resources["limits"]["memory"]
     assert {"cpu", "memory"} <= resources["requests"].keys()
@@ -100,7 +100,7 @@ def test_memory_is_bounded_and_shared_memory_is_memory(overlay: str, pod: Pod) -
 
 
 @each_pod
-def test_nothing_is_there_twice(overlay: str, pod: Pod) -> None:
+def test_object_names_are_unique(overlay: str, pod: Pod) -> None:
     """Patches that apply twice leave what a schema accepts and Kubernetes refuses."""
     volumes = [volume["name"] for volume in pod.spec["volumes"]]
     paths = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
@@ -111,7 +111,7 @@ def test_nothing_is_there_twice(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_secrets_are_files(overlay: str, pod: Pod) -> None:
+def test_secrets_are_mounted_as_files(overlay: str, pod: Pod) -> None:
     container = pod.container
     assert "envFrom" not in container
     assert not [entry for entry in container["env"] if "secretKeyRef" in entry.get("valueFrom", {})]
@@ -123,7 +123,7 @@ def test_secrets_are_files(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_a_disruption_takes_one_at_a_time(overlay: str, pod: Pod) -> None:
+def test_disruption_budget_allows_one_pod(overlay: str, pod: Pod) -> None:
     budgets = [each["spec"] for each in of_kind(overlay, "PodDisruptionBudget")]
     (budget,) = [each for each in budgets if selects(each["selector"], pod.labels)]
     assert budget["maxUnavailable"] == 1
@@ -185,7 +185,7 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_only_prometheus_reads_the_metrics_of_nodes(overlay: str, pod: Pod) -> None:
+def test_only_prometheus_reaches_node_metrics(overlay: str, pod: Pod) -> None:
     """Routers' are at the port of clients."""
     if not pod.is_node:
         return
@@ -197,7 +197,7 @@ def test_only_prometheus_reads_the_metrics_of_nodes(overlay: str, pod: Pod) -> N
 
 
 @each_pod
-def test_all_that_export_metrics_are_read(overlay: str, pod: Pod) -> None:
+def test_every_metrics_port_has_a_pod_monitor(overlay: str, pod: Pod) -> None:
     monitors = [each["spec"] for each in of_kind(overlay, "PodMonitor")]
     found = [each for each in monitors if selects(each["selector"], pod.labels)]
     assert len(found) == (0 if not monitors or pod.role.endswith("-ranks") else 1)
@@ -210,14 +210,14 @@ def test_all_that_export_metrics_are_read(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_nothing_is_open_by_default(overlay: str, pod: Pod) -> None:
+def test_default_policy_denies_all_traffic(overlay: str, pod: Pod) -> None:
     closing = {"Ingress", "Egress"}
     policies = [each["spec"] for each in of_kind(overlay, "NetworkPolicy")]
     assert any(set(each["policyTypes"]) == closing and selects(each["podSelector"], pod.labels) for each in policies)
 
 
 @each_pod
-def test_who_may_be_reached_may_be_called(overlay: str, pod: Pod) -> None:
+def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
     """What a node's policy lets out is what its peers' policies let in."""
     if not pod.is_node:
         return

@@ -34,7 +34,7 @@ TRIGGERS = [trigger for each in of_kind("autoscaling", "ScaledObject") for trigg
         *(pytest.param(trigger["metadata"]["query"], id=f"trigger {i}") for i, trigger in enumerate(TRIGGERS)),
     ],
 )
-def test_queries_ask_for_what_is_there(query: str) -> None:
+def test_queries_use_documented_metrics(query: str) -> None:
     check_query(query)
 
 
@@ -50,7 +50,7 @@ def test_queries_ask_for_what_is_there(query: str) -> None:
         'pdserve_time_to_first_token_seconds_bucket{le="2"}',
     ],
 )
-def test_others_are_found(query: str) -> None:
+def test_unknown_metrics_in_queries_are_detected(query: str) -> None:
     with pytest.raises((AssertionError, KeyError, ValueError)):
         check_query(query)
 
@@ -76,12 +76,12 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
-def test_the_dashboard_is_what_its_script_writes() -> None:
+def test_grafana_dashboard_equals_the_script_output() -> None:
     done = subprocess.run([sys.executable, ROOT / "scripts" / "make-dashboard", "--check"], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_the_dashboard_is_one_that_grafana_can_draw() -> None:
+def test_grafana_dashboard_is_valid() -> None:
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
     assert len({panel["title"] for panel in PANELS}) == len(PANELS)
     for one, other in itertools.combinations([panel["gridPos"] for panel in PANELS], 2):
@@ -102,14 +102,14 @@ def test_the_dashboard_is_one_that_grafana_can_draw() -> None:
         assert all(target["datasource"]["uid"] == "${datasource}" for target in targets)
 
 
-def test_the_dashboard_is_found_by_grafanas_sidecar() -> None:
+def test_grafana_sidecar_selects_the_dashboard() -> None:
     (found,) = of_kind("multi-node", "ConfigMap")
     assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(found["data"]["pdserve.json"]) == DASHBOARD
 
 
 @pytest.mark.parametrize("scaled", of_kind("autoscaling", "ScaledObject"), ids=lambda each: each["metadata"]["name"])
-def test_nodes_come_fast_and_go_slowly_and_never_all(scaled: dict[str, Any]) -> None:
+def test_scale_up_is_fast_scale_down_slow_and_one_node_stays(scaled: dict[str, Any]) -> None:
     spec = scaled["spec"]
     assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
     assert "idleReplicaCount" not in spec

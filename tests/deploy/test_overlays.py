@@ -29,14 +29,14 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 @each_overlay
-def test_it_fits_the_schemas(overlay: str) -> None:
+def test_overlay_fits_the_kubernetes_schemas(overlay: str) -> None:
     for each in build(overlay):
         if each["kind"] not in CUSTOM:
             kubernetes_validate.validate(each, SCHEMAS, strict=True)
 
 
 @each_overlay
-def test_its_pod_templates_fit_the_schema_also_where_that_of_their_kind_is_not_known(overlay: str) -> None:
+def test_pod_templates_of_custom_kinds_fit_the_pod_schema(overlay: str) -> None:
     for pod in pods(overlay):
         manifest = {
             "apiVersion": "v1",
@@ -69,7 +69,7 @@ def check_flags(pod: Pod) -> None:
 
 
 @each_overlay
-def test_programs_know_their_flags(overlay: str) -> None:
+def test_programs_parse_the_flags_of_manifests(overlay: str) -> None:
     for pod in pods(overlay):
         assert not [word for word in pod.arguments if "$(" in word]
         check_flags(pod)
@@ -81,7 +81,7 @@ def test_programs_know_their_flags(overlay: str) -> None:
 
 
 @each_overlay
-def test_decode_nodes_find_the_prefill_nodes_of_their_revision_and_no_others(overlay: str) -> None:
+def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) -> None:
     found = {pod.role: pod for pod in pods(overlay)}
     if "decode" not in found:
         return
@@ -96,7 +96,7 @@ def test_decode_nodes_find_the_prefill_nodes_of_their_revision_and_no_others(ove
 
 
 @each_overlay
-def test_routers_find_nodes_by_services_that_are_there(overlay: str) -> None:
+def test_router_sources_name_existing_services(overlay: str) -> None:
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
     routers = [pod for pod in pods(overlay) if pod.role == "router"]
     for router in routers:
@@ -117,7 +117,7 @@ def test_router_and_nodes_have_one_model_and_one_image(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if (KUBERNETES / "overlays" / name / "nodes").is_dir()])
-def test_nodes_are_named_after_what_they_are(overlay: str) -> None:
+def test_node_names_carry_their_revision(overlay: str) -> None:
     builder()
     folder = KUBERNETES / "overlays" / overlay / "nodes"
     checked = subprocess.run([KUBERNETES / "revise", "--check", folder], capture_output=True, text=True)

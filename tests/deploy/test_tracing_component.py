@@ -33,7 +33,7 @@ def add(path: Path, component: str) -> None:
     path.write_text(yaml.safe_dump(content))
 
 
-def test_all_programs_send_their_spans_and_the_router_samples(built: list[dict[str, Any]]) -> None:
+def test_tracing_components_configure_all_programs(built: list[dict[str, Any]]) -> None:
     specs = [each["spec"]["template"] for each in built if each["kind"] in ("Deployment", "StatefulSet")]
     roles = {spec["metadata"]["labels"][COMPONENT]: spec["spec"]["containers"][0]["args"] for spec in specs}
     assert {*roles} == {"router", "prefill", "decode"}
@@ -41,7 +41,7 @@ def test_all_programs_send_their_spans_and_the_router_samples(built: list[dict[s
     assert [role for role, args in roles.items() if any("--trace-sample=" in word for word in args)] == ["router"]
 
 
-def test_the_way_to_the_collector_is_open_to_all_and_to_nobody_else(built: list[dict[str, Any]]) -> None:
+def test_only_pods_of_the_fleet_reach_the_collector(built: list[dict[str, Any]]) -> None:
     (policy,) = (each["spec"] for each in built if each["metadata"]["name"] == "traces")
     assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/part-of": "pdserve"}
     (rule,) = policy["egress"]

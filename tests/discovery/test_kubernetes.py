@@ -34,7 +34,7 @@ def watch(tmp_path: Path, scenario: Callable[[FakeCluster, Next], Awaitable[None
     asyncio.run(run())
 
 
-def test_endpoints_come_change_and_go(tmp_path: Path) -> None:
+def test_endpoint_changes_are_reported(tmp_path: Path) -> None:
     async def scenario(cluster: FakeCluster, following: Next) -> None:
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         assert await following() == {"10.0.0.1:9001"}
@@ -54,7 +54,7 @@ def test_endpoints_come_change_and_go(tmp_path: Path) -> None:
     watch(tmp_path, scenario)
 
 
-def test_a_watch_that_ends_goes_on_behind_the_last_bookmark_with_a_new_token(tmp_path: Path) -> None:
+def test_ended_watch_resumes_after_the_last_bookmark_with_a_new_token(tmp_path: Path) -> None:
     async def scenario(cluster: FakeCluster, following: Next) -> None:
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         await following()
@@ -75,7 +75,7 @@ def test_a_watch_that_ends_goes_on_behind_the_last_bookmark_with_a_new_token(tmp
     watch(tmp_path, scenario)
 
 
-def test_what_was_missed_is_listed(tmp_path: Path) -> None:
+def test_expired_watch_lists_again(tmp_path: Path) -> None:
     async def scenario(cluster: FakeCluster, following: Next) -> None:
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         await following()
@@ -88,7 +88,7 @@ def test_what_was_missed_is_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [410, 401, 500])
-def test_while_the_api_fails_what_is_known_stays(tmp_path: Path, status: int) -> None:
+def test_known_endpoints_stay_while_the_api_fails(tmp_path: Path, status: int) -> None:
     async def scenario(cluster: FakeCluster, following: Next) -> None:
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         await following()
@@ -122,7 +122,7 @@ def test_ports_by_number_and_name(item: dict[str, Any], port: str, found: set[st
     assert addresses_of([item], port) == found
 
 
-def test_a_cluster_is_found_by_the_environment(tmp_path: Path) -> None:
+def test_cluster_credentials_come_from_the_environment(tmp_path: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::a", "KUBERNETES_SERVICE_PORT": "6443"}
     cluster = Cluster.around(environ, tmp_path)
     assert cluster.url == "https://[fd00::a]:6443"

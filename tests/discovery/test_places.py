@@ -25,21 +25,21 @@ from pdserve.errors import ConfigError
         "file:///etc/pdserve/prefill",
     ],
 )
-def test_places(place: str) -> None:
+def test_sources_are_parsed(place: str) -> None:
     assert check_source(place) == place
 
 
 @pytest.mark.parametrize(
     "place", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1", "file://x"]
 )
-def test_what_is_no_place_is_refused(place: str) -> None:
+def test_invalid_source_is_refused(place: str) -> None:
     with pytest.raises(
         ConfigError, match="write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
     ):
         check_source(place)
 
 
-def test_a_name_is_resolved_again_and_a_failure_changes_nothing() -> None:
+def test_dns_name_is_resolved_again_and_failures_change_nothing() -> None:
     answers: list[set[str] | None] = [None, {"10.0.0.1:1"}, {"10.0.0.1:1"}, None, {"10.0.0.2:1", "[fd00::1]:1"}]
 
     async def resolve(name: str, port: int) -> frozenset[str]:
@@ -57,7 +57,7 @@ def test_a_name_is_resolved_again_and_a_failure_changes_nothing() -> None:
     assert asyncio.run(run()) == [{"10.0.0.1:1"}, {"10.0.0.2:1", "[fd00::1]:1"}]
 
 
-def test_a_file_is_read_again_and_what_cannot_be_understood_changes_nothing(tmp_path: Path) -> None:
+def test_file_is_read_again_and_invalid_content_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "nodes"
 
     async def run() -> list[frozenset[str]]:
@@ -74,11 +74,11 @@ def test_a_file_is_read_again_and_what_cannot_be_understood_changes_nothing(tmp_
     assert asyncio.run(run()) == [{"a:1", "b:2"}, {"c:3"}]
 
 
-def test_a_real_name_has_addresses() -> None:
+def test_localhost_resolves() -> None:
     assert "127.0.0.1:5" in asyncio.run(look_up("localhost", 5))
 
 
-def test_all_places_of_a_role_together() -> None:
+def test_sources_of_a_role_are_merged() -> None:
     async def run() -> list[set[str]]:
         told: list[set[str]] = []
         directory = Directory(["a:1", "dns://127.0.0.1:2", "a:1"], lambda addresses: told.append(set(addresses)))

@@ -17,7 +17,7 @@ def place() -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_request_ends_everywhere_when_its_client_leaves(stage: str, place: Place) -> None:
+def test_request_ends_everywhere_when_its_client_disconnects(stage: str, place: Place) -> None:
     """Others go on: nothing here would end by itself within the seconds that are waited."""
     with place.held_at(STAGES[stage]) as leave:
         leave()

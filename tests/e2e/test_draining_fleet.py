@@ -51,13 +51,13 @@ def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> 
 
 
 @pytest.mark.slow
-def test_a_decode_node_ends_what_it_has(model: Path) -> None:
+def test_draining_decode_node_finishes_its_requests(model: Path) -> None:
     with start_fleet(model, 1, 2, True, SIMULATED, SIMULATED, NO_MIGRATIONS) as fleet:
         drain_under_load(fleet, fleet.decode[0])
         assert migrations(fleet, "lost") == migrations(fleet, "failed") == 0
 
 
-def test_a_decode_node_hands_over_what_it_has(model: Path) -> None:
+def test_draining_decode_node_migrates_its_requests(model: Path) -> None:
     decode = (*SIMULATED, "--drain-timeout", "0")
     with start_fleet(model, 1, 2, True, SIMULATED, decode, NO_MIGRATIONS) as fleet:
         drain_under_load(fleet, fleet.decode[0])
@@ -68,7 +68,7 @@ def test_a_decode_node_hands_over_what_it_has(model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("timeout", [0, 30])
-def test_a_prefill_node_drains(model: Path, timeout: float, policy: str) -> None:
+def test_draining_prefill_node_loses_no_request(model: Path, timeout: float, policy: str) -> None:
     prefill = (*SIMULATED, "--sim-costs", "prompt-token=0.0005", "--drain-timeout", str(timeout))
     decode = (*SIMULATED, "--handoff-min-tokens", "1", "--kv-failure-policy", policy)
     with start_fleet(model, 2, 2, True, prefill, decode, NO_MIGRATIONS) as fleet:

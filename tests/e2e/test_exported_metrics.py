@@ -46,7 +46,7 @@ def read(node: NodeProcess, name: str, **labels: str) -> float:
     return value(scraped(metrics_url(node)), name, **labels)
 
 
-def test_the_table_is_what_a_fleet_exports(fleet: Fleet) -> None:
+def test_documented_metrics_equal_the_exported_ones(fleet: Fleet) -> None:
     complete(fleet, 100, seed=1)
     urls = {
         "R": f"{fleet.url}/metrics",
@@ -68,14 +68,14 @@ def test_the_table_is_what_a_fleet_exports(fleet: Fleet) -> None:
         assert all(sample.labels.keys() == series[sample.name] for sample in samples(families))
 
 
-def test_status_has_what_a_node_exports(fleet: Fleet) -> None:
+def test_status_call_has_the_exported_metrics(fleet: Fleet) -> None:
     for node in (*fleet.prefill, *fleet.decode):
         told = {key.partition("{")[0] for key in node.status().counters}
         exported = {sample.name for sample in samples(scraped(metrics_url(node)))}
         assert told == {name for name in exported if "process_" not in name}
 
 
-def test_a_node_tells_what_it_has_to_do(fleet: Fleet) -> None:
+def test_node_exports_its_backlog(fleet: Fleet) -> None:
     (prefill,) = fleet.prefill
     with ThreadPoolExecutor() as threads:
         answers = [threads.submit(complete, fleet, 300, seed) for seed in (2, 3)]
@@ -94,7 +94,7 @@ def test_a_node_tells_what_it_has_to_do(fleet: Fleet) -> None:
     assert value(families, "pdserve_engine_process_resident_memory_bytes") > 1 << 20
 
 
-def test_a_node_whose_engine_stands_still_is_stuck(fleet: Fleet) -> None:
+def test_node_with_a_hung_engine_exports_stuck(fleet: Fleet) -> None:
     (prefill,) = fleet.prefill
     assert read(prefill, "pdserve_node_state", state="ready") == 1
     prefill.stop("engine")
@@ -104,12 +104,12 @@ def test_a_node_whose_engine_stands_still_is_stuck(fleet: Fleet) -> None:
     fleet.wait_until(lambda: read(prefill, "pdserve_node_state", state="ready") == 1, 10.0)
 
 
-def test_there_is_nothing_else_on_that_port(fleet: Fleet) -> None:
+def test_metrics_port_serves_nothing_else(fleet: Fleet) -> None:
     url = metrics_url(fleet.decode[0]).removesuffix("/metrics")
     assert [httpx.get(url + path).status_code for path in ("/", "/metrics/x", "/metrics")] == [404, 404, 200]
 
 
-def test_a_taken_port_is_found_before_anything_is_loaded(fleet: Fleet) -> None:
+def test_used_metrics_port_is_refused_before_loading(fleet: Fleet) -> None:
     port = metrics_url(fleet.decode[0]).removesuffix("/metrics").rpartition(":")[2]
     command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), "--device", "cpu", "--metrics-port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

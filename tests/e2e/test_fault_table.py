@@ -58,7 +58,7 @@ def rows(everyday: dict[str, str]) -> list[object]:
     ("fault", "stage"),
     rows({"killed": "computing", "node": "", "front": "", "engine": "before Release"}),
 )
-def test_the_prefill_node(fault: str, stage: str, pair: Pair) -> None:
+def test_prefill_node_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
     """Killed and started again; or stopped, all of it or a part, and going on in the same life."""
     with held_at(stage, pair) as held:
         back = strike(fault, pair.prefill)
@@ -77,7 +77,7 @@ def test_the_prefill_node(fault: str, stage: str, pair: Pair) -> None:
     ("fault", "stage"),
     rows({"killed": "", "node": "last announced", "front": "", "engine": "decoding"}),
 )
-def test_the_decode_node(fault: str, stage: str, pair: Pair) -> None:
+def test_decode_node_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
         back = strike(fault, pair.decode)
         held.release()
@@ -109,7 +109,7 @@ def strike(fault: str, node: NodeProcess) -> Callable[[], None]:
     ("fault", "stage"),
     rows({"cancelled": "announced", "gone": "reading", "late": "before Prefill"}),
 )
-def test_the_client(fault: str, stage: str, pair: Pair) -> None:
+def test_client_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
     """It cancels, or it goes away and its stream ends with it, or its deadline passes."""
     with held_at(stage, pair, timeout_ms=int(DEADLINE * 1000) if fault == "late" else 0) as held:
         match fault:

@@ -86,7 +86,7 @@ STAGES: dict[str, tuple[str, Callable[[pb.NodeStatus], bool]]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_prefill_node_dies(fleet: Fleet, checkpoint: Checkpoint, stage: str) -> None:
+def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint: Checkpoint, stage: str) -> None:
     where, wanted = STAGES[stage]
     prefill, decode = fleet.prefill[0], fleet.decode[0]
     node = prefill if where == "prefill" else decode
@@ -114,7 +114,7 @@ def test_a_prefill_node_dies(fleet: Fleet, checkpoint: Checkpoint, stage: str) -
     assert decode.counter("handoff_failures") == failures
 
 
-def test_cancelled_requests_leave_nothing(fleet: Fleet) -> None:
+def test_cancelled_requests_leave_no_blocks_or_leases(fleet: Fleet) -> None:
     """1,000 requests, 100 of them cancelled at random moments."""
     chance = random.Random(11)
     cancelled = set(chance.sample(range(1000), 100))
@@ -162,7 +162,7 @@ def overwrite_cache(node: NodeProcess) -> None:
 
 
 @pytest.mark.parametrize("stopped", ["engine", "node"])
-def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: str) -> None:
+def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> None:
     """D stands still from before its read until P has given the lease up and filled the blocks with something else."""
     flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]
     patient = [*HAND_OFF_ALL, "--peer-timeout", "30"]  # else D's front gives up its engine first
@@ -191,7 +191,7 @@ def test_an_expired_lease_never_yields_a_token(checkpoint: Checkpoint, stopped: 
             node.wait_idle(20.0)
 
 
-def test_leases_too_short_to_read(checkpoint: Checkpoint) -> None:
+def test_too_short_leases_lead_to_recompute(checkpoint: Checkpoint) -> None:
     flags = ["--lease-seconds", "0.002", "--lease-guard", "0"]
     with start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=HAND_OFF_ALL) as fleet:
         prompts = [new_prompt(900) for _ in range(8)]
@@ -202,7 +202,7 @@ def test_leases_too_short_to_read(checkpoint: Checkpoint) -> None:
             node.wait_idle(20.0)
 
 
-def test_policy_fail_says_so_and_stays_up(checkpoint: Checkpoint) -> None:
+def test_failure_policy_fail_returns_an_error_and_the_node_stays_up(checkpoint: Checkpoint) -> None:
     flags = [*HAND_OFF_ALL, "--kv-failure-policy", "fail"]
     migrations = ["--migrations", "0"]
     with (

@@ -89,7 +89,7 @@ def connect(fleet: Fleet) -> socket.socket:
     return sock
 
 
-def test_a_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> None:
+def test_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> None:
     """Its connection stands, and the nodes are done with it long before its answer would be at an end."""
     decode = unharmed.decode[0]
     with connect(unharmed) as sock:
@@ -99,7 +99,7 @@ def test_a_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> No
         assert decode.counter("sampled_tokens") < 32 * 1900
 
 
-def test_streams_that_are_broken_off_anywhere(unharmed: Fleet) -> None:
+def test_router_survives_streams_cut_at_any_byte(unharmed: Fleet) -> None:
     rng = random.Random(7)
     for _ in range(40):
         with connect(unharmed) as sock:
@@ -138,7 +138,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return data
 
 
-def test_bytes_that_are_almost_http(unharmed: Fleet) -> None:
+def test_router_survives_malformed_http(unharmed: Fleet) -> None:
     rng = random.Random(11)
     seeds = [
         body_bytes(),
@@ -244,7 +244,7 @@ def call(node: NodeProcess, method: MethodDescriptor, requests: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_messages_of_random_fields(unharmed: Fleet, seed: int) -> None:
+def test_nodes_survive_messages_with_random_fields(unharmed: Fleet, seed: int) -> None:
     prefill = unharmed.prefill[0]
     for node in (prefill, *unharmed.decode):
         fuzzer = Fuzzer(seed, node.describe().epoch)
@@ -263,7 +263,7 @@ def give_back(prefill: NodeProcess) -> None:
     call(prefill, serve, [release.SerializeToString() for release in releases])
 
 
-def test_messages_that_are_cut_or_changed(unharmed: Fleet) -> None:
+def test_nodes_survive_truncated_and_changed_messages(unharmed: Fleet) -> None:
     rng = random.Random(3)
     sampling = pb.SamplingParams(max_tokens=20, n=1, top_p=1.0, repetition_penalty=1.0, logprobs=-1, prompt_logprobs=-1)
     epoch = unharmed.prefill[0].describe().epoch

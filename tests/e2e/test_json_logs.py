@@ -35,7 +35,7 @@ def lines_of(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.output.splitlines()]
 
 
-def test_one_search_finds_the_way_of_a_request(model: Path) -> None:
+def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
     with start_fleet(model, 1, 1, True, FLAGS, FLAGS, FLAGS[2:]) as fleet:
         body = {"model": MODEL_NAME, "prompt": SECRET * 60, "max_tokens": 3, "ignore_eos": True}
         answer = httpx.post(f"{fleet.url}/v1/completions", json=body)
@@ -70,7 +70,7 @@ def test_one_search_finds_the_way_of_a_request(model: Path) -> None:
     assert prefill["prefill_seconds"] < decode["prefill_seconds"]
 
 
-def test_up_makes_one_log_of_all_its_processes(tmp_path: Path) -> None:
+def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pdserve", "up", str(EMBEDDED_MODEL), "--port", "0", "--device", "cpu", *FLAGS]
     log = tmp_path / "log"
     with (
@@ -91,7 +91,7 @@ def test_up_makes_one_log_of_all_its_processes(tmp_path: Path) -> None:
     assert all(line["role"] in ("router", "decode", "prefill", "up") for line in lines)
 
 
-def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
+def test_failed_start_is_logged_as_json(tmp_path: Path) -> None:
     """… with the traceback as a field where that is asked for."""
     command = [sys.executable, "-m", "prefill_node", str(tmp_path / "nowhere"), "--log-format", "json"]
     ended = subprocess.run(command, capture_output=True, text=True, env={"PDSERVE_TRACEBACK": "1"}, timeout=60)
@@ -101,7 +101,7 @@ def test_a_start_that_fails_is_said_in_json_too(tmp_path: Path) -> None:
     assert "Traceback" in line["stack"]
 
 
-def test_what_a_child_prints_past_its_log_becomes_a_line_of_it() -> None:
+def test_plain_output_of_a_child_becomes_a_json_line() -> None:
     assert json.loads(relayed_line("Fatal: \t{disk}", {"process": "engine"}))["message"] == "Fatal: \t{disk}"
     assert json.loads(relayed_line('{"no": "log"}', {}))["message"] == '{"no": "log"}'
     logged = json.loads(

@@ -52,14 +52,14 @@ def check_struck(fleet: Fleet, load: Load, chance: random.Random, strike: Callab
         node.wait_idle(30.0)
 
 
-def test_a_decode_node_dies(model: Path) -> None:
+def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
     """P cannot know whether a node that is gone still reads: it waits for the lease, and then holds nothing for it."""
     flags = ("--lease-seconds", "3")
     with start_fleet(model, 1, 2, True, flags, ("--handoff-min-tokens", "1")) as fleet:
         check_struck(fleet, *new_load(seed=1, count=12, max_prompt=200, max_tokens=100), NodeProcess.kill)
 
 
-def test_nodes_die_hang_and_come_back_at_random(model: Path) -> None:
+def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> None:
     """For a longer time: bench/chaos.py."""
     simulated = ("--engine", "simulated")
     load, chance = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
@@ -77,7 +77,7 @@ def test_nodes_die_hang_and_come_back_at_random(model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", ["node", "front", "engine"])
-def test_a_decode_node_hangs(model: Path, part: str) -> None:
+def test_requests_migrate_when_a_decode_node_hangs(model: Path, part: str) -> None:
     with start_fleet(model, 1, 2, True, (), ("--handoff-min-tokens", "1")) as fleet:
         load, chance = new_load(seed=5, count=12, max_prompt=200, max_tokens=100)
         check_struck(fleet, load, chance, lambda node: node.stop(part))
@@ -88,7 +88,7 @@ def test_a_decode_node_hangs(model: Path, part: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("runners", [("V2", "V2"), ("V2", "V1"), ("V1", "V2")])
-def test_either_runner_goes_on_where_the_other_was(model: Path, runners: Sequence[str]) -> None:
+def test_migration_between_v1_and_v2_keeps_tokens(model: Path, runners: Sequence[str]) -> None:
     with Fleet() as fleet:
         fleet.start_prefill(model, SMALL)
         for name in runners:

@@ -150,7 +150,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.mark.parametrize(("source", "target"), FEW)
-def test_two_nodes(source: str, target: str, few: Nodes) -> None:
+def test_pairs_of_equal_size_are_exact(source: str, target: str, few: Nodes) -> None:
     check_pair(few, source, target)
 
 
@@ -165,5 +165,5 @@ def all_nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("source", "target"), ALL)
-def test_all_pairs(source: str, target: str, all_nodes: Nodes) -> None:
+def test_all_pairs_of_parallel_sizes_are_exact(source: str, target: str, all_nodes: Nodes) -> None:
     check_pair(all_nodes, source, target)

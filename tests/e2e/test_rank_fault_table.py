@@ -72,7 +72,7 @@ def rows(role: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("fault", "part", "stage"), rows("prefill"))
-def test_a_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pair) -> None:
+def test_requests_survive_a_failed_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
         back = strike(fault, pair.prefill, part)
         held.release()
@@ -84,7 +84,7 @@ def test_a_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pai
 
 
 @pytest.mark.parametrize(("fault", "part", "stage"), rows("decode"))
-def test_a_rank_of_the_decode_node(fault: str, part: str, stage: str, pair: Pair) -> None:
+def test_requests_survive_a_failed_rank_of_the_decode_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
         back = strike(fault, pair.decode, part)
         held.release()
@@ -100,7 +100,7 @@ def test_a_rank_of_the_decode_node(fault: str, part: str, stage: str, pair: Pair
     pair.check_served()
 
 
-def test_a_deadline_names_the_rank_that_reports_no_read(pair: Pair) -> None:
+def test_deadline_error_names_the_rank_without_a_read_report(pair: Pair) -> None:
     with held_at("reading", pair, timeout_ms=DEADLINE_MS) as held:
         pair.decode.stop("rank 1")
         held.release()

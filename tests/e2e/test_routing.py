@@ -40,7 +40,7 @@ def complete(url: str, prompt: list[int]) -> int:
         return int(json.load(response)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_prompt_goes_to_the_node_that_has_its_prefix_whichever_router_it_comes_to(fleet: Fleet) -> None:
+def test_every_router_sends_a_prompt_to_the_node_with_its_prefix(fleet: Fleet) -> None:
     prefix = random.Random(1).choices(range(3, 4096), k=800)
     other = random.Random(2).choices(range(3, 4096), k=800)
     assert complete(fleet.url, prefix) == 0
@@ -54,7 +54,7 @@ def test_a_prompt_goes_to_the_node_that_has_its_prefix_whichever_router_it_comes
     assert metric(fleet.url, "pdserve_cached_prompt_tokens_total") == 1600
 
 
-def test_a_node_that_is_gone_is_given_nothing(fleet: Fleet) -> None:
+def test_lost_node_gets_no_requests(fleet: Fleet) -> None:
     prompt = random.Random(3).choices(range(3, 4096), k=400)
     fleet.prefill[1].kill()
     fleet.wait_until(lambda: metric(fleet.url, "pdserve_nodes_ready") == 2, 10.0)

@@ -68,7 +68,7 @@ def uses_a_device(node: NodeProcess) -> bool:
     return any(name in m.path for p in node.processes() for m in p.memory_maps() for name in ("torch", "nixl", "libuc"))
 
 
-def test_tokens_are_the_same_with_a_handoff_without_one_and_when_the_prefill_node_dies(fleet: Fleet) -> None:
+def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet: Fleet) -> None:
     (prefill,), (decode,) = fleet.prefill, fleet.decode
     assert [node.describe().runner for node in (prefill, decode)] == ["simulated", "simulated"]
     assert not uses_a_device(prefill)
@@ -92,7 +92,7 @@ def test_tokens_are_the_same_with_a_handoff_without_one_and_when_the_prefill_nod
 
 
 @pytest.mark.slow
-def test_thirty_nodes_serve_together(model: Path) -> None:
+def test_thirty_simulated_nodes_serve_together(model: Path) -> None:
     prompts = [new_prompt(100, seed) for seed in range(60)]
     with start_fleet(model, 15, 15, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
         with ThreadPoolExecutor(20) as threads:

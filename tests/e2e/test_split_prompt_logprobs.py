@@ -15,7 +15,7 @@ from node_client import RouterClient, greedy
 STEP = 16  # tokens
 
 
-def test_split_nodes(tmp_path: Path) -> None:
+def test_multi_rank_nodes_are_exact(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", vocab_size=131)
     prompt = random.Random(3).choices(range(131), k=3 * STEP + 5)
     with torch.no_grad():

@@ -114,12 +114,12 @@ def test_a_handoff_and_a_cached_prompt_give_the_same_tokens(fleet: Fleet) -> Non
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 5}}}}, "5"),
     ],
 )
-def test_every_notation(fleet: Fleet, fields: dict[str, Any], pattern: str) -> None:
+def test_every_notation_of_structured_outputs_is_followed(fleet: Fleet, fields: dict[str, Any], pattern: str) -> None:
     (choice,) = complete(fleet, new_prompt(5), **fields)
     assert re.fullmatch(pattern, choice["text"]), choice
 
 
-def test_what_wins_over_a_grammar_and_what_does_not(fleet: Fleet) -> None:
+def test_grammar_precedence_over_other_parameters(fleet: Fleet) -> None:
     prompt, structure = new_prompt(5), {"structured_outputs": {"regex": "[0-9]{2,4}"}}
     # EOS ends it although it is to be ignored; nothing else can follow, so min_tokens cannot be reached.
     (short,) = complete(fleet, prompt, **structure, ignore_eos=True, min_tokens=50)
@@ -149,7 +149,7 @@ def test_a_chat_streams_json(fleet: Fleet) -> None:
     check_person("".join(pieces))
 
 
-def test_others_run_beside_a_demanding_grammar(fleet: Fleet) -> None:
+def test_other_requests_run_beside_a_complex_grammar(fleet: Fleet) -> None:
     hostile = {"regex": "((a|b|c)*d(e|f)*){1,200}(a|b)*a(a|b){20}"}
     plain_prompts = [new_prompt(6) for _ in range(3)]
     alone = [complete(fleet, prompt, max_tokens=6) for prompt in plain_prompts]
@@ -184,7 +184,7 @@ def test_others_run_beside_a_demanding_grammar(fleet: Fleet) -> None:
         ({"guided_json": {"$ref": "file:///etc/hostname"}}, "guided_json", "retriev"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(fleet: Fleet, fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_grammar_is_refused(fleet: Fleet, fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(HttpError) as refused:
         complete(fleet, new_prompt(3), **fields)
     assert refused.value.status == 400

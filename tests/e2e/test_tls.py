@@ -73,7 +73,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_prompt_goes_all_the_way(fleet: Fleet, ca: trustme.CA, identity: Path) -> None:
+def test_prompt_travels_with_mutual_tls(fleet: Fleet, ca: trustme.CA, identity: Path) -> None:
     credentials = PeerTls(str(identity)).channel_credentials()
     with client(fleet, ca) as http:
         body = {"prompt": list(range(100, 180)), "max_tokens": 5, "ignore_eos": True}
@@ -84,7 +84,7 @@ def test_a_prompt_goes_all_the_way(fleet: Fleet, ca: trustme.CA, identity: Path)
     assert counters["pdserve_handoff_recomputes_total"] == 0
 
 
-def test_strangers_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
+def test_peers_without_certificate_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
     stranger = trustme.CA()
     foreign = stranger.issue_cert(SERVER_NAME)
     root = ca.cert_pem.bytes()
@@ -105,13 +105,13 @@ def test_strangers_are_refused(fleet: Fleet, ca: trustme.CA) -> None:
         httpx.get(f"https://{fleet.router.address}/health", trust_env=False)
 
 
-def test_a_server_of_another_ca_is_not_believed(fleet: Fleet, identity: Path, tmp_path: Path) -> None:
+def test_server_of_another_ca_is_refused(fleet: Fleet, identity: Path, tmp_path: Path) -> None:
     credentials = PeerTls(str(write_identity(tmp_path / "other", trustme.CA()))).channel_credentials()
     with pytest.raises(grpc.RpcError, match="CERTIFICATE_VERIFY_FAILED"):
         status(fleet.decode[0], credentials)
 
 
-def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
+def test_renewed_certificates_are_used(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
     """Those who connect anew, to a server or as a client, use the new CA; then broken files change nothing."""
     new = trustme.CA()
     write_identity(identity, new)
@@ -141,7 +141,7 @@ def test_new_certificates_are_taken_up(fleet: Fleet, ca: trustme.CA, identity: P
         assert handed_off()
 
 
-def test_wrong_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
+def test_invalid_certificate_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
     directory = write_identity(tmp_path / "a", ca)
     other = write_identity(tmp_path / "b", ca)
     cert, key = directory / "cert.pem", directory / "key.pem"

@@ -70,7 +70,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, VOCABULARY), k=length)
 
 
-def test_lengths_around_blocks_and_beyond_a_step(served: Served) -> None:
+def test_tokens_are_exact_around_block_and_step_sizes(served: Served) -> None:
     before = served.fleet.decode[0].counter("handoffs")
     lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2500]
     for length in lengths:
@@ -80,7 +80,7 @@ def test_lengths_around_blocks_and_beyond_a_step(served: Served) -> None:
     assert decode.counter("handoff_failures") == 0
 
 
-def test_sixteen_at_once_without_and_with_prefix_hits(served: Served) -> None:
+def test_sixteen_concurrent_requests_are_exact_with_and_without_prefix_hits(served: Served) -> None:
     shared = random_prompt(7, 5 * BLOCK + 3)
     prompts = [shared + random_prompt(100 + index, 3 * index + 1) for index in range(8)]
     prompts += [random_prompt(200 + index, 11 * index + 2) for index in range(8)]
@@ -90,14 +90,14 @@ def test_sixteen_at_once_without_and_with_prefix_hits(served: Served) -> None:
         node.wait_idle()
 
 
-def test_without_a_prefill_node(tmp_path: Path) -> None:
+def test_decode_node_alone_is_exact(tmp_path: Path) -> None:
     directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
     with start_fleet(directory, prefill=0) as fleet:
         Served(fleet, reference_model(directory)).check([random_prompt(length, length) for length in (1, BLOCK, 700)])
         assert fleet.decode[0].counter("handoffs") == 0
 
 
-def test_prefill_and_decode_with_pages_of_another_size(tmp_path: Path) -> None:
+def test_handoff_between_different_page_sizes_is_exact(tmp_path: Path) -> None:
     directory = add_tokenizer(make_checkpoint(tmp_path / "m", "llama"))
     pages = [["--block-size", str(BLOCK), "--kernel-block-size", str(page)] for page in (4, BLOCK)]
     decode_flags = [*pages[1], "--handoff-min-tokens", "0"]

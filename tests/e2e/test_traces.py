@@ -92,7 +92,7 @@ def check_contiguous(*spans: Span) -> None:
         assert before.end == after.start, (before.name, after.name)
 
 
-def test_a_handoff_is_one_trace_whose_parts_make_up_the_time_to_first_token(fleet: Fleet, collector: Collector) -> None:
+def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) -> None:
     body = body_of(LONG)
     root = collector.wait(ask(fleet, body, traced()), "generate", "decode node", "prefill node", "lease")
     assert root.raw.trace_id.hex() == TRACE
@@ -126,7 +126,7 @@ def test_a_handoff_is_one_trace_whose_parts_make_up_the_time_to_first_token(flee
     assert known + (first - at_d.start) / 1e9 < said["gen_ai.response.time_to_first_chunk"]
 
 
-def test_the_parts_are_a_histogram_too(fleet: Fleet, collector: Collector) -> None:
+def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
     def totals() -> dict[str, float]:
         found: dict[str, float] = {}
         for node in fleet.decode:
@@ -153,7 +153,7 @@ def test_the_parts_are_a_histogram_too(fleet: Fleet, collector: Collector) -> No
     assert handoff.attributes["pdserve.handoff.tokens"] == LONG
 
 
-def test_a_short_prompt_is_prefilled_on_d(fleet: Fleet, collector: Collector) -> None:
+def test_trace_of_a_short_prompt_has_no_handoff(fleet: Fleet, collector: Collector) -> None:
     root = collector.wait(ask(fleet, body_of(SHORT), traced("2" * 32)), "decode node")
     at_d = root.child("generate").child("decode node")
     assert at_d.shape == HERE
@@ -161,7 +161,7 @@ def test_a_short_prompt_is_prefilled_on_d(fleet: Fleet, collector: Collector) ->
     check_contiguous(*(at_d.child(name) for name in HERE))
 
 
-def test_nothing_is_told_of_what_is_not_sampled(fleet: Fleet, collector: Collector) -> None:
+def test_unsampled_requests_send_no_spans(fleet: Fleet, collector: Collector) -> None:
     """Neither where the client says so, nor where it leaves that to the router, which samples nothing."""
     before = collector.trace_ids()
     ask(fleet, body_of(LONG), traced("3" * 32, sampled=False))
@@ -172,7 +172,7 @@ def test_nothing_is_told_of_what_is_not_sampled(fleet: Fleet, collector: Collect
     assert collector.trace_ids() - before == {"4" * 32}
 
 
-def test_spans_end_when_the_client_goes(fleet: Fleet, collector: Collector) -> None:
+def test_spans_end_when_the_client_disconnects(fleet: Fleet, collector: Collector) -> None:
     body = body_of(LONG, 400, stream=True)
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=traced("5" * 32)) as answer:
         next(answer.iter_lines())
@@ -184,7 +184,7 @@ def test_spans_end_when_the_client_goes(fleet: Fleet, collector: Collector) -> N
     assert at_d.child("handoff").child("prefill node").shape == AT_P
 
 
-def test_an_error_is_the_status_of_its_span(fleet: Fleet, collector: Collector) -> None:
+def test_span_status_is_the_error(fleet: Fleet, collector: Collector) -> None:
     body = body_of(SHORT, stop_token_ids=[10**6])
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=traced("6" * 32))
     assert answer.status_code == 400
@@ -194,7 +194,7 @@ def test_an_error_is_the_status_of_its_span(fleet: Fleet, collector: Collector) 
     assert not root.failed, "the client's fault"
 
 
-def test_a_request_that_goes_on_elsewhere_stays_one_trace(fleet: Fleet, collector: Collector) -> None:
+def test_migrated_request_stays_one_trace(fleet: Fleet, collector: Collector) -> None:
     body = body_of(SHORT, 150, stream=True)
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=traced("8" * 32)) as answer:
         lines = answer.iter_lines()
@@ -215,7 +215,7 @@ def test_a_request_that_goes_on_elsewhere_stays_one_trace(fleet: Fleet, collecto
         struck.restart()
 
 
-def test_a_handoff_that_fails_is_a_part_of_its_own(fleet: Fleet, collector: Collector) -> None:
+def test_failed_handoff_is_a_separate_trace_part(fleet: Fleet, collector: Collector) -> None:
     """P dies before it says anything of the prompt."""
     (prefill,) = fleet.prefill
 
@@ -246,7 +246,7 @@ def running(fleet: Fleet) -> NodeProcess:
     return found
 
 
-def test_a_collector_that_is_away_is_mentioned_once_and_troubles_nobody(model: Path) -> None:
+def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     sends = SOON | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}

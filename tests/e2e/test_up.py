@@ -110,7 +110,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     """Whatever the cost model hands off: the last prompt for sure."""
     model = add_tokenizer(make_checkpoint(tmp_path / "m", family))
     reference = reference_model(model)
@@ -123,7 +123,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
             assert choice["token_ids"] == reference_greedy(reference, prompt, 16)
 
 
-def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path) as up:
         url = up.wait_served()
         prompt = "The import statement binds a name to a module. " * 10
@@ -142,7 +142,7 @@ def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in up.err.read_text()
 
 
-def test_up_serves_without_a_device(tmp_path: Path) -> None:
+def test_up_serves_with_simulated_nodes(tmp_path: Path) -> None:
     with started(tmp_path, "--engine", "simulated", "--sim-speed", "10") as up:
         body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
@@ -150,7 +150,7 @@ def test_up_serves_without_a_device(tmp_path: Path) -> None:
     assert texts[0] == texts[1] != ""
 
 
-def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
+def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
     """The router ends first, and the nodes when it needs them no more."""
     costs = ("--engine", "simulated", "--sim-costs", "step=0.02")
     with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
@@ -167,7 +167,7 @@ def test_sigterm_lets_answers_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
+def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
     """Also when it comes while what runs is waited for."""
     costs = ("--engine", "simulated", "--sim-costs", "step=1", "--drain-timeout", "600")
     with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
@@ -185,7 +185,7 @@ def test_ctrl_c_waits_for_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["router", "engine.process"])
-def test_a_dead_part_ends_everything(tmp_path: Path, module: str) -> None:
+def test_up_ends_when_a_child_dies(tmp_path: Path, module: str) -> None:
     with started(tmp_path) as up:
         up.wait_served()
         family = up.family()
@@ -206,7 +206,7 @@ def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
     assert_gone(family)
 
 
-def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(EMBEDDED_MODEL, broken)
     weights = broken / "model.safetensors"
@@ -220,7 +220,7 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert "layers.3.mlp" in last
 
 
-def test_ctrl_c_while_starting(tmp_path: Path) -> None:
+def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path) as up:
         end = time.monotonic() + 30
         while not up.family():

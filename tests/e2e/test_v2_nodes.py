@@ -61,7 +61,7 @@ def new_prompt(length: int) -> list[int]:
     return random.Random(next(_seeds)).choices(range(3, VOCABULARY), k=length)
 
 
-def test_nodes_say_which_runner_they_have(nodes: Nodes) -> None:
+def test_describe_names_the_runner(nodes: Nodes) -> None:
     for by_runner in (nodes.prefill, nodes.decode):
         for version, node in by_runner.items():
             description = node.describe()
@@ -71,7 +71,7 @@ def test_nodes_say_which_runner_they_have(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_handed_off_tokens_are_those_of_transformers(source: str, target: str, nodes: Nodes) -> None:
+def test_handed_off_tokens_equal_transformers(source: str, target: str, nodes: Nodes) -> None:
     prefill, decode = nodes.prefill[source], nodes.decode[target]
     before = decode.counter("handoffs")
     prompts = [new_prompt(length) for length in (1, 15, 16, 17, 70)]
@@ -103,7 +103,9 @@ def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool
 
 
 @pytest.mark.parametrize("moment", [at_once, while_p_computes, at_the_first_token, while_the_last_step_is_in_flight])
-def test_a_request_that_is_given_up(moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes) -> None:
+def test_cancelled_request_frees_its_blocks(
+    moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes
+) -> None:
     """Whoever comes next gets its blocks and its slot at once, and tokens of its own."""
     peer = nodes.prefill["V2"].address
     prompt, following = new_prompt(120), new_prompt(35)
@@ -160,11 +162,11 @@ def stay_under_load(nodes: Nodes, source: str, target: str, rounds: int) -> None
     assert nodes.decode[target].counter("handoff_failures") == 0
 
 
-def test_clients_that_leave_under_load(nodes: Nodes) -> None:
+def test_disconnects_under_load_leave_nothing_behind(nodes: Nodes) -> None:
     stay_under_load(nodes, "V2", "V2", rounds=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_many_clients_that_leave_under_load(source: str, target: str, nodes: Nodes) -> None:
+def test_many_disconnects_under_load_leave_nothing_behind(source: str, target: str, nodes: Nodes) -> None:
     stay_under_load(nodes, source, target, rounds=30)

@@ -17,14 +17,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in MEASURED.glob("*.toml")))
-def test_measured_costs_say_where_they_come_from_and_read_back(name: str, tmp_path: Path) -> None:
+def test_measured_costs_round_trip_with_provenance(name: str, tmp_path: Path) -> None:
     costs = load_costs(name)
     assert all((costs.hardware, costs.commit, costs.command))
     (tmp_path / "copy.toml").write_text(costs_as_toml(costs))
     assert load_costs(str(tmp_path / "copy.toml")) == costs
 
 
-def test_measured_points_are_met_and_what_is_cached_is_not_computed() -> None:
+def test_costs_interpolate_and_skip_cached_tokens() -> None:
     costs = load_costs("h200-llama-8b")
     assert costs.prefill(8192) == pytest.approx(0.2078)
     assert costs.decode(128, 0) == pytest.approx(0.00609)
@@ -43,7 +43,7 @@ def test_measured_points_are_met_and_what_is_cached_is_not_computed() -> None:
         ("]", "costs"),
     ],
 )
-def test_a_broken_file_of_costs_is_refused(change: str, message: str, tmp_path: Path) -> None:
+def test_broken_costs_file_is_refused(change: str, message: str, tmp_path: Path) -> None:
     name = change.split(" ")[0]
     text = (MEASURED / "h200-llama-8b.toml").read_text()
     file = tmp_path / "costs.toml"
@@ -52,7 +52,7 @@ def test_a_broken_file_of_costs_is_refused(change: str, message: str, tmp_path: 
         load_costs(str(file))
 
 
-def test_what_is_printed_is_for_people_or_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--costs", "h200-llama-8b", "--rate", "40", "--slo", "ttft:p99=1s,itl:p90=30ms"]
     assert main(asked) == 0
     text = capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_invalid_plan_arguments_are_refused_in_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_the_documented_example_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_examples_equal_the_output(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / "operate.md").read_text()
     examples = re.findall(r"^    \$ pdserve (plan (?:[^\\\n]|\\\n)*)\n((?:    [^\n]*\n|\n)*)", text, flags=re.M)
     assert examples

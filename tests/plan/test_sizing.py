@@ -43,7 +43,7 @@ def test_a_tighter_slo_never_needs_fewer_nodes(rate: float, ttft: float, itl: fl
 
 @settings(max_examples=15)
 @given(loads, st.floats(0.1, 10.0))
-def test_nodes_that_are_slower_need_a_rate_that_is_lower(rate: float, times: float) -> None:
+def test_slower_nodes_serve_a_lower_rate(rate: float, times: float) -> None:
     slower = msgspec.structs.replace(
         COSTS,
         prefill_ms=tuple((x, times * y) for x, y in COSTS.prefill_ms),
@@ -57,7 +57,7 @@ def test_nodes_that_are_slower_need_a_rate_that_is_lower(rate: float, times: flo
     assert nodes_for(rate / times, stretched, slower) == nodes_for(rate, slo)
 
 
-def test_many_nodes_are_as_many_as_have_the_time() -> None:
+def test_large_fleets_are_sized_by_compute_time() -> None:
     """Little's law: as many prefill nodes are busy as arrive while one prompt is computed, and likewise sequences."""
     rate, limits = 20_000.0, LoadLimits(headroom=0.2)
     load = NodeLoad(COSTS, CHAT, Slo(), limits)
@@ -67,7 +67,7 @@ def test_many_nodes_are_as_many_as_have_the_time() -> None:
     assert plan.decode.nodes * plan.decode.mean_batch == pytest.approx(at_once, rel=0.02)
 
 
-def test_what_is_found_suffices_and_one_less_does_not() -> None:
+def test_found_number_suffices_and_one_fewer_does_not() -> None:
     load = NodeLoad(COSTS, CHAT, Slo({99: 0.5}, {99: 0.015}), LoadLimits())
     plan = plan_for_rate(load, 150.0)
     assert (plan.prefill.lacks, plan.decode.lacks) == ("", "")
@@ -77,14 +77,14 @@ def test_what_is_found_suffices_and_one_less_does_not() -> None:
     assert plan.decode_carries >= 150.0
 
 
-def test_gpus_serve_a_rate_that_needs_no_more_of_them() -> None:
+def test_rate_for_gpus_needs_no_more_gpus() -> None:
     load = NodeLoad(COSTS, CHAT, Slo({99: 1.0}, {99: 0.02}), LoadLimits())
     plan = plan_for_gpus(load, 12)
     assert plan.nodes <= 12
     assert plan_for_rate(load, 1.1 * plan.rate).nodes > 12
 
 
-def test_a_tail_between_tokens_is_what_splitting_is_for() -> None:
+def test_itl_tail_slo_favours_disaggregation() -> None:
     prompts = workload_of("8192", "200", 0.0, samples=400)
     tight = plan_for_rate(NodeLoad(COSTS, prompts, Slo(itl={99: 0.04}), LoadLimits()), 10.0)
     assert tight.aggregated is None or tight.aggregated.nodes > tight.nodes

@@ -22,7 +22,7 @@ from pdserve.plan.workload import read_trace, workload_of, workload_of_trace
         ("mean=1500,p99=8000", {"mean": 1500, "p99": 8000}),
     ],
 )
-def test_lengths_are_as_they_were_asked_for(text: str, figures: dict[str, float]) -> None:
+def test_lengths_follow_the_requested_distribution(text: str, figures: dict[str, float]) -> None:
     prompts = workload_of(text, "1", 0.0).prompts
     for name, value in figures.items():
         found = sum(prompts) / len(prompts) if name == "mean" else percentile(prompts, int(name[1:]))
@@ -54,7 +54,7 @@ def write_trace(path: Path, *requests: tuple[float, int, int, list[int]]) -> Pat
     return path
 
 
-def test_a_trace_says_what_comes_when_and_what_has_come_before(tmp_path: Path) -> None:
+def test_trace_gives_arrivals_lengths_and_cached_prefixes(tmp_path: Path) -> None:
     trace = write_trace(
         tmp_path / "trace",
         (1000, 1024, 10, [1, 2]),
