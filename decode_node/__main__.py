@@ -1,4 +1,4 @@
-"""``python -m decode_node MODEL``: a node that reads KV caches from prefill nodes and produces the tokens."""
+"""``python -m decode_node MODEL``: run a decode node, which reads KV caches from prefill nodes and produces tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.frontend.node_command import role_parser, run_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:
-    """Run until stopped; returns the exit status."""
-    parser = role_parser(prog, "Produce tokens: read the KV caches that prefill nodes computed, and decode on them.")
+    """Run until stopped; return the exit status."""
+    parser = role_parser(prog, "Produce tokens from KV caches that are read from prefill nodes.")
     add_flags(parser)
     return run_role(parser, argv, make_role)
 

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for, kept alive until they end and never silent about an error."""
+"""Asyncio tasks that nothing awaits: kept alive until they end, their errors logged."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
+    def start(self, coroutine: Coroutine[Any, Any, Any], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        task.add_done_callback(self._on_done)
 
     async def close(self, seconds: float = 0.5) -> None:
-        """Give what still runs so many seconds, then cancel it."""
+        """Wait up to ``seconds`` for the tasks, then cancel them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         for task in self._tasks:
@@ -29,7 +28,7 @@ class BackgroundTasks:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("%s failed", task.get_name(), exc_info=error)

@@ -1,4 +1,4 @@
-"""What a decode node counts. Names, units and meanings: docs/metrics.md."""
+"""Metrics that only decode nodes have; docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ from prometheus_client.metrics_core import Metric
 
 from engine.ipc.messages import ReadEnded
 from pdserve.metrics import FastHistogram, LabeledHistogram
-from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
 
 COUNTERS = {
     "pdserve_decode_requests_total": "Requests received.",
     "pdserve_decode_request_failures_total": "Requests that ended with an error.",
-    "pdserve_requests_handed_over_total": "Requests left to other nodes since this one, or its P, drains.",
-    "pdserve_local_prefills_total": "Prompts prefilled here by choice.",
+    "pdserve_requests_handed_over_total": "Requests that other nodes continue, as this node or its P drains.",
+    "pdserve_local_prefills_total": "Prompts prefilled on this node by choice.",
     "pdserve_handoffs_total": "Handoffs begun.",
-    "pdserve_handoff_ahead_tokens_total": "Tokens after the first that P has sampled, while its KV was on the way.",
+    "pdserve_handoff_ahead_tokens_total": "Tokens after the first that P decoded ahead while D read the KV.",
     "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",
-    "pdserve_handoff_recomputes_total": "Prompts prefilled here after that.",
-    "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of these that were not here.",
+    "pdserve_handoff_recomputes_total": "Prompts prefilled on this node after a failed handoff.",
+    "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of recomputes whose KV was not on this node.",
 }
 PEER_COUNTERS = {
     "pdserve_kv_reads_total": "Reads that ended.",
-    "pdserve_kv_read_failures_total": "Reads without their bytes, or with others than announced.",
+    "pdserve_kv_read_failures_total": "Reads whose bytes did not arrive or were corrupt.",
     "pdserve_kv_read_bytes_total": "Bytes that arrived.",
-    "pdserve_kv_read_descriptors_total": "Ranges of bytes that they came in.",
-    "pdserve_kv_read_seconds_total": "Time with at least one read under way.",
+    "pdserve_kv_read_descriptors_total": "Byte ranges of reads.",
+    "pdserve_kv_read_seconds_total": "Time with at least one read in flight.",
     "pdserve_kv_checksum_failures_total": "Blocks that differed from their digests.",
-    "pdserve_peer_losses_total": "Connections that were lost.",
+    "pdserve_peer_losses_total": "Lost connections.",
 }
-TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # of a request's way to its first token; docs/traces.md
+TTFT_PARTS = ("reserve", "queue", "prefill", "lost")  # of the time to first token; docs/traces.md
 _BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)  # seconds
 
 
 class PeerMetrics:
-    """Of the prefill node at an address, through all its lives."""
+    """Metrics of the prefill node at an address, over all its epochs."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.epoch = ""  # of its newest life
-        self.transport = ""  # of the connection to it, "" without one
+        self.epoch = ""  # newest
+        self.transport = ""  # of the connection; empty without one
         self.counters = dict.fromkeys(PEER_COUNTERS, 0.0)
 
     def count(self, read: ReadEnded) -> None:
@@ -58,18 +57,20 @@ class PeerMetrics:
 
 
 class DecodeMetrics:
-    """``counters`` are those without labels, by name; ``exposed`` is observed once per handoff that succeeds, and
-    ``first_step`` once a step has brought a token here.
+    """``counters`` has the counters without labels. ``exposed`` is observed once per handoff that succeeds, and
+    ``first_step`` when the engine's first token follows it.
     """
 
     def __init__(self) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
         self.exposed = FastHistogram(
-            "pdserve_handoff_exposed_seconds", "From the first token to KV that may be used.", _BOUNDS
+            "pdserve_handoff_exposed_seconds", "From the first token to confirmed KV.", _BOUNDS
         )
-        self.first_step = FastHistogram("pdserve_handoff_first_step_seconds", "From there to the next token.", _BOUNDS)
+        self.first_step = FastHistogram(
+            "pdserve_handoff_first_step_seconds", "From confirmed KV to the next token.", _BOUNDS
+        )
         self._ttft = LabeledHistogram(
-            "pdserve_ttft_part_seconds", "What first tokens waited for.", "part", TTFT_PARTS, _BOUNDS
+            "pdserve_ttft_part_seconds", "Parts of the time to first token.", "part", TTFT_PARTS, _BOUNDS
         )
         self._peers: list[PeerMetrics] = []
 
@@ -78,16 +79,16 @@ class DecodeMetrics:
         return self._peers[-1]
 
     def drop_peer(self, address: str) -> None:
-        """Nothing more is told of it."""
+        """Remove the series of a peer."""
         self._peers = [peer for peer in self._peers if peer.address != address]
 
     def observe_ttft(self, parts: Mapping[str, float]) -> None:
-        """A first token is on its way: what it has waited for (``TTFT_PARTS``), in seconds."""
+        """Observe the seconds of each part (``TTFT_PARTS``) of a time to first token."""
         for part, seconds in parts.items():
             self._ttft.observe(part, seconds)
 
     def count_read(self, read: ReadEnded) -> None:
-        """One has ended, whoever waited for it. Reads from a life before a peer's newest one are nobody's."""
+        """Count a read that has ended. Drop reads that belong to an earlier epoch of the peer."""
         for peer in self._peers:
             if peer.epoch == read.epoch:
                 peer.count(read)
@@ -95,7 +96,6 @@ class DecodeMetrics:
                     _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, for Prometheus."""
         for name, documentation in COUNTERS.items():
             yield CounterMetricFamily(name, documentation, self.counters[name])
         for histogram in (self.exposed, self.first_step, self._ttft):
@@ -105,20 +105,9 @@ class DecodeMetrics:
             for peer in self._peers:
                 family.add_metric([peer.address], peer.counters[name])
             yield family
-        connected = GaugeMetricFamily("pdserve_peer_connected", "Whether it is.", labels=["peer", "transport"])
+        connected = GaugeMetricFamily(
+            "pdserve_peer_connected", "1 while the peer is connected.", labels=["peer", "transport"]
+        )
         for peer in self._peers:
             connected.add_metric([peer.address, peer.transport or "none"], float(bool(peer.transport)))
         yield connected
-
-
-def too_slow(connection: Connected, peer: str, required: str) -> str:
-    """Why a connection is not used under ``--require-transport``; "" if it is."""
-    if not required or connection.meets(required):
-        return ""
-    remedy = (
-        f"UCX can use {connection.lanes}; look at UCX_TLS and UCX_NET_DEVICES here and at the peer, and at what "
-        "`ucx_info -d` lists there"
-        if connection.lanes
-        else "UCX's log tells, but UCX_LOG_LEVEL or UCX_LOG_FILE is set: unset them"
-    )
-    return f"the transport to {peer} is {connection.transport}, --require-transport asks for {required}: {remedy}"

@@ -1,4 +1,4 @@
-"""What makes a node a decode node: peers to read from, handoffs, and the DecodeNode service."""
+"""The decode role: connections to prefill nodes, handoffs, and the DecodeNode service."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DecodeRole:
                 f"--handoff-min-tokens {settings.handoff_min_tokens} and --peer-wait {settings.peer_wait} must be at "
                 "least 0"
             )
-        for place in settings.prefill:
-            check_source(place)
+        for source in settings.prefill:
+            check_source(source)
         self.uses_connector = bool(settings.prefill)
         self._settings = settings
         self._metrics = DecodeMetrics()
@@ -66,38 +66,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         action="append",
         default=[],
-        metavar="PLACE",
+        metavar="SOURCE",
         help="prefill nodes: host:port, dns://name:port, k8s://namespace/service:port or file:///path; repeatable",
     )
     group.add_argument(
         "--kv-failure-policy",
         choices=[policy.value for policy in FailurePolicy],
         default=FailurePolicy.RECOMPUTE.value,
-        help="when a handoff fails: prefill here, or fail the request (default %(default)s)",
+        help="when a handoff fails: prefill on this node, or fail the request (default %(default)s)",
     )
     group.add_argument(
         "--handoff-min-tokens",
         type=int,
         default=32,
         metavar="N",
-        help="prefill here what lacks fewer tokens of KV; 0 hands everything off (default %(default)s)",
+        help="prefill prompts on this node that lack KV of fewer tokens; 0 hands all off (default %(default)s)",
     )
     group.add_argument(
         "--require-transport",
         choices=REQUIRABLE,
         default="",
         metavar="KIND",
-        help="refuse connections to prefill nodes that are slower than KIND: shm (memory that both processes of a host "
-        "see: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards that read by themselves: "
-        "rc, dc, ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts those named after it; plain "
-        "TCP satisfies none. Judged by the lanes UCX chose, not by their speed. (default: any, with a warning for TCP)",
+        help="refuse connections to prefill nodes that are slower than KIND: shm (memory shared by processes of a "
+        "host: UCX's cma, sysv, posix, xpmem, knem; not for KV on GPUs), rdma (network cards with remote DMA: rc, dc, "
+        "ud, srd, gga) or nvlink (between GPUs of a host: cuda_ipc). Each accepts the kinds after it; plain TCP "
+        "satisfies none. Judged by the lanes that UCX chose, not by their speed (default: any, with a warning for TCP)",
     )
     group.add_argument(
         "--peer-wait",
         type=float,
         default=60.0,
         metavar="S",
-        help="how long to wait for a first prefill node before being ready without (default %(default)s)",
+        help="longest wait for a first prefill node before the node is ready without one (default %(default)s)",
     )
 
 

@@ -1,15 +1,16 @@
-"""A prefill node that D reads from: connected, watched, and connected again when it comes back.
+"""The connection to one prefill node: made, checked, and made again when the node comes back.
 
-    trying ──Describe, Handshake, engine connects──► connected ──stream ended, other epoch, reads fail──► trying …
+    connecting ──Describe, Handshake, engine connects──► connected ──stream ended, other epoch, reads fail──┐
+         ▲                                                                                                  │
+         └──────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-While connected, a stream is open that all handoffs go by (decode_node/prefill_stream.py). A peer that dies or hangs
-closes its gRPC connection (keepalive, see channel.py), and with it the stream. That its engine is stuck, or its
-event loop hangs, shows in Describe, which is asked again and again. Either way the peer is lost: handoffs on the stream
-are told, and the engine disconnects, which ends the reads that were in flight. Attempts are spaced 0.1 → 5 s with
-jitter. All limits are those of pdserve/rpc/timeouts.py.
+While connected, a stream carries all handoffs (decode_node/prefill_stream.py). gRPC keepalive closes the connection to
+a dead or hung host, and with it the stream. Repeated Describe calls find a stuck engine or a hung event loop. A lost
+peer fails the handoffs on its stream; the engine disconnects, which ends reads in flight. Attempts are spaced
+0.1 → 5 s with jitter. The timeouts are in pdserve/rpc/timeouts.py.
 
-A peer that drains, or is not listed any more, gets no new handoffs, and its connection ends with the last one. A node
-that several addresses lead to is connected by one of them.
+A peer that drains or is no longer listed gets no new handoffs; its connection ends with the last one. A node with
+several addresses is connected through one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Protocol, TypeVar
 import grpc
 
 from decode_node.background_tasks import BackgroundTasks
-from decode_node.decode_metrics import PeerMetrics, too_slow
+from decode_node.decode_metrics import PeerMetrics
 from decode_node.engine_peers import EnginePeers
 from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
@@ -43,32 +44,32 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
-_LOADING_SECONDS = 0.2  # between looks at a peer that answers, but is not ready yet
+_LOADING_SECONDS = 0.2  # between attempts at a peer that is not ready yet
 
 
 class PeerLoading(PeerError):
-    """The peer is there and will be ready soon."""
+    """The peer answers and will be ready soon."""
 
 
-class TooSlow(PeerError):
-    """The connection does not take the way that ``--require-transport`` asks for."""
+class TransportTooSlow(PeerError):
+    """The connection's transport is slower than ``--require-transport``."""
 
 
-class Others(Protocol):
-    """All peers together, as one of them sees them."""
+class PeerRegistry(Protocol):
+    """The set of all peers of this node."""
 
     def has(self, node_id: str) -> bool:
-        """Whether one of them is that node, connected or about to be."""
+        """Return whether a peer with this id is connected or connecting."""
 
     def on_connected(self) -> None:
-        """Another one is."""
+        """A peer has connected."""
 
-    def on_too_slow(self, error: TooSlow) -> None:
-        """One cannot be used."""
+    def on_too_slow(self, error: TransportTooSlow) -> None:
+        """A peer was refused for its transport."""
 
 
 class PrefillPeer:
-    """The prefill node at an address. ``node_id`` and ``epoch`` are those of its current life, empty while unknown."""
+    """The prefill node at an address. ``node_id`` and ``epoch`` are empty while unknown."""
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class PrefillPeer:
         node: NodeContext,
         engine: EnginePeers,
         metrics: PeerMetrics,
-        required: str,
+        required_transport: str,
         streams: BackgroundTasks,
-        others: Others,
+        registry: PeerRegistry,
     ) -> None:
         self.address = address
         self.node_id = ""
@@ -86,42 +87,42 @@ class PrefillPeer:
         self.stream: PrefillStream | None = None  # while connected
         self.tried = asyncio.Event()
         self._timing = node.config.peer_timing
-        self._dialer = Dialer(address, self._timing, node.tls)  # reconnects, whoever answers there
+        self._dialer = Dialer(address, self._timing, node.tls)
         self._use(self._dialer.channel)
         self._node = node
         self._engine = engine
         self._metrics = metrics
-        self._required = required  # transport
+        self._required_transport = required_transport
         self._streams = streams
-        self._others = others
-        self._drained = False  # its latest life ended, or is about to, since it was told to
-        self._leaving = False  # it is not listed any more
-        self._doubt = asyncio.Event()  # something speaks against the connection: look
-        self._broken = ""  # why the connector's connection must be made anew
+        self._registry = registry
+        self._drained = False  # the latest epoch ended by draining
+        self._unlisted = False
+        self._check_now = asyncio.Event()
+        self._broken = ""  # why the connector must connect anew
 
     @property
     def usable(self) -> bool:
-        """For new handoffs."""
-        return self.stream is not None and not (self.stream.ended or self.stream.draining or self._leaving)
+        """The peer takes new handoffs."""
+        return self.stream is not None and not (self.stream.ended or self.stream.draining or self._unlisted)
 
     @property
     def drained(self) -> bool:
-        """It takes no handoffs since it is being restarted or taken away, which is no fault of it."""
+        """The peer takes no handoffs because it shuts down, which is no failure."""
         return self._drained or (self.stream is not None and self.stream.draining)
 
     def set_listed(self, listed: bool) -> None:
-        """Whether it is one of those to connect to. One that is not is forgotten once no handoff needs it."""
-        self._leaving = not listed
-        self._doubt.set()
+        """Connect to the peer while it is listed. An unlisted peer is dropped when no handoff needs it."""
+        self._unlisted = not listed
+        self._check_now.set()
 
     def check(self) -> None:
-        """A handoff failed: find out whether the peer still lives the same life."""
-        self._doubt.set()
+        """Check soon whether the peer still answers with the same epoch."""
+        self._check_now.set()
 
     def reset(self, reason: str) -> None:
-        """Reads fail: make the connector's connection anew."""
+        """Make the connector's connection anew, since reads fail."""
         self._broken = reason
-        self._doubt.set()
+        self._check_now.set()
 
     async def close(self) -> None:
         await self._dialer.close()
@@ -132,28 +133,28 @@ class PrefillPeer:
         self._stub = pb_grpc.PrefillNodeStub(channel)
 
     async def run(self) -> None:
-        """Connect and stay connected, until it is not listed any more and no handoff needs it."""
-        failures, said = 0, ""
-        while not self._leaving:
+        """Connect and stay connected until the peer is unlisted and no handoff needs it."""
+        failures, logged = 0, ""
+        while not self._unlisted:
             try:
                 await self._connect()
-                failures, said = 0, ""
+                failures, logged = 0, ""
                 self.tried.set()
                 await self._watch()
             except PdserveError as exc:
-                if self._leaving:
+                if self._unlisted:
                     return
                 failures += not isinstance(exc, PeerLoading)
-                if str(exc) != said:
-                    said = str(exc)
-                    _log.warning("prefill node %s: %s; trying again", self.address, said)
+                if str(exc) != logged:
+                    logged = str(exc)
+                    _log.warning("prefill node %s: %s; trying again", self.address, logged)
             finally:
-                self._lose()
+                self._disconnect()
                 self.tried.set()
             await asyncio.sleep(_backoff(failures) if failures else _LOADING_SECONDS)
 
     async def _connect(self) -> None:
-        """Raises PeerError, DeadlineExceeded or ConfigError when it cannot be done now."""
+        """Raises PdserveError when the peer cannot be connected now."""
         self._use(await self._dialer.renew())
         description = await self._describe()
         if description.role != "prefill":
@@ -170,11 +171,11 @@ class PrefillPeer:
         reply = await self._call(self._stub.Handshake(request, timeout=self._timing.answer_timeout))
         if (reply.node_id, reply.epoch) != (description.node_id, description.epoch):
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
-        if self._others.has(reply.node_id):
-            raise PeerError(f"is {reply.node_id}, which another address leads to, too")
+        if self._registry.has(reply.node_id):
+            raise PeerError(f"is {reply.node_id}, which is connected through another address")
         self.node_id, self.epoch = reply.node_id, reply.epoch
         self._broken = ""
-        self._doubt.clear()
+        self._check_now.clear()
         try:
             ranks = tuple(rank_from_pb(rank) for rank in reply.ranks)
         except ConfigError as exc:
@@ -187,40 +188,52 @@ class PrefillPeer:
             self._stub, HandoffPeer(self.node_id, self.epoch, self._timing), self._streams, self.check
         )
         self._drained = False
-        self._others.on_connected()
+        self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
 
     def _check_transport(self, connection: Connected) -> None:
-        problem = too_slow(connection, self.address, self._required)
-        if problem:
-            self._others.on_too_slow(error := TooSlow(problem))
-            raise error
+        """Raises TransportTooSlow if the transport does not meet ``--require-transport``."""
+        required = self._required_transport
+        if not required or connection.meets(required):
+            return
+        remedy = "unset UCX_LOG_LEVEL and UCX_LOG_FILE, which hide UCX's lanes"
+        if connection.lanes:
+            remedy = (
+                f"UCX can use {connection.lanes}; check UCX_TLS, UCX_NET_DEVICES and the output of `ucx_info -d` on "
+                "both nodes"
+            )
+        error = TransportTooSlow(
+            f"the transport to {self.address} is {connection.transport}, --require-transport asks for {required}: "
+            f"{remedy}"
+        )
+        self._registry.on_too_slow(error)
+        raise error
 
     async def _watch(self) -> None:
-        """Returns never; raises PeerError when the connection cannot be relied on any more."""
-        # Once for all rounds: what waits for a change gRPC keeps until there is one, even when it was cancelled.
+        """Check the connection periodically and on suspicion. Raises PdserveError when it is lost; never returns."""
+        # One waiter for all rounds: gRPC keeps each waiter until the state changes, even a cancelled one.
         broken = asyncio.ensure_future(self._channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
-        broken.add_done_callback(lambda _: self._doubt.set())
+        broken.add_done_callback(lambda _: self._check_now.set())
         try:
             while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._timing.probe_after):
-                        await self._doubt.wait()
-                self._doubt.clear()
-                await self._look()
+                        await self._check_now.wait()
+                self._check_now.clear()
+                await self._check_connection()
         finally:
             broken.cancel()
 
-    async def _look(self) -> None:
-        """Raises PeerError when the connection cannot be relied on any more."""
+    async def _check_connection(self) -> None:
+        """Raises PdserveError when the connection is lost."""
         if self._channel.get_state() is not grpc.ChannelConnectivity.READY:
             raise PeerError("the connection broke")
         if self._broken:
-            raise PeerError(f"connection made anew: {self._broken}")
+            raise PeerError(f"reconnecting: {self._broken}")
         if self.stream is not None and self.stream.ended:
             raise (PeerLoading if self.stream.draining else PeerError)(self.stream.ended)
-        if self._leaving and (self.stream is None or self.stream.idle):
-            raise PeerError("is not listed any more")
+        if self._unlisted and (self.stream is None or self.stream.idle):
+            raise PeerError("is no longer listed")
         description = await self._describe()
         if description.epoch != self.epoch:
             raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
@@ -229,7 +242,7 @@ class PrefillPeer:
         elif description.state != "ready":
             raise PeerLoading(f"is {description.state}")
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         if self.epoch:
             self._engine.disconnect(self.epoch)
         stream, self.stream, self.epoch, self._metrics.transport = self.stream, None, "", ""
@@ -249,5 +262,5 @@ class PrefillPeer:
 
 
 def _backoff(failures: int) -> float:
-    """Seconds before the next attempt: doubling, and spread so that many nodes do not knock together."""
+    """Return the seconds until the next attempt: doubling, with jitter against simultaneous attempts of many nodes."""
     return min(_BACKOFF_MAX, _BACKOFF_MIN * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)

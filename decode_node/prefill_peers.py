@@ -1,6 +1,6 @@
-"""The prefill nodes that D reads from, wherever they are found: connected before D is ready, and while D runs.
+"""All prefill nodes that D reads from: found through discovery, connected before D is ready and while it runs.
 
-Which there are is told by pdserve/discovery/; what becomes of each: decode_node/prefill_peer.py.
+pdserve/discovery/ lists their addresses; decode_node/prefill_peer.py keeps the connection to each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from decode_node.background_tasks import BackgroundTasks
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.engine_peers import EnginePeers
-from decode_node.prefill_peer import PrefillPeer, TooSlow
+from decode_node.prefill_peer import PrefillPeer, TransportTooSlow
 from decode_node.settings import DecodeSettings
 from engine.frontend.node_context import NodeContext
 from pdserve.discovery.sources import Directory
@@ -21,23 +21,26 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillPeers:
-    """All prefill nodes that are listed, and those that handoffs still need."""
+    """The listed prefill nodes, and unlisted ones that handoffs still need."""
 
     def __init__(self, settings: DecodeSettings, node: NodeContext, metrics: DecodeMetrics) -> None:
-        """Raises ConfigError for a place that cannot be asked from here."""
+        """Raises ConfigError for a source that this machine cannot query."""
         self._settings, self._node, self._metrics = settings, node, metrics
-        self._engine = EnginePeers(node.engine, node.config.peer_timing.connect_timeout, self._on_engine_lost)
-        self._directory = Directory(settings.prefill, self._listed)
+        self._engine_peers = EnginePeers(node.engine, node.config.peer_timing.connect_timeout, self._on_engine_lost)
+        self._directory = Directory(settings.prefill, self._on_listed)
         self._peers: dict[str, PrefillPeer] = {}  # by address
-        self._some = asyncio.Event()  # one has been connected, or is too slow
-        self._too_slow: TooSlow | None = None  # the latest
-        self._turn = 0  # of those that stand in for one that drains
+        self._first = asyncio.Event()  # a peer has connected, or was refused for its transport
+        self._too_slow: TransportTooSlow | None = None  # latest
+        self._next_other = 0  # round robin over substitutes of a draining peer
         self._streams = BackgroundTasks()
         self._background = BackgroundTasks()
         node.engine.on_read = metrics.count_read
 
     def get(self, node_id: str) -> PrefillPeer:
-        """The connected peer of that id; another one where that one drains. Raises PeerError or Draining."""
+        """Return the connected peer with this id, or another one if it drains.
+
+        Raises PeerError if it is not connected, Draining if it drains and no other peer is connected.
+        """
         named = next((peer for peer in self._peers.values() if peer.node_id == node_id), None)
         if named is not None and named.usable:
             return named
@@ -45,75 +48,74 @@ class PrefillPeers:
             raise PeerError(f"prefill node {node_id} is not connected; name another one")
         other = self.other()
         if other is None:
-            raise Draining(f"prefill node {node_id} is draining, and no other one is connected")
+            raise Draining(f"prefill node {node_id} is draining, and no other prefill node is connected")
         return other
 
     def other(self) -> PrefillPeer | None:
-        """One that is connected, in place of one that drains; they take turns."""
+        """Return a connected peer in place of one that drains, round robin; None if there is none."""
         usable = [peer for peer in self._peers.values() if peer.usable]
-        self._turn += 1
-        return usable[self._turn % len(usable)] if usable else None
+        self._next_other += 1
+        return usable[self._next_other % len(usable)] if usable else None
 
     def connected_ids(self) -> list[str]:
         return [peer.node_id for peer in self._peers.values() if peer.usable]
 
     async def start(self, seconds: float) -> None:
-        """Connect; return once every peer was tried and one is connected, but at the latest after ``seconds``.
+        """Connect. Return when every peer was tried and one is connected, or after ``seconds``.
 
-        Raises ConfigError where a connection is slower than required.
+        Raises ConfigError if a transport is slower than ``--require-transport``.
         """
         if not self._settings.prefill:
             return
-        self._background.start(self._directory.run(), "the list of prefill nodes")
+        self._background.start(self._directory.run(), "discovery of prefill nodes")
         try:
             async with asyncio.timeout(seconds):
                 await self._directory.complete.wait()
                 for peer in list(self._peers.values()):
                     await peer.tried.wait()
-                await self._some.wait()
+                await self._first.wait()
             if self._too_slow is not None:
                 raise ConfigError(str(self._too_slow))
         except TimeoutError:
             _log.warning(
-                "no prefill node could be reached within %.3g s (%s): prompts are prefilled here until one can",
+                "no prefill node could be reached within %.3g s (%s): prompts are prefilled on this node until one can",
                 seconds,
                 ", ".join(self._peers) or f"none is listed at {', '.join(self._settings.prefill)}",
             )
 
     async def close(self) -> None:
         await self._background.close(0)
-        await self._streams.close()  # what was given back is to reach the peers
+        await self._streams.close()  # delivers releases of leases
         for peer in self._peers.values():
             await peer.close()
 
-    # ------------------------------------------------------------ as peers see it
+    # ------------------------------------------------------------ PeerRegistry
 
     def has(self, node_id: str) -> bool:
         return any(peer.epoch and peer.node_id == node_id for peer in self._peers.values())
 
     def on_connected(self) -> None:
-        self._some.set()
+        self._first.set()
 
-    def on_too_slow(self, error: TooSlow) -> None:
+    def on_too_slow(self, error: TransportTooSlow) -> None:
         self._too_slow = error
-        self._some.set()
+        self._first.set()
 
-    # ------------------------------------------------------------ what changes
+    # ------------------------------------------------------------ changes
 
-    def _listed(self, addresses: frozenset[str]) -> None:
+    def _on_listed(self, addresses: frozenset[str]) -> None:
         for address, peer in self._peers.items():
             peer.set_listed(address in addresses)
         for address in sorted(addresses - self._peers.keys()):
             peer = self._peers[address] = PrefillPeer(
-                *(address, self._node, self._engine, self._metrics.add_peer(address)),
+                *(address, self._node, self._engine_peers, self._metrics.add_peer(address)),
                 *(self._settings.require_transport, self._streams, self),
             )
-            self._background.start(self._keep(peer), f"peer {address}")
+            self._background.start(self._run_peer(peer), f"peer {address}")
 
-    async def _keep(self, peer: PrefillPeer) -> None:
-        """Until it has left."""
+    async def _run_peer(self, peer: PrefillPeer) -> None:
         await peer.run()
-        _log.info("prefill node %s is not listed any more", peer.address)
+        _log.info("prefill node %s is no longer listed", peer.address)
         del self._peers[peer.address]
         self._metrics.drop_peer(peer.address)
         await peer.close()

@@ -1,4 +1,4 @@
-"""What a decode node can be told beyond what every node can."""
+"""Settings that only decode nodes have."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import msgspec
 
 
 class FailurePolicy(StrEnum):
-    """What becomes of a request whose handoff fails."""
+    """Treatment of a request whose handoff fails."""
 
-    RECOMPUTE = "recompute"  # D prefills it from the token ids it has
+    RECOMPUTE = "recompute"  # D prefills it from its token ids
     FAIL = "fail"
 
 
 class DecodeSettings(msgspec.Struct, frozen=True):
-    prefill: tuple[str, ...] = ()  # places of prefill nodes, see pdserve/discovery/sources.py
+    prefill: tuple[str, ...] = ()  # sources of prefill nodes, see pdserve/discovery/sources.py
     failure_policy: FailurePolicy = FailurePolicy.RECOMPUTE
     handoff_min_tokens: int = 32
     peer_wait: float = 60.0  # seconds
-    require_transport: str = ""  # of pdserve.transports.REQUIRABLE; "": any will do
+    require_transport: str = ""  # one of pdserve.transports.REQUIRABLE; empty: any
