@@ -1,4 +1,4 @@
-"""One request of a router, from its first command to the engine to its last output."""
+"""One request of a router on D, from its submission to the engine to its last output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from decode_node.request_trace import Outcome, RequestTrace
+from decode_node.request_trace import RequestOutcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
 from engine.ipc.messages import Cancel, Mode, Prefilled, ReadEnded, Refused, Reserved, Scored, Submit
 from pdserve.errors import DeadlineExceeded, PdserveError
@@ -21,14 +21,14 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class OutputSink(Protocol):
-    """Where outputs go: the stream of the router that asked."""
+    """The stream to the router of a request."""
 
     def add(self, request: int, bulk: int = 0) -> pb.Output:
-        """A new output at the end of what is sent next, to be filled in at once; of ``bulk`` bytes if it is large."""
+        """Append an output, to be filled in at once; ``bulk`` is a large output's size in bytes."""
 
 
-class HandoffSide(Protocol):
-    """What the engine says to whoever hands the request off."""
+class HandoffEvents(Protocol):
+    """Receives the engine's events of a request's handoff."""
 
     def on_reserved(self, cached_tokens: int) -> None: ...
 
@@ -39,7 +39,7 @@ class HandoffSide(Protocol):
 
 
 class NodeGeneration:
-    """Forwards outputs as they come; ends exactly once, after which nothing is emitted."""
+    """Forwards tokens to the router as they come. It ends exactly once, and emits nothing afterwards."""
 
     def __init__(
         self,
@@ -51,32 +51,29 @@ class NodeGeneration:
         on_end: Callable[[NodeGeneration], None],
         trace: RequestTrace,
     ) -> None:
-        self.number = message.request
-        self.request_id = message.request_id
+        self.message = message
+        self.number = message.request  # the router's
         self.trace = trace
-        self.token_ids = message.token_ids
         self.num_tokens = num_tokens
         self.sampling = sampling
-        self.cache_salt = message.cache_salt
-        self.priority = message.priority
         self.resume = {choice.choice: choice.token_ids for choice in message.resume}
-        self.timeout = message.timeout_ms / 1000
         self.error: PdserveError | None = None
-        self.handoff: HandoffSide | None = None  # to be set before it is submitted as one
+        self.handoff: HandoffEvents | None = None  # set before ``submit(Mode.HANDOFF)``
         self.rid = engine.open(self)
-        loop = asyncio.get_running_loop()
         self._engine = engine
         self._sink = sink
         self._on_end = on_end
-        self._fresh = True  # the engine has sent no token yet
-        self._prefilled = Prefilled(self.rid, 0, 0.0)  # as long as the engine has not computed the prompt
-        self._choices = set(self.resume or range(sampling.n))  # that go on
-        self._timer = loop.call_later(self.timeout, self._on_deadline) if self.timeout else None
-        self._until = time.monotonic() + self.timeout
+        self._has_output = False  # of the engine
+        self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
+        self._choices = set(self.resume or range(sampling.n))  # unfinished
+        self._timeout = message.timeout_ms / 1000
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._timeout, self._on_deadline) if self._timeout else None
+        self._deadline = time.monotonic() + self._timeout
 
     @property
     def prefill_sampling(self) -> SamplingParams:
-        """How P is to draw tokens. Those of a resumed request are there: P draws one for nothing."""
+        """Sampling parameters for P. A resumed request has its tokens, and drops the one that P must sample."""
         return _ONE_TOKEN if self.resume else self.sampling
 
     @property
@@ -86,25 +83,28 @@ class NodeGeneration:
     @property
     def remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
-        return max(0.0, self._until - time.monotonic()) if self.timeout else None
+        return max(0.0, self._deadline - time.monotonic()) if self._timeout else None
 
     def submit(self, mode: Mode) -> None:
         if mode is Mode.HANDOFF:
-            self.trace.reserve()
-        message = Submit(
-            self.rid, self.token_ids, self.sampling, mode, self.cache_salt, self.priority, resume=self.resume
+            self.trace.on_reserve()
+        request = self.message
+        self._engine.send(
+            Submit(
+                *(self.rid, request.token_ids, self.sampling, mode, request.cache_salt, request.priority),
+                resume=self.resume,
+            )
         )
-        self._engine.send(message)
 
     def emit_peer_token(
         self, choice: int, sample: Sample, number: int, eos_token_ids: Sequence[int], cached_tokens: int = 0
     ) -> None:
-        """Forward what P has sampled, the ``number``-th token of a choice; one that ends with it ends here."""
+        """Forward the ``number``-th token of a choice, which P has sampled; end the choice if it is the last."""
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
         self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens)
 
     def fail(self, error: PdserveError) -> None:
-        """End it with an error, here and in the engine."""
+        """End the request with an error, here and in the engine. Idempotent."""
         if self.ended:
             return
         self.error = error
@@ -112,16 +112,16 @@ class NodeGeneration:
         self.cancel()
 
     def cancel(self) -> None:
-        """End it without another word. Idempotent."""
+        """End the request without further output. Idempotent."""
         if not self.ended:
             self._choices.clear()
             self._engine.send(Cancel(self.rid))
-            self._end(Outcome.CANCELLED if self.error is None else Outcome.FAILED)
+            self._end(RequestOutcome.CANCELLED if self.error is None else RequestOutcome.FAILED)
 
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         cached_tokens = 0
-        if self._fresh:
-            self._fresh = False
+        if not self._has_output:
+            self._has_output = True
             self.trace.on_output(self._prefilled.queued)
             cached_tokens = self._prefilled.cached_tokens
         self._emit(choice, token_id, logprobs, finish, cached_tokens)
@@ -162,15 +162,15 @@ class NodeGeneration:
             output.finish_reason = finish
             self._choices.remove(choice)
             if self.ended:
-                self._end(Outcome.DONE)
+                self._end(RequestOutcome.DONE)
 
     def _on_deadline(self) -> None:
         waiting_for = self._engine.monitor.waiting_for
         reason = f" ({waiting_for})" if waiting_for else ""
-        text = f"the request was not finished within its {self.timeout:.3g} s{reason}; allow more time"
+        text = f"the request was not finished within its {self._timeout:.3g} s{reason}; allow more time"
         self.fail(DeadlineExceeded(text))
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: RequestOutcome) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self.handoff is not None:

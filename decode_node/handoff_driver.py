@@ -52,6 +52,15 @@ class HandoffContext:
     def counters(self) -> dict[str, float]:
         return self.metrics.counters
 
+    def recomputes(self, uncached_tokens: int) -> bool:
+        """Count a failed handoff; return whether the failure policy is to prefill its prompt on D."""
+        self.counters["pdserve_handoff_failures_total"] += 1
+        if self.settings.failure_policy is FailurePolicy.FAIL:
+            return False
+        self.counters["pdserve_handoff_recomputes_total"] += 1
+        self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
+        return True
+
 
 class HandoffDriver:
     """One request from Submit(HANDOFF) until it decodes, has ended, or is prefilled on D.
@@ -92,10 +101,11 @@ class HandoffDriver:
         except PdserveError as exc:
             self._fail(exc)
         except Exception:
-            name, extra = self._generation.request_id or self._generation.rid, self._generation.trace.log_fields
-            _log.exception("the handoff of request %s failed", name, extra=extra)
+            generation = self._generation
+            name = generation.message.request_id or generation.rid
+            _log.exception("the handoff of request %s failed", name, extra=generation.trace.log_fields)
             self.abandon()
-            self._generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
+            generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
 
     def _start(self, cached_tokens: int) -> None:
         context, generation = self._context, self._generation
@@ -177,16 +187,13 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        context.counters["pdserve_handoff_failures_total"] += 1
-        if context.settings.failure_policy is FailurePolicy.FAIL:
+        if not context.recomputes(self._uncached_tokens):
             # Only an overload is passed on: other errors between nodes are not the client's fault.
             generation.fail(error if isinstance(error, Overloaded) else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
-        context.counters["pdserve_handoff_recomputes_total"] += 1
-        context.counters["pdserve_handoff_recomputed_tokens_total"] += self._uncached_tokens
-        name, extra = generation.request_id or generation.rid, generation.trace.log_fields
-        _log.warning("request %s is prefilled on this node: %s", name, error, extra=extra)
+        name = generation.message.request_id or generation.rid
+        _log.warning("request %s is prefilled on this node: %s", name, error, extra=generation.trace.log_fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
         context.engine.send(PrefillLocally(generation.rid, outputs))
 
@@ -226,13 +233,13 @@ class HandoffDriver:
 
 
 def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span) -> pb.PrefillRequest:
-    remaining = generation.remaining
+    request, remaining = generation.message, generation.remaining
     return pb.PrefillRequest(
-        request_id=generation.request_id,
-        token_ids=generation.token_ids,
+        request_id=request.request_id,
+        token_ids=request.token_ids,
         sampling=sampling_to_pb(generation.prefill_sampling),
-        cache_salt=generation.cache_salt,
-        priority=generation.priority,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
         skip_tokens=cached_tokens,
         timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
         traceparent=span.traceparent,

@@ -1,4 +1,4 @@
-"""``python -m prefill_node MODEL``: a node that turns prompts into KV caches for decode nodes to read."""
+"""``python -m prefill_node MODEL``: run a prefill node, which computes KV caches that decode nodes read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prefill_node.prefill_role import add_flags, make_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve prefill") -> int:
-    """Run until stopped; returns the exit status."""
-    parser = role_parser(prog, "Serve prompts: compute their KV caches and lease them to decode nodes.")
+    """Run until stopped; return the exit status."""
+    parser = role_parser(prog, "Compute the KV caches of prompts and lease them to decode nodes.")
     parser.set_defaults(shared_mlps="on")
     add_flags(parser)
     return run_role(parser, argv, make_role)

@@ -1,22 +1,22 @@
-"""P's promises to keep blocks. Pure: the clock is passed in, nothing is freed here, only decided. See docs/leases.md.
+"""P's leases: promises to keep KV blocks for a decode node. Pure: the clock is passed in, and the caller frees blocks.
 
                   ┌──extend─┐
-    accepted ──announce──► granted ──release, all announced──► released     the peer has read them, or wants none
+    accepted ──announce──► granted ──release, all announced──► released     D has read the blocks, or needs none
        │                    │ └──────release before that─────► aborted
-       │                    └────────────expire──────────────► expired      nothing was heard of the peer for too long
-       └──release, hang_up──► nothing was promised
+       │                    └────────────expire──────────────► expired      no message from D for too long
+       └──release, cancel──► nothing was promised
 
-A lease grows: it is granted with the first blocks of a prompt that are announced, and its time runs from then on, until
-the peer extends it. Whatever becomes of the call, blocks that were announced are kept until the peer gives them back or
-that time has passed: a call that broke says nothing about who still reads.
+A lease is granted with the first announced blocks of a prompt, and grows with later ones. Its time runs from the grant
+or the latest extension. A broken stream does not end it: D may go on reading over the data network.
 
     P    └ grant ────────── lease ───── guard ──┤ expire: the blocks are free
               ┌ extend ─────────── lease ───── guard ──┤
-    D    └ asked for it ─── lease, but for a margin ┤ gives up reading unless extended
-           └ asked for it ─── lease, but for a margin ┤
+    D  └ Prefill sent ───── lease − margin ┤ limit of reading
+           └ Extend sent ───── lease − margin ┤
 
-D counts from when it sent what P has answered, P from when it received it, which is later. So D has given up before P
-frees anything, however long a message takes; margin and guard are for clocks that do not run alike.
+D counts from when it sent a request that P has answered, P from when it received that request, which is later. So D has
+stopped reading before P frees anything, whatever the delay of messages. Margin and guard cover clock drift. See
+docs/leases.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-_TERMS = 10  # lengths of a lease for which it can be extended after its latest announcement
+_MAX_TERMS = 10  # lengths of a lease by which extensions can move its end beyond the latest announcement
 
 
 class LeaseState(StrEnum):
@@ -39,8 +39,8 @@ class LeaseState(StrEnum):
 
 @dataclass(slots=True)
 class _Lease:
-    ends: float = inf  # infinity while nothing has been announced
-    latest: float = inf  # ``ends`` is never moved beyond
+    ends: float = inf  # guard included; infinity before the grant
+    latest: float = inf  # upper bound of ``ends``
     complete: bool = False  # all blocks of the prompt have been announced
 
     @property
@@ -52,28 +52,28 @@ class LeaseTable:
     """All leases of one node in one epoch. Times are seconds of one monotonic clock."""
 
     def __init__(self, epoch: str, seconds: float, guard: float, remember: int = 65_536) -> None:
-        """A repeated release is answered as the first one until ``remember`` more numbers have been given out."""
+        """A repeated release gets the first one's answer until ``remember`` more leases have been numbered."""
         self.epoch = epoch
         self.seconds = seconds
         self.guard = guard
-        self._leases: dict[int, _Lease] = {}  # that have not ended
-        # [lease % remember] → the last lease there that was released, plus one. An array is at once as large as it will
-        # ever be, where a dictionary would grow for hours.
+        self._leases: dict[int, _Lease] = {}  # active
+        # [lease % remember]: the latest released lease of that remainder, plus one. Its size is constant, while a
+        # dictionary would grow for hours.
         self._released = array("Q", bytes(8 * remember))
-        self._heap: list[tuple[float, int]] = []  # (when, lease), also of leases that ended or were extended
+        self._heap: list[tuple[float, int]] = []  # (end, lease), with stale entries of ended and extended leases
         self.counts = dict.fromkeys(LeaseState, 0)
 
     def accept(self, lease: int) -> None:
-        """A prompt is to become this lease, whose number must be new. Nothing is promised yet."""
+        """Register the lease of a new prompt under a new number. Nothing is promised yet."""
         assert lease not in self._leases, lease
         self._leases[lease] = _Lease()
 
     def announce(self, lease: int, complete: bool, now: float) -> bool:
-        """Promise more blocks: the first ones grant the lease. False if it has ended: the peer must not be told."""
+        """Promise more blocks; the first ones grant the lease. Return False if it has ended: D must not read them."""
         entry = self._leases.get(lease)
         if entry is None:
             return False
-        entry.latest = now + _TERMS * self.seconds + self.guard
+        entry.latest = now + _MAX_TERMS * self.seconds + self.guard
         entry.complete = complete
         if not entry.granted:
             self.counts[LeaseState.GRANTED] += 1
@@ -81,30 +81,30 @@ class LeaseTable:
         return True
 
     def extend(self, epoch: str, lease: int, now: float) -> float:
-        """Keep a lease for its whole length once more. Returns for how many seconds it is kept at least, 0 if it ended.
+        """Extend a lease to its whole length from now; return the seconds that it lasts at least, 0 if it has ended.
 
-        Less than its length when it was announced too long ago: nothing is kept for ever.
+        The result shrinks when the latest announcement is long ago, so that no lease lasts forever.
         """
-        entry = self._named(epoch, lease)
+        entry = self._active(epoch, lease)
         if entry is None or not entry.granted:
             return 0.0
         self._keep_until(lease, entry, min(now + self.seconds + self.guard, entry.latest))
         return max(0.0, entry.ends - self.guard - now)
 
     def release(self, epoch: str, lease: int) -> tuple[bool, bool]:
-        """End a lease at the peer's wish. Returns (what was promised has been kept, its blocks are to be freed now).
+        """End a lease for D. Return (the lease stood until now, the caller must free its blocks).
 
-        A repeated release says again what the first one said. A lease has not been kept if it is unknown, has ended
-        before, or if not all of its blocks had been announced.
+        A lease did not stand if it is unknown, had ended, or if not all of its blocks had been announced. A repeated
+        release gets the first one's answer.
         """
-        entry = self._named(epoch, lease)
+        entry = self._active(epoch, lease)
         if entry is None:
             return epoch == self.epoch and self._released[lease % len(self._released)] == lease + 1, False
         self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
         return entry.complete, True
 
-    def hang_up(self, lease: int) -> bool:
-        """The peer's call has ended. Returns whether the lease has, too: only as long as nothing was announced."""
+    def cancel(self, lease: int) -> bool:
+        """End the lease of a cancelled prompt if nothing was announced; return whether it ended."""
         entry = self._leases.get(lease)
         if entry is None or entry.granted:
             return False
@@ -112,9 +112,9 @@ class LeaseTable:
         return True
 
     def expire(self, now: float) -> list[int]:
-        """End all leases whose time and guard have passed by ``now``; their blocks are to be freed.
+        """End and return all leases whose time and guard have passed; the caller must free their blocks.
 
-        Until then they stand, however late this is called.
+        A lease stands until this call, however late it comes.
         """
         expired = []
         while self._heap and self._heap[0][0] <= now:
@@ -125,17 +125,17 @@ class LeaseTable:
         return expired
 
     def next_expiry(self) -> float | None:
-        """When ``expire`` will next have something to do; None while no lease's time runs."""
+        """Return when a lease ends next; None while no lease is granted."""
         while self._heap and not self._is_current(*self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def __len__(self) -> int:
-        """How many are granted and have not ended."""
+        """Return the number of granted leases."""
         return sum(entry.granted for entry in self._leases.values())
 
-    def _named(self, epoch: str, lease: int) -> _Lease | None:
-        """The lease that a peer means, unless it has ended, be it with an earlier life of this node."""
+    def _active(self, epoch: str, lease: int) -> _Lease | None:
+        """Return the lease unless it has ended or belongs to another epoch."""
         return self._leases.get(lease) if epoch == self.epoch else None
 
     def _keep_until(self, lease: int, entry: _Lease, ends: float) -> None:

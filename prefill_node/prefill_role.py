@@ -1,4 +1,4 @@
-"""What makes a node a prefill node: leases, and the PrefillNode service."""
+"""The prefill role: leases and the PrefillNode service."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.frontend.drain import Drainable
 from engine.frontend.node_context import NodeContext
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from prefill_node.lease_manager import LeaseManager
 from prefill_node.leases import LeaseTable
-from prefill_node.pending_prefills import Leases
 from prefill_node.prefill_service import PrefillService
 
 
@@ -29,20 +29,20 @@ class PrefillRole:
                 f"--lease-seconds {lease_seconds} must be above 0 and --lease-guard {lease_guard} at least 0"
             )
         if decode_ahead < 0:
-            raise ConfigError(f"--decode-ahead {decode_ahead} must be at least 0, which is none")
+            raise ConfigError(f"--decode-ahead {decode_ahead} must be at least 0")
         self._decode_ahead = decode_ahead
         self._lease_seconds = lease_seconds
         self._lease_guard = lease_guard
-        self._leases: Leases | None = None
+        self._leases: LeaseManager | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
-        self._leases = Leases(node.engine, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
+        self._leases = LeaseManager(node.engine, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
         service = PrefillService(node, self._leases, self._decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)
         return service
 
     async def connect(self) -> None:
-        """Decode nodes come to us."""
+        """Do nothing: decode nodes connect to this node."""
 
     def connected_peers(self) -> Sequence[str]:
         return ()
@@ -64,23 +64,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=3.0,
         metavar="S",
-        help="how long blocks are kept for a decode node after its last sign of life; it extends leases that it still "
-        "reads (default %(default)s)",
+        help="length of a lease: how long blocks are kept for a decode node that does not extend it "
+        "(default %(default)s)",
     )
     group.add_argument(
         "--lease-guard",
         type=float,
         default=1.0,
         metavar="S",
-        help="how much longer blocks are kept, for clocks that do not run alike (default %(default)s)",
+        help="how much longer blocks are kept after a lease, against clock drift (default %(default)s)",
     )
     group.add_argument(
         "--decode-ahead",
         type=int,
         default=3,
         metavar="N",
-        help="after a prompt's first token, sample so many more, at most, until the decode node has read the KV; only "
-        "while no other prompt is there to compute (default %(default)s)",
+        help="most tokens to decode after a prompt's first one while the decode node reads the KV and no other prompt "
+        "waits (default %(default)s)",
     )
 
 

@@ -1,4 +1,4 @@
-"""The PrefillNode service: handshakes, and one stream per decode node."""
+"""The PrefillNode service: handshakes and one stream per decode node."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
 from pdserve.rpc.protobuf import rank_to_pb
 from prefill_node.decode_stream import DecodeStream
-from prefill_node.pending_prefills import Leases
+from prefill_node.lease_manager import LeaseManager
 
 _log = logging.getLogger(__name__)
 
 
 class PrefillService(pb_grpc.PrefillNodeServicer):
-    def __init__(self, node: NodeContext, leases: Leases, ahead: int) -> None:
-        """Prompts go ahead of their decode nodes by ``ahead`` tokens at most."""
+    def __init__(self, node: NodeContext, leases: LeaseManager, decode_ahead: int) -> None:
         self._node = node
         self._leases = leases
-        self._ahead = ahead
+        self._decode_ahead = decode_ahead
         self._streams: Streams[DecodeStream] = Streams()
         self.release_timeout = leases.table.seconds + leases.table.guard
-        leases.on_end = self._streams.changed
+        leases.on_change = self._streams.changed
 
     async def finish(self) -> None:
-        """Tell decode nodes that no prompt is taken in any more; returns when none is computed and nothing leased."""
         self._streams.drain()
         await self._streams.until(lambda: self._leases.idle and not any(stream.prefills for stream in self._streams))
 
     def hand_over(self, why: Draining) -> None:
-        """Leave prompts that are not computed yet to decode nodes; what they were told of stays leased."""
+        """Fail the prompts that are not computed, for decode nodes to send elsewhere. Announced blocks stay leased."""
         self._streams.drain()
         for stream in self._streams:
             stream.fail(why)
@@ -58,15 +56,15 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             ranks=[rank_to_pb(rank) for rank in self._node.engine.ranks],
         )
 
-    async def Serve(  # type: ignore[override]  # it writes to its context: a generator is not told of a broken stream
+    async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        stream = DecodeStream(self._node, self._leases, self._ahead, self._streams.changed)
+        stream = DecodeStream(self._node, self._leases, self._decode_ahead, self._streams.changed)
         with self._streams.opened(stream):
             try:
                 await serve(context, stream.writer, stream.read(request_iterator), lambda: stream.writer.empty)
             finally:
-                stream.hang_up()
+                stream.close()
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
         if request.protocol != PROTOCOL_VERSION:

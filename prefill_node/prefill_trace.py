@@ -1,4 +1,4 @@
-"""What becomes of one prompt on P, as spans and as a line in the log.
+"""Times one prompt on P, as spans and as a log line.
 
 queue ─► prefill ─► first tokens
             └ lease ──────────────────────► released, aborted or expired
@@ -18,35 +18,34 @@ _log = logging.getLogger(__name__)
 
 
 class PrefillTrace:
-    """From when the prompt came until its lease has ended, which is its end. Moments are of ``time.monotonic``."""
+    """Spans and, with ``log``, a log line of a prompt, from its arrival until its lease ends."""
 
-    def __init__(self, request_id: str, num_tokens: int, span: Span, told: bool) -> None:
-        """``told``: a line in the log says how the prompt went."""
+    def __init__(self, request_id: str, num_tokens: int, span: Span, log: bool) -> None:
         self.request_id = request_id
         self._num_tokens = num_tokens
         self._span = span
-        self._told = told
-        self._came = time.monotonic()
-        self._leased_at = 0.0  # 0: nothing is
+        self._log = log
+        self._arrived_at = time.monotonic()
+        self._leased_at = 0.0  # 0: not yet
 
     @property
-    def about(self) -> dict[str, object]:
-        """What lines in the log say besides their message."""
+    def log_fields(self) -> dict[str, object]:
+        """``extra`` of log lines about the request."""
         return request_fields(self.request_id, self._span.trace_id)
 
     def on_part(self, num_tokens: int, num_blocks: int) -> None:
-        """D may read more blocks, up to a token of the prompt."""
+        """``num_blocks`` more blocks were announced, up to the first ``num_tokens`` of the prompt."""
         self._leased_at = self._leased_at or time.monotonic()
         self._span.event("announced", {"pdserve.tokens": num_tokens, "pdserve.blocks": num_blocks})
 
     def on_computed(self, queued: float, cached_tokens: int) -> None:
-        """The first tokens are there. The prompt has waited for so many seconds before its first step."""
+        """The first tokens were sampled. The prompt waited ``queued`` seconds for its first step."""
         now = time.monotonic()
-        begun = min(self._came + queued, now)
-        self._span.child("queue", start=self._came).end(begun)
+        begun = min(self._arrived_at + queued, now)
+        self._span.child("queue", start=self._arrived_at).end(begun)
         self._span.child("prefill", start=begun).end(now)
         self._span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
-        if self._told:
+        if self._log:
             fields = {"prompt_tokens": self._num_tokens, "cached_tokens": cached_tokens}
             parts = {"queue_seconds": round(queued, 6), "prefill_seconds": round(now - begun, 6)}
             text = "request %s: %d tokens prefilled, %d of them cached: queue %.4f s, prefill %.4f s"
@@ -54,17 +53,16 @@ class PrefillTrace:
             _log.info(text, self.request_id, self._num_tokens, cached_tokens, queued, now - begun, extra=extra)
 
     def on_failed(self, error: PdserveError) -> None:
-        """There will be no first tokens."""
-        self._span.child("prefill", start=self._came).end()
+        """The prompt ends without first tokens."""
+        self._span.child("prefill", start=self._arrived_at).end()
         self._span.fail(error)
-        if self._told:
+        if self._log:
             extra = request_fields(self.request_id, self._span.trace_id, error=type(error).__name__)
             _log.info("request %s: not prefilled: %s", self.request_id, error, extra=extra)
 
-    def on_lease_end(self, how: LeaseState) -> None:
-        """D has given it back, or time has; or it ended before anything was leased."""
+    def on_lease_end(self, state: LeaseState) -> None:
         if self._leased_at:
-            self._span.child("lease", {"pdserve.lease.end": how}, start=self._leased_at).end()
-        if how is LeaseState.EXPIRED:
+            self._span.child("lease", {"pdserve.lease.end": state}, start=self._leased_at).end()
+        if state is LeaseState.EXPIRED:
             self._span.fail("lease_expired")
         self._span.end()

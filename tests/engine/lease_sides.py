@@ -105,7 +105,7 @@ class PrefillSide:
         for lease in [lease for lease, mine in self._calls.items() if mine is call]:
             del self._calls[lease]
             self.node.obey(Cancel(lease))
-            if self.table.hang_up(lease):
+            if self.table.cancel(lease):
                 self._free(lease)
 
     def expire(self, now: float) -> None:

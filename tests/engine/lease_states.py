@@ -117,7 +117,7 @@ def p_hears(index: int, again: bool, s: State) -> None:
             if kind == "hang up":
                 s.to_p = [message for message in s.to_p if message[0] != "prefill"]
             s.computed = None
-            if s.table.hang_up(LEASE):
+            if s.table.cancel(LEASE):
                 p_frees(s)
         case "extend":
             s.to_d.append(("extended", ask, int(1000 * s.table.extend("first", LEASE, s.now))))

@@ -74,7 +74,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                     end(lease, "released" if entry.complete else "aborted" if entry.ends < inf else "never granted")
                 assert kept == (ended.get(lease) == "released")
             case "hang up":
-                assert table.hang_up(lease) == (entry is not None and entry.ends == inf)
+                assert table.cancel(lease) == (entry is not None and entry.ends == inf)
                 if entry is not None and entry.ends == inf:
                     end(lease, "never granted")
             case _:
