@@ -153,7 +153,7 @@ def test_an_announcement_of_nothing_is_refused(checked: Checked) -> None:
     with RouterClient(checked.strict.address) as client:
         failure = client.generate(prompt_of(6), greedy(10), checked.prefill.address).failure
     assert failure is not None
-    assert "the peer named 0 blocks" in failure.message
+    assert "announced 0 blocks" in failure.message
 
 
 def test_nodes_that_differ_in_the_mode_do_not_exchange_kv(checkpoint: Path, checked: Checked) -> None:
