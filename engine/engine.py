@@ -57,7 +57,7 @@ class Engine:
         self._scheduler.prepare()
         landed = self._pipeline.take(plan)
         if landed is not None:
-            self._scheduler.apply(*landed, self._pipeline.lasted)
+            self._scheduler.apply(*landed, self._pipeline.step_seconds)
             self._emit()
 
     def obey(self, messages: list[ToEngine]) -> None:

@@ -1,4 +1,4 @@
-"""The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the front.
+"""The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the frontend.
 
 It builds what the first message describes, says Ready or StartFailed, and runs the step loop until the front tells it
 to stop or ends. It ignores SIGINT: Ctrl-C is the front's to handle.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ import time
 from functools import partial
 
 from engine.engine import Engine
-from engine.executor.build import assemble
+from engine.executor.build import build_ranks
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Heartbeat, Ready, Shutdown, StartFailed
@@ -29,7 +30,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from pdserve.process import end_with_parent
+from pdserve.process import EXIT_FAILED, end_with_parent, log_failure, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +57,13 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         return 0
     assert isinstance(configure, Configure), configure
     try:
-        ranks, kv = assemble(configure, channel)
+        ranks, kv = build_ranks(configure, channel)
     except Exception as exc:
-        expected = isinstance(exc, PdserveError)
-        if not expected:
-            _log.exception("the engine could not start")
-        text = " ".join(str(exc).split()) or type(exc).__name__
-        channel.send(StartFailed(type(exc).__name__ if expected else "EngineDied", text))
+        if not isinstance(exc, PdserveError):
+            log_failure(_log, exc)
+        channel.send(StartFailed(type(exc).__name__ if isinstance(exc, PdserveError) else "EngineDied", one_line(exc)))
         channel.drain()
-        return 1
+        return EXIT_FAILED
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)
     if configure.config.costs is None:
         grammars.load()
@@ -80,6 +79,11 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         engine.obey(rest)
         engine.run()
         ranks.announce_shutdown()
+    except ChannelClosed:
+        raise
+    except Exception as exc:
+        log_failure(_log, exc)
+        os._exit(EXIT_FAILED)  # at once: closing ranks may hang, and output at exit would follow the error
     finally:
         ranks.close()
     return 0

@@ -1,13 +1,14 @@
-"""What a child process and whoever started it tell each other: status lines, a lifeline, one-line errors.
+"""What a child process and its parent exchange: status lines, a lifeline, one-line errors, exit statuses.
 
-pdserve up ──spawns──► node          status fd    {"state": "ready"} …  one JSON object a line, from the child
-                                     lifeline fd  nothing; its end means that the parent is gone, however it went
+pdserve up ──spawns──► node          status fd    {"state": "ready"} …  one JSON object per line, from the child
+                                     lifeline fd  carries nothing; its end means that the parent has exited
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,21 +17,21 @@ from typing import NoReturn
 
 from pdserve.errors import CapacityError, ConfigError, PdserveError
 
-EXIT_FAILED = 1  # it ran, and then it broke
-EXIT_REFUSED = 2  # it cannot run like this: configuration, checkpoint, memory, port
-EXIT_ORPHANED = 3  # the parent is gone
+EXIT_FAILED = 1  # it failed while running
+EXIT_REFUSED = 2  # it cannot run with this configuration, checkpoint, memory or port
+EXIT_ORPHANED = 3  # the parent has exited
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class StatusWriter:
-    """Tells a parent how starting goes. Without a file descriptor, or once the reader has gone, it says nothing."""
+    """Writes startup progress to the parent; does nothing without a file descriptor or after the reader has gone."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def listening(self, address: str) -> None:
-        """The port is bound; ``address`` is host:port as others should dial it."""
+        """The port is bound; ``address`` is the host:port for others to connect to."""
         self._write(state="listening", address=address)
 
     def loading(self, stage: str, fraction: float) -> None:
@@ -41,7 +42,6 @@ class StatusWriter:
         self._write(state="ready")
 
     def failed(self, error: str) -> None:
-        """``error`` is one line for a person."""
         self._write(state="failed", error=error)
 
     def _write(self, **fields: str | float) -> None:
@@ -50,12 +50,12 @@ class StatusWriter:
         line = json.dumps(fields).encode() + b"\n"
         try:
             os.write(self._fd, line)  # shorter than PIPE_BUF, so lines never mix
-        except OSError:  # the reader is gone; the lifeline decides what that means
+        except OSError:  # the reader has gone; the lifeline decides what that means
             self._fd = None
 
 
 def watch_lifeline(fd: int | None) -> None:
-    """End this process at once when the other end of ``fd`` is closed, also when the parent was killed."""
+    """Exit at once when the other end of ``fd`` is closed, also when the parent was killed."""
     if fd is None:
         return
 
@@ -71,16 +71,21 @@ def watch_lifeline(fd: int | None) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the one that started it ends, also where this one is stopped then."""
+    """Have the kernel kill this process when its parent exits, even while it is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line for a person; an unforeseen one is named by its class."""
+    """Return the error as one line for people; an error outside pdserve.errors begins with its class."""
     text = " ".join(str(error).split())
     if isinstance(error, PdserveError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def log_failure(log: logging.Logger, error: BaseException) -> None:
+    """Log the error that ends this process; with its traceback unless it is one of pdserve.errors."""
+    log.error("%s", one_line(error), exc_info=None if isinstance(error, PdserveError) else error)
 
 
 def exit_status(error: BaseException) -> int:
@@ -88,7 +93,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def fail(error: BaseException, status: StatusWriter | None = None) -> NoReturn:
-    """Report an error as one line on stderr (and to the parent), then exit with the status that fits it."""
+    """Report an error as one line on stderr, and to the parent, then exit with its status."""
     line = one_line(error)
     if status is not None:
         status.failed(line)

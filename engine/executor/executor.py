@@ -1,8 +1,8 @@
-"""All ranks of a node as one: a plan goes to each of them, and its output is there when every rank has answered.
+"""Executes each step on all ranks of a node; its output is complete once every rank has answered.
 
-step loop ──plan──► Executor ─┬─ Rank 0, here ─────────────────────────► its output ──┐
-    ▲                         └─ Crew ──► other ranks ──► their outputs, on a thread ─┤
-    └──────────────────────── output of the step and news of connectors ◄── Aggregator
+step loop ──plan──► Executor ─┬─ Rank 0, in this process ───────────────────────► its output ──┐
+    ▲                         └─ RankProcesses ──► other ranks ──► outputs, on its thread ─────┤
+    └──────────────────────── output of the step and connector events ◄── OutputAggregator ◄───┘
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.executor.aggregator import Aggregator
+from engine.executor.aggregator import OutputAggregator
 from engine.executor.rank import PendingOutput, Rank
 from engine.executor.rank_messages import Step
 from engine.executor.rank_processes import RankProcesses
@@ -23,7 +23,7 @@ from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class PendingOutputs:
-    """A step that was launched on all ranks."""
+    """A step launched on all ranks."""
 
     _plan: StepPlan
     _own: PendingOutput
@@ -35,79 +35,76 @@ class PendingOutputs:
 
 
 class Executor:
-    """Has the face of a Rank. ``wake`` is called, on any thread, when ranks have news and no step brings them."""
+    """Implements the Ranks protocol over rank 0 and its rank processes, all of them ready."""
 
-    def __init__(self, rank: Rank, crew: RankProcesses, aggregator: Aggregator, wake: Callable[[], None]) -> None:
-        """The ranks must be ready."""
+    def __init__(
+        self, rank: Rank, others: RankProcesses, aggregator: OutputAggregator, wake: Callable[[], None]
+    ) -> None:
+        """``wake`` is called, on any thread, when ranks have connector events and no step brings them."""
         self._rank = rank
-        self._crew = crew
+        self._others = others
         self._aggregator = aggregator
         self._wake = wake
-        self._heard = threading.Condition()  # guards the aggregator
+        self._reported = threading.Condition()  # guards the aggregator
         self._waited = 0.0  # seconds, for other ranks
-        crew.on_output = self._hear
+        others.on_output = self._on_output
 
     @property
     def max_in_flight(self) -> int:
-        """How many steps may be launched without their results having been taken."""
         return self._rank.max_in_flight
 
     @property
     def kv_layout(self) -> KVLayout:
-        """That of rank 0; every rank has as many blocks."""
         return self._rank.kv_layout
 
     @property
     def runner_seconds(self) -> float:
-        """Spent in the runner of rank 0, and waiting for other ranks."""
         return self._rank.runner_seconds + self._waited
 
     @property
     def monitors(self) -> Sequence[HeartbeatMonitor]:
-        """Of the other ranks."""
-        return self._crew.monitors
+        return self._others.monitors
 
     def launch(self, plan: StepPlan) -> PendingOutputs:
-        """Start a step on all ranks. An empty plan goes to none of the others: they tell their news by themselves."""
+        """Start a step on all ranks. An empty plan stays here: other ranks report events by themselves."""
         if plan.has_orders:
-            with self._heard:
+            with self._reported:
                 self._aggregator.expect(plan)
-            self._crew.send(Step(plan))
-        with self._crew.blamed_first():
+            self._others.send(Step(plan))
+        with self._others.reporting_own_failure():
             return PendingOutputs(plan, self._rank.launch(plan), self)
 
     def take(self, plan: StepPlan, own: PendingOutput) -> ModelRunnerOutput:
-        """Wait for a launched step; for its PendingOutputs only."""
-        with self._crew.blamed_first():
+        """Wait for a launched step."""
+        with self._others.reporting_own_failure():
             output = own.result()
         start = time.perf_counter()
-        with self._heard:
+        with self._reported:
             self._aggregator.add(0, output)
             if not plan.has_orders:
-                return ModelRunnerOutput(output.step, self._aggregator.take_news())
+                return ModelRunnerOutput(output.step, self._aggregator.take_events())
             while self._aggregator.missing(plan.step):
-                self._heard.wait()
+                self._reported.wait()
             self._waited += time.perf_counter() - start
             return self._aggregator.take(plan.step)
 
     def waiting_for(self) -> str:
-        """Which ranks have not reported what others have, in words; any thread may ask."""
-        with self._heard:
+        with self._reported:
             return self._aggregator.waiting_for
 
     def announce_shutdown(self) -> None:
-        """Let the other ranks end in peace: the node was told to stop. Without, they take the end for a failure."""
-        self._crew.announce_shutdown()
+        self._others.announce_shutdown()
 
     def close(self) -> None:
+        self._others.ignore_failures()  # closing rank 0 breaks collectives of the others
         self._rank.close()
-        self._crew.close()
+        self._others.close()
 
-    def _hear(self, rank: int, output: ModelRunnerOutput) -> None:
-        """On the crew's thread."""
-        with self._heard:
+    def _on_output(self, rank: int, output: ModelRunnerOutput) -> None:
+        """Take in another rank's output, on the thread of RankProcesses."""
+        with self._reported:
             self._aggregator.add(rank, output)
-            self._heard.notify()
-            news = self._aggregator.has_news and output.step.step == NO_STEP
-        if news:
+            self._reported.notify()
+            wake = self._aggregator.has_events and output.step.step == NO_STEP
+        if wake:
             self._wake()

@@ -1,20 +1,20 @@
-"""What the leader of a node, rank 0 in the engine process, and the node's other ranks say to each other.
+"""Messages between a node's leader, rank 0 in the engine process, and its other ranks.
 
-In frames (engine/ipc/frames.py): over a Unix socket pair where the leader has started the rank, else over TCP.
+They travel in frames (engine/ipc/frames.py): over a Unix socket pair where the leader has started the rank, else TCP.
 
     leader                                  rank
-                                   ◄──        Hello                 over TCP only: who it is, whether it fits
+                                   ◄──        Hello                 over TCP only: its configuration, to be compared
       Welcome or Rejected          ──►
       Assign                       ──►                              it loads its part of the model, as the leader does
                                    ◄──        RankReady or Failed
       Step(plan)                   ──►
-                                   ◄──        RankOutput            one per plan, in their order …
-                                   ◄──        RankOutput            … and of no step, whenever its connector has news
-                                   ◄──        Heartbeat                  often, from RankReady on
-                                   ◄──        Failed                anything that it cannot go on after
+                                   ◄──        RankOutput            one per plan, in order …
+                                   ◄──        RankOutput            … and of NO_STEP, when its connector has events
+                                   ◄──        Heartbeat             periodically, from RankReady on
+                                   ◄──        Failed                an error that ends the rank
       Shutdown                     ──►
 
-The end of the stream is the other's death: a rank ends at once, a leader takes the node down.
+The end of the stream means that the other side has died: a rank exits at once, a leader ends the node.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ import msgspec
 from engine.ipc.messages import Heartbeat, Shutdown
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
+from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
+from pdserve.process import one_line
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
 
-LONGEST_HELLO = 1 << 16  # bytes: whoever dials the port may send anything
+MAX_HELLO_BYTES = 1 << 16  # any program may connect to the port
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From another host; ``device``, ``model_dir`` and ``threads`` are its own."""
+    """A rank on another host; ``device``, ``model_dir`` and ``threads`` are that host's."""
 
     rank: int
     split: ParallelConfig
@@ -48,15 +50,15 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    reason: str  # for a person
+    reason: str  # for people
 
 
 class Assign(msgspec.Struct, frozen=True, tag=True):
-    """The node as this rank sees it. ``agent`` is its connector's name; empty for a node without connector."""
+    """The node's configuration for this rank. ``agent`` is its connector's name; empty without connector."""
 
     config: NodeConfig
     agent: str
-    meeting: str  # host:port where ranks find each other for torch.distributed
+    rendezvous: str  # host:port for torch.distributed
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -73,10 +75,12 @@ class RankOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """``kind`` is the name of a class in pdserve.errors, or "EngineDied" for what nobody foresaw."""
+    kind: str  # a class name of pdserve.errors; "EngineDied" for any other error
+    message: str  # one line
 
-    kind: str
-    message: str  # one line for a person
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        return cls(type(error).__name__ if isinstance(error, PdserveError) else "EngineDied", one_line(error))
 
 
 ToRank = Assign | Step | Shutdown

@@ -1,10 +1,10 @@
 """A rank other than the leader: ``python -m engine.executor.rank_process FD``, its end of a socket to the leader.
 
     leader ──► reader thread ──plans──► main thread: launch ──steps in flight──► reporter thread ──► leader
-               its end ends us                                  connector news ──►
+               end of stream: exit                               connector events ──►
 
-Three threads, so that a step is launched while the one before it is still computed, and so that the leader's end is
-noticed also while the others are stuck in a collective.
+Three threads, so that a step is launched while the one before it is computed, and so that the leader's end is noticed
+while the other threads are stuck in a collective.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from engine.executor.rank_messages import Assign, Failed, FromRank, RankOutput, 
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Shutdown
 from engine.liveness.heartbeat_sender import HeartbeatSender, LoopTimer
-from pdserve.errors import PdserveError
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from pdserve.process import EXIT_FAILED, EXIT_ORPHANED, end_with_parent, exit_status, one_line
+from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
 from pdserve.records import EMPTY_OUTPUT, StepPlan
 
 _log = logging.getLogger(__name__)
@@ -40,101 +39,94 @@ _READ_BYTES = 1 << 18
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
-    leader = Leader(socket.socket(fileno=int(argv[0])))
+    leader = LeaderConnection(socket.socket(fileno=int(argv[0])))
     assign = leader.wait_assign()
     name = str(assign.config.place)
     set_process_fields(process=name)
     setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
-    in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()
+    in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()  # None: poll the connector
     try:
         rank, kv = build_rank(
-            assign.config, assign.agent, assign.meeting, lambda stage, fraction: None, lambda: in_flight.put(None)
+            assign.config, assign.agent, assign.rendezvous, lambda stage, fraction: None, lambda: in_flight.put(None)
         )
-    except Exception as exc:
-        leader.give_up(exc)
-    gc.collect()
-    gc.freeze()
-    leader.send(RankReady(kv, rank.kv_layout))
-    HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
-    threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
-    try:
+        gc.collect()
+        gc.freeze()
+        leader.send(RankReady(kv, rank.kv_layout))
+        HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
+        threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (plan := leader.plans.get()) is not None:
             in_flight.put(rank.launch(plan))
         rank.close()
     except Exception as exc:
-        leader.give_up(exc)
+        leader.fail(exc)
     return 0
 
 
-def _report(rank: Rank, in_flight: queue.SimpleQueue[PendingOutput | None], leader: Leader) -> None:
-    """Tell the leader of each step, in their order; None stands for news of the connector, told at once or with one."""
+def _report(rank: Rank, in_flight: queue.SimpleQueue[PendingOutput | None], leader: LeaderConnection) -> None:
+    """Send the output of each step, in order, and connector events between steps."""
     try:
         while True:
             pending = in_flight.get()
             if pending is not None:
                 leader.send(RankOutput(pending.result()))
-            elif (news := rank.news()) is not EMPTY_OUTPUT:
-                leader.send(RankOutput(news))
+            elif (output := rank.poll()) is not EMPTY_OUTPUT:
+                leader.send(RankOutput(output))
     except Exception as exc:
-        leader.give_up(exc)
+        leader.fail(exc)
 
 
-class Leader:
-    """The leader as a rank knows it. Its end is the rank's, at once."""
+class LeaderConnection:
+    """A rank's connection to the leader. The process exits when it ends."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: end
+        self.plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()  # None: exit
         self._socket = sock
         self._sending = threading.Lock()
         self._assigned: queue.SimpleQueue[Assign] = queue.SimpleQueue()
-        self._ending = False
-        threading.Thread(target=self._read, name="leader", daemon=True).start()
+        self._shutting_down = False
+        threading.Thread(target=self._read, name="leader reader", daemon=True).start()
 
     def wait_assign(self) -> Assign:
         return self._assigned.get()
 
     def send(self, message: FromRank) -> None:
-        """From any thread; waits until it is sent, where the leader stands still."""
+        """Send from any thread; blocks while the leader does not read."""
         frame = framed(message)
         with self._sending:
             self._socket.sendall(frame)
 
-    def give_up(self, error: Exception) -> NoReturn:
-        """Say why this rank cannot go on, here and to the leader, and end."""
-        expected = isinstance(error, PdserveError)
-        if expected:
-            _log.error("%s", one_line(error))
-        else:
-            _log.error("an error that nobody foresaw", exc_info=error)
-        frame = framed(Failed(type(error).__name__ if expected else "EngineDied", one_line(error)))
+    def fail(self, error: Exception) -> NoReturn:
+        """Log the error, report it to the leader, and exit."""
+        log_failure(_log, error)
+        frame = framed(Failed.of(error))
         with self._sending:
             try:
                 self._socket.sendall(frame)
-            except OSError:  # it has gone, and wants to know nothing
+            except OSError:  # the leader has gone
                 os._exit(EXIT_ORPHANED)
-            os._exit(exit_status(error) if expected else EXIT_FAILED)
+            os._exit(exit_status(error))
 
     def _read(self) -> None:
         frames: Frames[ToRank] = Frames(msgspec.msgpack.Decoder(ToRank))
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for message in frames.cut(data):
-                    self._take(message)
+                    self._receive(message)
         except OSError:
-            pass  # as good as its end
+            pass  # the same as the end of the stream
         except Exception:
-            _log.exception("what the leader said cannot be understood")
-        with self._sending:  # who gives up has its own status, and the leader ends when it hears of that
-            os._exit(0 if self._ending else EXIT_ORPHANED)
+            _log.exception("a message of the leader cannot be decoded; run one version of pdserve on all hosts")
+        with self._sending:  # ``fail`` exits with its own status while it holds the lock
+            os._exit(0 if self._shutting_down else EXIT_ORPHANED)
 
-    def _take(self, message: ToRank) -> None:
+    def _receive(self, message: ToRank) -> None:
         match message:
             case Step(plan):
                 self.plans.put(plan)
             case Assign():
                 self._assigned.put(message)
             case Shutdown():
-                self._ending = True
+                self._shutting_down = True
                 self.plans.put(None)
 
 

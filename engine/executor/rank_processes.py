@@ -1,15 +1,18 @@
-"""The other ranks of a node, as its leader knows them: processes of this host, and connections to other hosts.
+"""The leader's view of a node's other ranks: processes of this host, and connections to other hosts.
 
-    step loop ──send──► socket of each rank            it never waits: what a socket does not take, the thread sends
-    crew's thread ◄──── outputs, beats, failures, ends
+    step loop ──send──► socket of each rank            never blocks: the thread sends what a socket does not take
+    thread    ◄──────── outputs, heartbeats, failures, ends of streams
 
-A rank that fails or ends takes the node along, on this thread: the step loop may be waiting for that rank for ever.
+A rank that fails or exits ends the node, on this thread: the step loop may wait for that rank forever. A failure of the
+leader's own rank goes the same way, so that the root cause is reported whichever rank it comes from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -28,40 +31,49 @@ from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Heartbeat, Shutdown
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.parallel import RankPosition
+from pdserve.process import log_failure
 from pdserve.records import ModelRunnerOutput
 
+_log = logging.getLogger(__name__)
+
 _READ_BYTES = 1 << 18
-_GRACE = 0.3  # seconds: one failure brings others about; who began is told from those of this time
-_CLOSE_SECONDS = 0.8  # that ranks have to end by themselves
+_FAILURE_WINDOW = 0.3  # seconds: a failure causes others; the root cause is chosen among those of this time
+_CLOSE_TIMEOUT = 0.8  # seconds for ranks to exit by themselves
 
 
-class Doubt(IntEnum):
-    """How likely a failure is but the consequence of another rank's; the least is told, and of these the first."""
+class FailureKind(IntEnum):
+    """Kinds of failures, the most likely root cause first. Of one kind, the first failure is the root cause."""
 
-    KILLED = 0  # by a signal
-    FORESEEN = 1  # an error of pdserve.errors
-    UNFORESEEN = 2  # without a word, or for example of a collective that has lost somebody
+    SIGNAL = 0
+    TYPED_ERROR = 1  # an error of pdserve.errors
+    OTHER = 2  # any other exception, also that of a collective which has lost a rank; or an exit without a message
 
 
 class Failure(NamedTuple):
-    """Of a rank."""
+    """Failure of a rank. ``error`` is a class name of pdserve.errors."""
 
-    doubt: Doubt
-    kind: str  # of an error in pdserve.errors
-    text: str
+    kind: FailureKind
+    error: str
+    message: str
+
+    @classmethod
+    def of(cls, rank: RankPosition, failed: Failed) -> Failure:
+        kind = FailureKind.OTHER if failed.kind == "EngineDied" else FailureKind.TYPED_ERROR
+        return cls(kind, failed.kind, f"{rank}: {failed.message}")
 
 
 class RankChannel:
-    """One other rank: a ``process`` of this host, or one of another. ``patience`` is in seconds of silence."""
+    """Connection to another rank: a ``process`` of this host, or one of another host."""
 
     def __init__(
-        self, place: RankPosition, sock: socket.socket, patience: float, process: subprocess.Popen[bytes] | None = None
+        self, rank: RankPosition, sock: socket.socket, timeout: float, process: subprocess.Popen[bytes] | None = None
     ) -> None:
+        """``timeout`` is in seconds without heartbeat."""
         sock.setblocking(False)
-        self.place = place
+        self.rank = rank
         self.socket = sock
         self.process = process
-        self.monitor = HeartbeatMonitor(patience, str(place))
+        self.monitor = HeartbeatMonitor(timeout, str(rank))
         self.ready: RankReady | None = None
         self.ended = False
         self._frames: Frames[FromRank] = Frames(msgspec.msgpack.Decoder(FromRank))
@@ -69,27 +81,27 @@ class RankChannel:
         self._sending = threading.Lock()
 
     @property
-    def full(self) -> bool:
-        """Whether something waits for the socket to take more."""
+    def has_unsent(self) -> bool:
+        """Whether data waits for the socket to accept more."""
         return bool(self._outgoing)
 
     def send(self, message: ToRank) -> None:
-        """Without waiting. Whoever has gone is noticed by ``read``."""
+        """Send without blocking. ``read`` notices a rank that has gone."""
         self.send_frame(framed(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """As ``send``, for a message that goes to several."""
+        """As ``send``, for a message that goes to several ranks."""
         with self._sending:
             self._outgoing += frame
             self._flush()
 
     def flush(self) -> None:
-        """Send what the socket takes by now."""
+        """Send what the socket accepts by now."""
         with self._sending:
             self._flush()
 
     def read(self) -> list[FromRank]:
-        """The messages that have arrived. Raises EOFError once the rank has gone, DecodeError for nonsense."""
+        """Return the messages that have arrived. Raises EOFError once the rank has gone, DecodeError for nonsense."""
         try:
             data = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -100,17 +112,18 @@ class RankChannel:
             raise EOFError
         return self._frames.cut(data)
 
-    def obituary(self) -> Failure:
-        """How a rank ended whose socket has."""
+    def exit_failure(self) -> Failure:
+        """Describe how a rank exited whose socket has ended."""
         if self.process is None:
-            return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place}, on another host, has gone")
+            return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank}, on another host, has gone")
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place} has closed its connection")
+            return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank} has closed its connection")
         if status < 0:
-            return Failure(Doubt.KILLED, "EngineDied", f"{self.place} was killed by {signal.Signals(-status).name}")
-        return Failure(Doubt.UNFORESEEN, "EngineDied", f"{self.place} ended with status {status}")
+            text = f"{self.rank} was killed by {signal.Signals(-status).name}"
+            return Failure(FailureKind.SIGNAL, "EngineDied", text)
+        return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank} ended with status {status}")
 
     def kill(self) -> None:
         """End the process, where it is of this host, and the connection. Idempotent."""
@@ -130,15 +143,15 @@ class RankChannel:
             self._outgoing.clear()
 
 
-def start_rank(place: RankPosition, patience: float) -> RankChannel:
-    """A rank on this host, with a socket to it."""
+def start_rank(rank: RankPosition, timeout: float) -> RankChannel:
+    """Start a rank on this host."""
     ours, theirs = socket.socketpair()
     with theirs:
-        return RankChannel(place, ours, patience, spawn_rank(theirs))
+        return RankChannel(rank, ours, timeout, spawn_rank(theirs))
 
 
 def spawn_rank(sock: socket.socket) -> subprocess.Popen[bytes]:
-    """A rank process with its end of a socket to the leader."""
+    """Start a rank process with its end of a socket to the leader."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "engine.executor.rank_process", str(sock.fileno())],
         stdin=subprocess.DEVNULL,
@@ -147,79 +160,96 @@ def spawn_rank(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 class RankProcesses:
-    """``on_failure`` is called with an error's kind and text, on the crew's thread, when no rank lives any more."""
+    """The other ranks of a node, served by a thread."""
 
-    def __init__(self, links: Sequence[RankChannel], on_failure: Callable[[str, str], NoReturn]) -> None:
+    def __init__(
+        self, leader: RankPosition, channels: Sequence[RankChannel], on_failure: Callable[[str, str], NoReturn]
+    ) -> None:
+        """``on_failure(error, message)`` is called on the thread, after all ranks but the leader have been killed."""
         self.on_output: Callable[[int, ModelRunnerOutput], None] = lambda rank, output: None
-        self._links = links
+        self._leader = leader
+        self._channels = channels
         self._on_failure = on_failure
         self._failures: list[Failure] = []
-        self._failing = threading.Event()
+        self._own_failures: queue.SimpleQueue[Failure] = queue.SimpleQueue()  # of the leader, for the thread
         self._ready = threading.Event()
-        self._dismissed = False
+        self._closing = False
+        self._announced = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        for link in links:
-            self._selector.register(link.socket, selectors.EVENT_READ, link)
-        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        for channel in channels:
+            self._selector.register(channel.socket, selectors.EVENT_READ, channel)
+        self._thread = threading.Thread(target=self._run, name="rank processes", daemon=True)
         self._thread.start()
 
     @property
     def monitors(self) -> tuple[HeartbeatMonitor, ...]:
-        return tuple(link.monitor for link in self._links)
+        return tuple(channel.monitor for channel in self._channels)
 
     def send(self, message: ToRank) -> None:
-        """To all ranks, without waiting."""
+        """Send to all ranks, without blocking."""
         frame = framed(message)
-        for link in self._links:
-            link.send_frame(frame)
-        if any(link.full for link in self._links):
+        for channel in self._channels:
+            channel.send_frame(frame)
+        if any(channel.has_unsent for channel in self._channels):
             os.eventfd_write(self._wake_fd, 1)
 
     def wait_ready(self) -> list[RankReady]:
-        """What each rank says once it has loaded its part; where one fails, nobody comes back from here."""
+        """Return each rank's message once it has loaded its part; does not return when a rank fails."""
         self._ready.wait()
-        return [link.ready for link in self._links if link.ready is not None]
+        return [channel.ready for channel in self._channels if channel.ready is not None]
 
     @contextlib.contextmanager
-    def blamed_first(self) -> Iterator[None]:
-        """An error in here that comes from another rank's end is told as that: the process ends before it is raised."""
+    def reporting_own_failure(self) -> Iterator[None]:
+        """Log and report an exception of the leader's own rank. It ends the node, as that of another rank does.
+
+        Another rank is reported instead where the exception is likely a consequence of its failure.
+        """
         try:
             yield
-        except Exception:
-            if self._failing.wait(_GRACE * 2):
-                self._thread.join()
+        except Exception as exc:
+            log_failure(_log, exc)
+            self._own_failures.put(Failure.of(self._leader, Failed.of(exc)))
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join()  # it ends the process, unless ranks are being closed
             raise
 
     def announce_shutdown(self) -> None:
-        """Tell all ranks to end; from now on their ends are no failures."""
-        self._dismissed = True
+        """Tell all ranks to exit; from now on their exits are no failures."""
+        self._closing = self._announced = True
         self.send(Shutdown())
 
+    def ignore_failures(self) -> None:
+        """Do not report failures from now on: the ranks are being closed."""
+        self._closing = True
+
     def close(self) -> None:
-        """End all ranks, at once unless they were dismissed, and with them the thread. Idempotent."""
-        if self._dismissed:
-            self._thread.join(_CLOSE_SECONDS)
-        self._dismissed = True
-        for link in self._links:
-            link.kill()
+        """End all ranks and the thread; at once, unless shutdown was announced. Idempotent."""
+        if self._announced:
+            self._thread.join(_CLOSE_TIMEOUT)
+        self._closing = True
+        for channel in self._channels:
+            channel.kill()
         self._thread.join()
 
-    # ------------------------------------------------------------ on the crew's thread
+    # ------------------------------------------------------------ on the thread
 
     def _run(self) -> None:
         while not self._all_ended:
-            self._turn(None)
+            self._poll(None)
             if self._failures:
                 self._fail()
 
     @property
     def _all_ended(self) -> bool:
-        return all(link.ended for link in self._links)
+        return all(channel.ended for channel in self._channels)
 
-    def _turn(self, seconds: float | None) -> None:
-        """Wait for something to happen, at most so long, and see to it."""
+    def _poll(self, seconds: float | None) -> None:
+        """Wait for events, at most ``seconds``, and handle them.
+
+        The leader's own failure comes last: a rank's message on its failure arrives before the leader can notice it.
+        """
         for key, events in self._selector.select(seconds):
             if key.data is None:
                 os.eventfd_read(self._wake_fd)
@@ -227,52 +257,51 @@ class RankProcesses:
             if events & selectors.EVENT_WRITE:
                 key.data.flush()
             if events & selectors.EVENT_READ:
-                self._hear(key.data)
-        for link in self._links:
-            if not link.ended:
-                self._selector.modify(
-                    link.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if link.full else 0), link
-                )
+                self._read(key.data)
+        for channel in self._channels:
+            if not channel.ended:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+                self._selector.modify(channel.socket, events, channel)
+        while not self._own_failures.empty():
+            self._failures.append(self._own_failures.get())
 
-    def _hear(self, link: RankChannel) -> None:
+    def _read(self, channel: RankChannel) -> None:
         try:
-            for message in link.read():
-                self._take(link, message)
+            for message in channel.read():
+                self._receive(channel, message)
         except EOFError:
-            self._end(link, link.obituary)
+            self._end(channel, channel.exit_failure)
         except msgspec.DecodeError as exc:
-            text = f"{link.place} sent what is no message of a rank: {exc}"
-            self._end(link, lambda: Failure(Doubt.UNFORESEEN, "EngineDied", text))
+            text = f"{channel.rank} sent what is no message of a rank: {exc}"
+            self._end(channel, lambda: Failure(FailureKind.OTHER, "EngineDied", text))
 
-    def _take(self, link: RankChannel, message: FromRank) -> None:
+    def _receive(self, channel: RankChannel, message: FromRank) -> None:
         match message:
             case RankOutput(output):
-                self.on_output(link.place.rank, output)
+                self.on_output(channel.rank.rank, output)
             case Heartbeat():
-                link.monitor.receive(message)
+                channel.monitor.receive(message)
             case RankReady():
-                link.ready = message
-                if all(each.ready is not None for each in self._links):
+                channel.ready = message
+                if all(each.ready is not None for each in self._channels):
                     self._ready.set()
-            case Failed(kind, text):
-                doubt = Doubt.UNFORESEEN if kind == "EngineDied" else Doubt.FORESEEN
-                self._end(link, lambda: Failure(doubt, kind, f"{link.place}: {text}"))
+            case Failed():
+                self._end(channel, lambda: Failure.of(channel.rank, message))
 
-    def _end(self, link: RankChannel, how: Callable[[], Failure]) -> None:
-        if link.ended:
+    def _end(self, channel: RankChannel, failure: Callable[[], Failure]) -> None:
+        if channel.ended:
             return
-        link.ended = True
-        self._selector.unregister(link.socket)
-        if not self._dismissed:
-            self._failing.set()
-            self._failures.append(how())
+        channel.ended = True
+        self._selector.unregister(channel.socket)
+        if not self._closing:
+            self._failures.append(failure())
 
     def _fail(self) -> None:
-        """Take the node down, with the failure that most likely came first."""
-        end = time.monotonic() + _GRACE
+        """End the node, with the failure that is the most likely root cause."""
+        end = time.monotonic() + _FAILURE_WINDOW
         while not self._all_ended and (left := end - time.monotonic()) > 0:
-            self._turn(left)
-        for link in self._links:
-            link.kill()
-        cause = min(self._failures, key=lambda failure: failure.doubt)
-        self._on_failure(cause.kind, cause.text)
+            self._poll(left)
+        for channel in self._channels:
+            channel.kill()
+        cause = min(self._failures, key=lambda failure: failure.kind)
+        self._on_failure(cause.error, cause.message)

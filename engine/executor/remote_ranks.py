@@ -1,10 +1,10 @@
-"""A host that has ranks of a node, but not its leader: it dials for them, and lives as long as they do.
+"""Runs a host's ranks of a node whose leader is on another host.
 
 leader's host                          this host
   engine ◄──── a TCP connection each ──── rank process   (engine/executor/rank_process.py)
                                           rank process
-                                              ▲ starts, and ends with them
-                                          this process: no front, no port
+                                              ▲ starts them, and exits with them
+                                          this process: no frontend, no port
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 from engine.executor.multi_host import LocalRanks
 from engine.executor.rank_processes import spawn_rank
-from engine.executor.rendezvous import dial, hello_of, join
+from engine.executor.rendezvous import connect_leader, join, make_hello
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.parallel import RankPosition
@@ -30,19 +30,18 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 
 
-def run_ranks(options: NodeOptions, host: LocalRanks, status: StatusWriter) -> int:
-    """Run this host's ranks until the leader ends, or a signal comes in a hurry; returns the exit status.
+def run_ranks(options: NodeOptions, local: LocalRanks, status: StatusWriter) -> int:
+    """Run this host's ranks until the leader or a second signal ends them; return the exit status.
 
-    Where all hosts of a node are told to end, SIGTERM reaches the leader, too: it drains, and then ends all ranks.
-    Raises NodeError when the leader does not come, or goes, and when a rank fails; ConfigError when they do not fit.
+    Raises NodeError when the leader or a rank fails, ConfigError when the leader rejects a rank.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        config = _join(options, host, status, processes)
+        config = _join(options, local, status, processes)
         status.ready()
         signal.signal(signal.SIGTERM, _wait_for_leader)
-        _attend([config.split.place(rank) for rank in host.ranks], processes, host.leader)
+        _wait([config.split.place(rank) for rank in local.ranks], processes, local.leader)
     except KeyboardInterrupt:
         pass
     finally:
@@ -52,44 +51,44 @@ def run_ranks(options: NodeOptions, host: LocalRanks, status: StatusWriter) -> i
 
 
 def _wait_for_leader(number: int, frame: FrameType | None) -> None:
-    """The node ends as one, and needs all of its ranks while it drains."""
+    """Keep running: the leader receives SIGTERM too, needs all ranks while it drains, and ends them afterwards."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _log.info("the leader is to end the node; a second signal ends these ranks, and with them the node, at once")
+    _log.info("waiting for the leader to end the node; a second signal ends these ranks and the node at once")
 
 
 def _join(
-    options: NodeOptions, host: LocalRanks, status: StatusWriter, processes: list[subprocess.Popen[bytes]]
+    options: NodeOptions, local: LocalRanks, status: StatusWriter, processes: list[subprocess.Popen[bytes]]
 ) -> NodeConfig:
-    """Start each rank with a connection to the leader, who has accepted it."""
-    devices = node_devices(options, len(host.ranks))
+    """Start each rank with a connection to the leader, which has accepted it."""
+    devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
-    threads = max(1, config.threads // len(host.ranks))
-    for rank, device in zip(host.ranks, devices, strict=True):
-        status.loading(f"looking for the leader at {host.leader}", -1.0)
-        with dial(host.leader) as sock:
-            join(sock, hello_of(config, rank, device, threads), config.peer_timing)
+    threads = max(1, config.threads // len(local.ranks))
+    for rank, device in zip(local.ranks, devices, strict=True):
+        status.loading(f"connecting to the leader at {local.leader}", -1.0)
+        with connect_leader(local.leader) as sock:
+            join(sock, make_hello(config, rank, device, threads), config.peer_timing)
             processes.append(spawn_rank(sock))
-        _log.info("%s belongs to the node at %s", config.split.place(rank), host.leader)
+        _log.info("%s has joined the node at %s", config.split.place(rank), local.leader)
     return config
 
 
-def _attend(places: list[RankPosition], processes: list[subprocess.Popen[bytes]], leader: str) -> None:
-    """Return when the leader has told all ranks to end. Raises what one of them has ended with."""
+def _wait(ranks: list[RankPosition], processes: list[subprocess.Popen[bytes]], leader: str) -> None:
+    """Return when all ranks have exited with status 0. Raises the error of the first that has not."""
     running = True
     while running:
         time.sleep(_POLL_SECONDS)
         running = False
-        for place, process in zip(places, processes, strict=True):
+        for rank, process in zip(ranks, processes, strict=True):
             status = process.poll()
             running |= status is None
             if status:
-                raise _failure(place, status, leader)
+                raise _exit_error(rank, status, leader)
 
 
-def _failure(place: RankPosition, status: int, leader: str) -> Exception:
+def _exit_error(rank: RankPosition, status: int, leader: str) -> Exception:
     if status == EXIT_ORPHANED:
         return NodeError(f"the leader at {leader} has gone")
     if status < 0:
-        return NodeError(f"{place} was killed by {signal.Signals(-status).name}")
+        return NodeError(f"{rank} was killed by {signal.Signals(-status).name}")
     kind = ConfigError if status == EXIT_REFUSED else NodeError
-    return kind(f"{place} ended with status {status}; its own words are above, or the leader has them")
+    return kind(f"{rank} ended with status {status}; its error is above, or in the leader's log")

@@ -1,10 +1,10 @@
-"""How ranks on other hosts come to their leader: they dial, say who they are, and are told whether they fit.
+"""How ranks on other hosts join their leader: they connect and send a Hello, which the leader accepts or rejects.
 
-    leader   listen ──► gather: until every rank that is missing has said a Hello that fits
-    rank     dial (until somebody is there) ──► join: Welcome, or the reason why not
+    leader   listen ──► gather: until every missing rank has sent a Hello that matches
+    rank     connect_leader (retries until it listens) ──► join: Welcome, or Rejected with the reason
 
-The port is open until all are there. Whatever else dials it is shown out: it can neither hold the leader up nor take
-a rank's place.
+The port is open until all ranks have joined. Other programs that connect are disconnected: they can neither delay the
+leader nor occupy a rank's slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from engine.executor.rank_messages import LONGEST_HELLO, Hello, Rejected, Welcome
+from engine.executor.rank_messages import MAX_HELLO_BYTES, Hello, Rejected, Welcome
 from engine.ipc.frames import FRAME_HEADER, Frames, framed
 from pdserve.compatibility import compat_hash
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -28,19 +28,19 @@ from pdserve.rpc.timeouts import PeerTiming
 
 _log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 300.0  # that ranks and leader wait for each other: hosts do not start at one moment
-MOST_CALLERS = 64  # that have not said who they are; the one who has been silent longest makes room
-_DIAL_AGAIN = 0.5  # seconds
+RENDEZVOUS_TIMEOUT = 300.0  # seconds that ranks and leader wait for each other, as hosts start at different times
+MAX_PENDING = 64  # connections without a Hello; one more replaces the oldest
+_RETRY_SECONDS = 0.5
 _ANSWER_SECONDS = 10.0
 
-Joined = tuple[Hello, socket.socket]
+JoinedRank = tuple[Hello, socket.socket]
 
 
 def set_timeouts(sock: socket.socket, timing: PeerTiming) -> None:
-    """Notice also a host that is gone without a word; send small messages at once."""
+    """Detect a host that has gone without closing its connections; send small messages at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probe = max(1, int(timing.probe_after))  # whole seconds are all that TCP knows
+    probe = max(1, int(timing.probe_after))  # TCP takes whole seconds
     for option, value in (
         (socket.TCP_KEEPIDLE, probe),
         (socket.TCP_KEEPINTVL, probe),
@@ -54,11 +54,11 @@ def set_timeouts(sock: socket.socket, timing: PeerTiming) -> None:
 
 
 def listen(address: str) -> socket.socket:
-    """Raises CapacityError when that cannot be listened on."""
+    """Listen at ``address``. Raises CapacityError."""
     host, port = split_address(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where[:2], family=family, backlog=MOST_CALLERS)
+        return socket.create_server(where[:2], family=family, backlog=MAX_PENDING)
     except OSError as exc:
         raise CapacityError(
             f"cannot listen on {address} for the ranks of other hosts: {exc.strerror}; "
@@ -67,112 +67,113 @@ def listen(address: str) -> socket.socket:
 
 
 class Rendezvous:
-    """Gathers ranks of other hosts."""
+    """Gathers the ranks of other hosts."""
 
     def __init__(self, listener: socket.socket, config: NodeConfig, missing: range) -> None:
         self._listener = listener
         self._config = config
         self._missing = missing
-        self._joined: dict[int, Joined] = {}
-        self._callers: dict[socket.socket, Frames[Hello]] = {}  # in the order of their coming
+        self._joined: dict[int, JoinedRank] = {}
+        self._pending: dict[socket.socket, Frames[Hello]] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def gather(self, seconds: float) -> dict[int, Joined]:
-        """All missing ranks, by rank. Raises NodeError, naming those that did not come."""
+    def gather(self, seconds: float) -> dict[int, JoinedRank]:
+        """Return all missing ranks, by rank. Raises NodeError that names those that have not joined."""
         end = time.monotonic() + seconds
         try:
             while len(self._joined) < len(self._missing):
                 if (left := end - time.monotonic()) <= 0:
                     absent = ", ".join(str(rank) for rank in self._missing if rank not in self._joined)
                     raise NodeError(
-                        f"ranks {absent} of this node have not come within {seconds:.3g} s; "
+                        f"ranks {absent} of this node have not joined within {seconds:.3g} s; "
                         "start each of them with the same --leader"
                     )
-                self._turn(left)
+                self._poll(left)
         except NodeError:
             for _, sock in self._joined.values():
                 sock.close()
             raise
         finally:
-            for caller in self._callers:
-                caller.close()
+            for sock in self._pending:
+                sock.close()
             self._selector.close()
         return self._joined
 
-    def _turn(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.data.fileno() >= 0:  # not shown out meanwhile, for one that came in this turn
-                self._hear(key.data)
+            elif key.data.fileno() >= 0:  # else it was replaced by a connection accepted in this loop
+                self._read(key.data)
 
     def _accept(self) -> None:
         try:
-            caller, _ = self._listener.accept()
-        except OSError:  # gone before it was let in
+            sock, _ = self._listener.accept()
+        except OSError:  # the connection has ended already
             return
-        if len(self._callers) == MOST_CALLERS:
-            self._show_out(next(iter(self._callers)))
-        caller.setblocking(False)
-        self._callers[caller] = Frames(msgspec.msgpack.Decoder(Hello), LONGEST_HELLO)
-        self._selector.register(caller, selectors.EVENT_READ, caller)
+        if len(self._pending) == MAX_PENDING:
+            self._disconnect(next(iter(self._pending)))
+        sock.setblocking(False)
+        self._pending[sock] = Frames(msgspec.msgpack.Decoder(Hello), MAX_HELLO_BYTES)
+        self._selector.register(sock, selectors.EVENT_READ, sock)
 
-    def _hear(self, caller: socket.socket) -> None:
+    def _read(self, sock: socket.socket) -> None:
         try:
-            data = caller.recv(LONGEST_HELLO)
+            data = sock.recv(MAX_HELLO_BYTES)
         except OSError:
             data = b""
-        if not data or caller not in self._callers:  # a rank says no more until it is assigned
-            self._show_out(caller)
+        if not data or sock not in self._pending:  # a joined rank sends nothing until it is assigned
+            self._disconnect(sock)
             return
         try:
-            hellos = self._callers[caller].cut(data)
+            hellos = self._pending[sock].cut(data)
         except msgspec.DecodeError:
-            _log.warning("somebody at the port for ranks is no rank of pdserve")
-            self._show_out(caller)
+            _log.warning("a connection to the --leader port is no rank of pdserve; it is closed")
+            self._disconnect(sock)
             return
         if hellos:
-            self._answer(caller, hellos[0])
+            self._answer(sock, hellos[0])
 
-    def _answer(self, caller: socket.socket, hello: Hello) -> None:
-        objection = objection_to(hello, self._config)
-        if not objection and hello.rank in self._joined:
-            objection = f"rank {hello.rank} is there already"
-        elif not objection and hello.rank not in self._missing:
-            objection = f"rank {hello.rank} runs on the leader's host; others are {_names(self._missing)}"
+    def _answer(self, sock: socket.socket, hello: Hello) -> None:
+        problem = find_mismatch(hello, self._config)
+        if not problem and hello.rank in self._joined:
+            problem = f"rank {hello.rank} has joined already"
+        elif not problem and hello.rank not in self._missing:
+            others = ", ".join(map(str, self._missing))
+            problem = f"rank {hello.rank} is not one of the ranks on other hosts, which are {others}"
         try:
-            caller.sendall(framed(Rejected(objection) if objection else Welcome()))
+            sock.sendall(framed(Rejected(problem) if problem else Welcome()))
         except OSError:
-            objection = objection or "it has gone"
-        if objection:
-            _log.warning("a rank was rejected: %s", objection)
-            self._show_out(caller)
+            problem = problem or "its connection has ended"
+        if problem:
+            _log.warning("a rank was rejected: %s", problem)
+            self._disconnect(sock)
             return
-        del self._callers[caller]
-        set_timeouts(caller, self._config.peer_timing)
-        self._joined[hello.rank] = hello, caller
-        _log.info("rank %d has come", hello.rank)
+        del self._pending[sock]
+        set_timeouts(sock, self._config.peer_timing)
+        self._joined[hello.rank] = hello, sock
+        _log.info("rank %d has joined", hello.rank)
 
-    def _show_out(self, caller: socket.socket) -> None:
-        self._callers.pop(caller, None)
-        for rank, (_, sock) in list(self._joined.items()):
-            if sock is caller:
+    def _disconnect(self, sock: socket.socket) -> None:
+        self._pending.pop(sock, None)
+        for rank, (_, joined) in list(self._joined.items()):
+            if joined is sock:
                 del self._joined[rank]
-        self._selector.unregister(caller)
-        caller.close()
+        self._selector.unregister(sock)
+        sock.close()
 
 
-def objection_to(hello: Hello, config: NodeConfig) -> str:
-    """Why a rank cannot be one of this node's, with the values of both; empty if it can."""
-    for what, there, here in (
+def find_mismatch(hello: Hello, config: NodeConfig) -> str:
+    """Describe why a rank cannot belong to this node, with both values; empty if it can."""
+    for name, there, here in (
         ("pdserve", hello.version, version("pdserve")),
         ("split", _describe(hello.split), _describe(config.split)),
         ("device", hello.device.kind, config.device.kind),
     ):
         if there != here:
-            return f"{what}: {there} there, {here} at the leader"
+            return f"{name}: {there} there, {here} at the leader"
     if hello.compat_hash != compat_hash(config.compat_fields):
         return "; ".join(
             f"{name}: {hello.compat_fields.get(name)} there, {config.compat_fields.get(name)} at the leader"
@@ -187,15 +188,11 @@ def _describe(split: ParallelConfig) -> str:
     return f"stages of {','.join(map(str, split.stage_layers))} layers with tp {split.tp}{shared}"
 
 
-def _names(ranks: range) -> str:
-    return ", ".join(map(str, ranks))
-
-
 # ---------------------------------------------------------------- the ranks
 
 
-def hello_of(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) -> Hello:
-    """What a rank on this host says of itself."""
+def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) -> Hello:
+    """Return the Hello of a rank on this host."""
     return Hello(
         rank=rank,
         split=config.split,
@@ -208,40 +205,40 @@ def hello_of(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) ->
     )
 
 
-def dial(address: str, seconds: float = GATHER_SECONDS) -> socket.socket:
-    """A connection to the leader, as soon as it is there. Raises NodeError when it does not come."""
+def connect_leader(address: str, seconds: float = RENDEZVOUS_TIMEOUT) -> socket.socket:
+    """Connect as soon as the leader listens. Raises NodeError when it does not within ``seconds``."""
     host_port, end = split_address(address), time.monotonic() + seconds
     while True:
         try:
             return socket.create_connection(host_port, timeout=_ANSWER_SECONDS)
         except OSError as exc:
-            if time.monotonic() + _DIAL_AGAIN > end:
+            if time.monotonic() + _RETRY_SECONDS > end:
                 reason = exc.strerror or str(exc)
                 raise NodeError(
                     f"no leader at {address} for {seconds:.0f} s ({reason}); start the node's rank 0 there, "
                     "with the same --leader"
                 ) from exc
-        time.sleep(_DIAL_AGAIN)
+        time.sleep(_RETRY_SECONDS)
 
 
 def join(sock: socket.socket, hello: Hello, timing: PeerTiming) -> None:
-    """Say who we are. Raises ConfigError with the leader's reason if it does not want us."""
+    """Send Hello and wait for the answer. Raises ConfigError with the leader's reason for a rejection."""
     sock.settimeout(_ANSWER_SECONDS)
     try:
         sock.sendall(framed(hello))
         (length,) = FRAME_HEADER.unpack(_receive(sock, FRAME_HEADER.size))
-        answer = msgspec.msgpack.decode(_receive(sock, min(length, LONGEST_HELLO)), type=Welcome | Rejected)
+        answer = msgspec.msgpack.decode(_receive(sock, min(length, MAX_HELLO_BYTES)), type=Welcome | Rejected)
     except (OSError, EOFError, msgspec.DecodeError) as exc:
-        reason = str(exc) or "it hung up"
-        raise NodeError(f"whoever listens at the leader's address does not answer as one: {reason}") from exc
+        reason = str(exc) or "it closed the connection"
+        raise NodeError(f"the leader's address does not answer as a leader: {reason}; check --leader") from exc
     if isinstance(answer, Rejected):
-        raise ConfigError(f"the leader does not take rank {hello.rank}: {answer.reason}")
+        raise ConfigError(f"the leader rejects rank {hello.rank}: {answer.reason}")
     sock.settimeout(None)
     set_timeouts(sock, timing)
 
 
 def _receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """No byte more: what follows is for somebody else. Raises EOFError."""
+    """Receive exactly ``num_bytes``: the bytes behind belong to the rank process. Raises EOFError."""
     data = b""
     while len(data) < num_bytes:
         more = sock.recv(num_bytes - len(data))

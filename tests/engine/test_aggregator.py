@@ -1,4 +1,4 @@
-"""What ranks report, in every order they may, becomes one output per step, one result per read, one connection."""
+"""Outputs of ranks, in every possible order, merge into one output per step, one result per read, one connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.executor.aggregator import Aggregator
+from engine.executor.aggregator import OutputAggregator
 from pdserve.config.parallel import ParallelConfig
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
@@ -38,11 +38,11 @@ SPLITS = [
 NUM_KV_HEADS = 2
 
 
-def aggregator_of(split: ParallelConfig) -> Aggregator:
-    return Aggregator(split, split.shares(NUM_KV_HEADS))
+def aggregator_of(split: ParallelConfig) -> OutputAggregator:
+    return OutputAggregator(split, split.shares(NUM_KV_HEADS))
 
 
-def news(*results: ReadResult) -> ModelRunnerOutput:
+def events(*results: ReadResult) -> ModelRunnerOutput:
     return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(results))
 
 
@@ -50,7 +50,7 @@ def connected(transport: str, epoch: str = "e") -> ModelRunnerOutput:
     return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(connected=(Connected(epoch, transport, transport),)))
 
 
-def lost(reason: str, epoch: str = "e") -> ModelRunnerOutput:
+def failed_peer(reason: str, epoch: str = "e") -> ModelRunnerOutput:
     return ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(failed_peers=((epoch, reason),)))
 
 
@@ -63,7 +63,7 @@ def plan_of(step: int, *reads: int, connect: bool = False, disconnect: bool = Fa
 
 @dataclass
 class Script:
-    """What each rank will report, in its order; ranks are told of steps in theirs."""
+    """The reports of each rank, in their order; plans are sent in theirs."""
 
     split: ParallelConfig
     plans: list[StepPlan]
@@ -94,15 +94,15 @@ def scripts(draw: st.DrawFn) -> Script:
                 if at in ends:
                     ends[at].append(result)
                 else:
-                    late.append(news(result))
+                    late.append(events(result))
         reports = [ModelRunnerOutput(output, KVConnectorOutput(tuple(ends[output.step]))) for output in steps]
         script.reports.append(reports + late)
     return script
 
 
 @given(scripts(), st.data())
-def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script: Script, data: st.DataObject) -> None:
-    """Some reports also come twice, or again much later."""
+def test_every_step_and_read_completes_once_and_never_early(script: Script, data: st.DataObject) -> None:
+    """Reports of ranks interleave in any order. Some come twice, or again much later."""
     aggregator = aggregator_of(script.split)
     before = msgspec.msgpack.encode(script.reports)
     waiting = [list(reports) for reports in script.reports]
@@ -138,7 +138,7 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
                 if not ended[read_id] and len(ranks) < script.split.num_ranks:
                     assert set(aggregator.missing_read(read_id)) == set(range(script.split.num_ranks)) - ranks
         if data.draw(st.booleans()):
-            check(aggregator.take_news())
+            check(aggregator.take_events())
     for plan in script.plans:
         assert aggregator.missing(plan.step) == []
         output = aggregator.take(plan.step)
@@ -149,14 +149,14 @@ def test_whatever_the_order_each_step_and_read_ends_once_and_never_early(script:
     for rank, report in given_out:  # of steps and reads that are over by now
         aggregator.add(rank, report)
     assert aggregator.waiting_for == ""
-    assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
+    assert aggregator.take_events() is EMPTY_CONNECTOR_OUTPUT
     assert msgspec.msgpack.encode(script.reports) == before, "reports were altered"
     assert not EMPTY_OUTPUT.connector
     assert ModelRunnerOutput(StepOutput(0)) == EMPTY_OUTPUT
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing: int) -> None:
+def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: int) -> None:
     split = ParallelConfig((2, 2), 2)
     aggregator = aggregator_of(split)
     aggregator.expect(plan_of(5, 3))
@@ -164,12 +164,12 @@ def test_a_rank_that_does_not_report_keeps_everything_open_and_is_named(missing:
     for rank in set(range(4)) - {missing}:
         aggregator.add(rank, ModelRunnerOutput(StepOutput(5), KVConnectorOutput((ReadResult(3),))))
     assert aggregator.missing(5) == aggregator.missing_read(3) == [missing]
-    assert not aggregator.has_news
+    assert not aggregator.has_events
     place = f"rank {missing} (stage {missing // 2}, shard {missing % 2})"
     assert aggregator.waiting_for == f"{place} has not ended step 5; {place} has not ended read 3"
 
 
-def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
+def test_digests_add_up_and_replicated_kv_counts_once() -> None:
     """4 shards of 2 heads: ranks 0 and 1 hold the same, 2 and 3 too."""
     aggregator = aggregator_of(ParallelConfig((4,), 4))
     aggregator.expect(StepPlan(1, digests=(DigestOrder((7, 8), 32), DigestOrder((9,), 16))))
@@ -178,55 +178,84 @@ def test_digests_add_up_and_what_two_ranks_hold_counts_once() -> None:
     assert aggregator.take(1).step.digests == ((-(2**63), -3), (11,))
 
 
-def test_a_connection_is_told_of_once_when_every_rank_has_it() -> None:
+def test_a_connection_is_reported_once_when_every_rank_has_it() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
     aggregator.add(0, connected("nvlink"))
     aggregator.add(0, connected("nvlink"))
-    assert not aggregator.has_news
+    assert not aggregator.has_events
     aggregator.add(1, connected("tcp"))
-    assert aggregator.take_news().connected == (Connected("e", "tcp", "nvlink | tcp"),)
+    assert aggregator.take_events().connected == (Connected("e", "tcp", "nvlink | tcp"),)
     aggregator.add(1, connected("tcp"))
-    assert not aggregator.has_news
-    aggregator.expect(plan_of(2, connect=True))  # asked again, it is told again
+    assert not aggregator.has_events
+    aggregator.expect(plan_of(2, connect=True))  # a repeated order is reported again
     aggregator.add(1, connected("tcp"))
     aggregator.add(0, connected("tcp"))
-    assert aggregator.take_news().connected == (Connected("e", "tcp", "tcp"),)
+    assert aggregator.take_events().connected == (Connected("e", "tcp", "tcp"),)
 
 
-def test_a_peer_fails_with_the_first_rank_that_fails() -> None:
+def test_a_peer_fails_with_the_first_rank_that_reports_it() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
-    aggregator.add(1, lost("no way"))
-    assert aggregator.take_news().failed_peers == (("e", "rank 1 (stage 0, shard 1): no way"),)
+    aggregator.add(1, failed_peer("no way"))
+    assert aggregator.take_events().failed_peers == (("e", "rank 1 (stage 0, shard 1): no way"),)
     aggregator.add(0, connected("tcp"))
-    aggregator.add(0, lost("broke"))
-    assert not aggregator.has_news
+    aggregator.add(0, failed_peer("broke"))
+    assert not aggregator.has_events
     aggregator.expect(plan_of(2, connect=True))
     aggregator.add(0, connected("tcp"))
     aggregator.add(1, connected("tcp"))
-    aggregator.add(0, lost("broke"))  # later
-    told = aggregator.take_news()
-    assert told.connected
-    assert told.failed_peers == (("e", "rank 0 (stage 0, shard 0): broke"),)
+    aggregator.add(0, failed_peer("broke"))  # later
+    taken = aggregator.take_events()
+    assert taken.connected
+    assert taken.failed_peers == (("e", "rank 0 (stage 0, shard 0): broke"),)
 
 
-def test_what_a_rank_says_of_a_peer_that_was_given_up_is_nothing() -> None:
+def test_reports_on_a_disconnected_peer_are_ignored() -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
     aggregator.expect(plan_of(1, connect=True))
     aggregator.add(0, connected("tcp"))
     aggregator.expect(plan_of(2, disconnect=True))
     aggregator.add(1, connected("tcp"))
-    aggregator.add(1, lost("given up"))
-    assert not aggregator.has_news
+    aggregator.add(1, failed_peer("given up"))
+    assert not aggregator.has_events
 
 
 @pytest.mark.parametrize("output", [EMPTY_OUTPUT, ModelRunnerOutput(StepOutput(99))])
-def test_nothing_comes_of_nothing(output: ModelRunnerOutput) -> None:
+def test_outputs_of_no_or_unknown_steps_are_ignored(output: ModelRunnerOutput) -> None:
     aggregator = aggregator_of(ParallelConfig((4,), 2))
     for rank in (0, 1, 1):
         aggregator.add(rank, output)
     assert aggregator.waiting_for == ""
-    assert aggregator.take_news() is EMPTY_CONNECTOR_OUTPUT
+    assert aggregator.take_events() is EMPTY_CONNECTOR_OUTPUT
     with pytest.raises(AttributeError):
         EMPTY_OUTPUT.step = StepOutput(1)  # type: ignore[misc]
+
+
+class LaterStepOutput(StepOutput, frozen=True):
+    """StepOutput with a field that the aggregator does not know."""
+
+    new_field: str = ""
+
+
+class LaterConnectorOutput(KVConnectorOutput, frozen=True):
+    """KVConnectorOutput with a field that the aggregator does not know."""
+
+    new_field: tuple[int, ...] = ()
+
+
+def test_a_new_field_of_a_step_output_comes_from_the_sampling_rank() -> None:
+    aggregator = aggregator_of(ParallelConfig((2, 2)))
+    aggregator.expect(StepPlan(1))
+    for rank in range(2):
+        aggregator.add(rank, ModelRunnerOutput(LaterStepOutput(1, new_field=f"of rank {rank}")))
+    step = aggregator.take(1).step
+    assert isinstance(step, LaterStepOutput)
+    assert step.new_field == "of rank 1"
+
+
+def test_a_new_field_of_a_connector_output_needs_a_merge_rule() -> None:
+    aggregator = aggregator_of(ParallelConfig((4,), 2))
+    output = LaterConnectorOutput(failed_peers=(("e", "no way"),), new_field=(1,))
+    with pytest.raises(KeyError, match="new_field"):
+        aggregator.add(0, ModelRunnerOutput(EMPTY_OUTPUT.step, output))

@@ -1,4 +1,4 @@
-"""The leader's end of other ranks: it never waits for one to read, and tells which of them failed first."""
+"""The leader's side of other ranks: sending never blocks, and the root cause of failures is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 
-# How a crew's thread ends here after a failure; of an engine, the process does.
+# The thread ends here after a failure; in an engine, the process does.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 SPLIT = ParallelConfig((2,), 3)
@@ -25,25 +25,25 @@ SECONDS = 5.0
 
 
 class Ranks:
-    """Ranks 1 and 2, played by the test, and what their leader makes of them."""
+    """Ranks 1 and 2, played by the test, and their leader."""
 
     def __init__(self) -> None:
         self.outputs: queue.SimpleQueue[tuple[int, ModelRunnerOutput]] = queue.SimpleQueue()
         self.failures: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         pairs = [socket.socketpair() for _ in range(2)]
-        self._links = [
-            RankChannel(SPLIT.place(rank), ours, patience=1.0) for rank, (ours, _) in enumerate(pairs, start=1)
+        self._channels = [
+            RankChannel(SPLIT.place(rank), ours, timeout=1.0) for rank, (ours, _) in enumerate(pairs, start=1)
         ]
         self.sockets = {rank: theirs for rank, (_, theirs) in enumerate(pairs, start=1)}
-        self.crew = RankProcesses(self._links, self._on_failure)
-        self.crew.on_output = lambda rank, output: self.outputs.put((rank, output))
+        self.processes = RankProcesses(SPLIT.place(0), self._channels, self._on_failure)
+        self.processes.on_output = lambda rank, output: self.outputs.put((rank, output))
 
-    def say(self, rank: int, message: FromRank) -> None:
+    def send(self, rank: int, message: FromRank) -> None:
         self.sockets[rank].sendall(framed(message))
 
     def close(self) -> None:
-        self.crew.close()
-        for sock in (*self.sockets.values(), *(link.socket for link in self._links)):
+        self.processes.close()
+        for sock in (*self.sockets.values(), *(channel.socket for channel in self._channels)):
             sock.close()
 
     def _on_failure(self, kind: str, text: str) -> NoReturn:
@@ -58,11 +58,11 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def test_a_rank_that_does_not_read_holds_nobody_up(ranks: Ranks) -> None:
+def test_sending_does_not_wait_for_a_rank_that_does_not_read(ranks: Ranks) -> None:
     prompt = NewSequence(1, pack_tokens(range(10_000)), 10_000, 0, (), SamplingParams(max_tokens=1))
     plans = [Step(StepPlan(number, new=(prompt,))) for number in range(1, 101)]
     for plan in plans:
-        ranks.crew.send(plan)
+        ranks.processes.send(plan)
     for sock in ranks.sockets.values():
         sock.settimeout(SECONDS)
         frames: Frames[ToRank] = Frames(msgspec.msgpack.Decoder(ToRank))
@@ -72,18 +72,41 @@ def test_a_rank_that_does_not_read_holds_nobody_up(ranks: Ranks) -> None:
         assert received == plans
 
 
-def test_outputs_are_told_with_their_rank(ranks: Ranks) -> None:
+def test_outputs_carry_their_rank(ranks: Ranks) -> None:
     outputs = [(2, ModelRunnerOutput(StepOutput(1))), (2, EMPTY_OUTPUT), (1, ModelRunnerOutput(StepOutput(1)))]
     for rank, output in outputs:
-        ranks.say(rank, RankOutput(output))
+        ranks.send(rank, RankOutput(output))
         assert ranks.outputs.get(timeout=SECONDS) == (rank, output)
 
 
-def test_the_cause_is_told_rather_than_what_follows_from_it(ranks: Ranks) -> None:
-    """The second rank lost its collective because the first ended; its word may come first."""
-    ranks.say(2, Failed("EngineDied", "RuntimeError: connection closed by peer"))
-    ranks.say(1, Failed("CapacityError", "no room"))
+def test_the_root_cause_is_reported_rather_than_its_consequence(ranks: Ranks) -> None:
+    """Rank 2 lost its collective because rank 1 exited; its message may come first."""
+    ranks.send(2, Failed("EngineDied", "RuntimeError: connection closed by peer"))
+    ranks.send(1, Failed("CapacityError", "no room"))
     assert ranks.failures.get(timeout=SECONDS) == ("CapacityError", "rank 1 (stage 0, shard 1): no room")
+
+
+def test_the_leaders_own_failure_is_logged_and_reported(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="wrong shape"), ranks.processes.reporting_own_failure():
+        raise ValueError("wrong shape")
+    assert ranks.failures.get(timeout=SECONDS) == ("EngineDied", "rank 0 (stage 0, shard 0): ValueError: wrong shape")
+    assert "Traceback" in caplog.text
+    assert "wrong shape" in caplog.text
+
+
+def test_the_leaders_failure_is_not_reported_where_another_ranks_message_came_before(ranks: Ranks) -> None:
+    """Rank 0 lost its collective because rank 1 failed, whose message arrived first."""
+    ranks.send(1, Failed("EngineDied", "ValueError: wrong shape"))
+    with pytest.raises(RuntimeError), ranks.processes.reporting_own_failure():
+        raise RuntimeError("connection closed by peer")
+    assert ranks.failures.get(timeout=SECONDS) == ("EngineDied", "rank 1 (stage 0, shard 1): ValueError: wrong shape")
+
+
+def test_failures_while_ranks_are_closed_are_ignored(ranks: Ranks) -> None:
+    ranks.processes.ignore_failures()
+    ranks.send(1, Failed("EngineDied", "RuntimeError: connection closed by peer"))
+    ranks.processes.close()
+    assert ranks.failures.empty()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +118,7 @@ def test_the_cause_is_told_rather_than_what_follows_from_it(ranks: Ranks) -> Non
     ],
     ids=["end", "garbage", "of a leader"],
 )
-def test_a_rank_that_ends_or_talks_nonsense_fails(ranks: Ranks, last: bytes, words: str) -> None:
+def test_a_rank_that_exits_or_sends_garbage_fails(ranks: Ranks, last: bytes, words: str) -> None:
     ranks.sockets[2].sendall(last)
     ranks.sockets[2].close()
     kind, text = ranks.failures.get(timeout=SECONDS)
@@ -104,9 +127,9 @@ def test_a_rank_that_ends_or_talks_nonsense_fails(ranks: Ranks, last: bytes, wor
     assert words in text
 
 
-def test_ranks_that_were_dismissed_may_end(ranks: Ranks) -> None:
-    ranks.crew.announce_shutdown()
+def test_exits_after_an_announced_shutdown_are_no_failures(ranks: Ranks) -> None:
+    ranks.processes.announce_shutdown()
     for sock in ranks.sockets.values():
         sock.close()
-    ranks.crew.close()
+    ranks.processes.close()
     assert ranks.failures.empty()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine.executor.rank_messages import Hello
-from engine.executor.rendezvous import MOST_CALLERS, Joined, Rendezvous, dial, hello_of, join, listen
+from engine.executor.rendezvous import MAX_PENDING, JoinedRank, Rendezvous, connect_leader, join, listen, make_hello
 from engine.ipc.frames import framed
 from pdserve.config.device import detect_device
 from pdserve.config.embedded import EMBEDDED_MODEL
@@ -29,7 +29,7 @@ def config_of(tp: int = 4, block_size: int = 16) -> NodeConfig:
 
 def hello(rank: int, **changes: object) -> Hello:
     config = config_of()
-    return msgspec.structs.replace(hello_of(config, rank, config.device, 1), **changes)
+    return msgspec.structs.replace(make_hello(config, rank, config.device, 1), **changes)
 
 
 class Gathering:
@@ -39,25 +39,25 @@ class Gathering:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.listener = listen(self.address)
-        self.joined: dict[int, Joined] = {}
+        self.joined: dict[int, JoinedRank] = {}
         self.error: PdserveError | None = None
-        self._muster = Rendezvous(self.listener, config_of(), range(1, 4))
+        self._rendezvous = Rendezvous(self.listener, config_of(), range(1, 4))
         self._thread = threading.Thread(target=self._run, args=(seconds,))
         self._thread.start()
 
     def _run(self, seconds: float) -> None:
         try:
-            self.joined = self._muster.gather(seconds)
+            self.joined = self._rendezvous.gather(seconds)
         except PdserveError as error:
             self.error = error
 
     def send(self, data: bytes) -> socket.socket:
-        sock = dial(self.address)
+        sock = connect_leader(self.address)
         sock.sendall(data)
         return sock
 
     def enter(self, hello: Hello) -> socket.socket:
-        sock = dial(self.address)
+        sock = connect_leader(self.address)
         try:
             join(sock, hello, TIMING)
         except BaseException:
@@ -87,13 +87,13 @@ def gathering() -> Iterator[Gathering]:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (hello(1), ["rank 1 is there already"]),
+        (hello(1), ["rank 1 has joined already"]),
         (hello(0), ["rank 0", "1, 2, 3"]),
         (hello(7), ["rank 7", "1, 2, 3"]),
         (hello(2, version="0.0.1"), ["pdserve: 0.0.1 there"]),
         (hello(2, split=config_of(tp=2).split), ["tp 2 there", "tp 4 at the leader"]),
         (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
-        (hello_of(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
+        (make_hello(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
     ],
 )
 def test_a_rank_that_does_not_fit_is_told_why(gathering: Gathering, wrong: Hello, words: list[str]) -> None:
@@ -130,19 +130,19 @@ class HangsUpAsTheNextOneCalls(socket.socket):
 
     def accept(self) -> tuple[socket.socket, object]:
         accepted = super().accept()
-        if len(self.callers) == MOST_CALLERS:
+        if len(self.callers) == MAX_PENDING:
             self.callers[0].close()
-        if len(self.callers) <= MOST_CALLERS:
-            self.callers.append(dial(f"127.0.0.1:{self.getsockname()[1]}"))
+        if len(self.callers) <= MAX_PENDING:
+            self.callers.append(connect_leader(f"127.0.0.1:{self.getsockname()[1]}"))
         return accepted
 
 
 def test_a_caller_may_hang_up_at_the_moment_another_takes_its_place() -> None:
     with HangsUpAsTheNextOneCalls(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
-        listener.callers = [dial(f"127.0.0.1:{listener.getsockname()[1]}")]
-        with pytest.raises(NodeError, match="have not come"):
+        listener.callers = [connect_leader(f"127.0.0.1:{listener.getsockname()[1]}")]
+        with pytest.raises(NodeError, match="have not joined"):
             Rendezvous(listener, config_of(), range(1, 4)).gather(0.2)
-        assert len(listener.callers) == MOST_CALLERS + 1
+        assert len(listener.callers) == MAX_PENDING + 1
         for caller in listener.callers:
             caller.close()
 
@@ -167,22 +167,22 @@ def test_ranks_that_do_not_come_are_named() -> None:
     with gathering.enter(hello(2)):
         gathering.finish()
     assert isinstance(gathering.error, NodeError)
-    assert "ranks 1, 3 of this node have not come within 0.3 s" in str(gathering.error)
+    assert "ranks 1, 3 of this node have not joined within 0.3 s" in str(gathering.error)
 
 
 def test_a_leader_that_does_not_come_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(NodeError, match=f"no leader at 127.0.0.1:{port} for 0 s"):
-        dial(f"127.0.0.1:{port}", seconds=0.0)
+        connect_leader(f"127.0.0.1:{port}", seconds=0.0)
 
 
 def test_a_leader_that_is_none_is_told_apart() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other, dial(f"127.0.0.1:{other.getsockname()[1]}") as sock:
+    with socket.create_server(("127.0.0.1", 0)) as other, connect_leader(f"127.0.0.1:{other.getsockname()[1]}") as sock:
         caller, _ = other.accept()
         with caller:
             caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-        with pytest.raises(NodeError, match="does not answer as one"):
+        with pytest.raises(NodeError, match="does not answer as a leader"):
             join(sock, hello(1), TIMING)
 
 

@@ -136,7 +136,7 @@ def test_ranks_of_other_hosts_wait_until_the_node_has_drained(checkpoint: Path, 
 def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
-        assert "looking for the leader" in other.status.readline()  # it has found the checkpoint to be the right one
+        assert "connecting to the leader" in other.status.readline()  # it has found the checkpoint to be the right one
         (elsewhere / "model.safetensors").unlink()
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
         fleet.wait_until(lambda: node.child.state == "ended", 60.0)
