@@ -1,8 +1,8 @@
-"""A model runner without a model: tokens are a digest of the tokens before them, and steps take the time they cost.
+"""A model runner without a model: the next token is a digest of those before it, and a step sleeps for its cost.
 
-It implements pdserve.protocols.ModelRunner and imports neither torch nor numpy, so that a hundred nodes fit on a small
-machine. It has a step in flight while the next is launched, as V2 has. There is no KV: its region is an address that
-nobody reads.
+It implements pdserve.protocols.ModelRunner and imports neither torch nor numpy, so a hundred nodes fit on a small
+machine. Like V2 it launches a step while the last one is in flight. It has no KV: the address of its region is never
+read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runner.sampling.prompt_targets import PromptTargets, Targets
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A pdserve.protocols.PendingStep whose result is there at a time of ``time.monotonic``."""
+    """A pdserve.protocols.PendingStep whose result is ready at a time of ``time.monotonic``."""
 
     output: StepOutput
     ends_at: float
@@ -44,7 +44,7 @@ class SimulatedStep:
 
 
 class SimulatedRunner:
-    """Sequences as digests of their tokens, and a device that is busy until a point in time."""
+    """Keeps sequences as digests of their tokens, and the time until which its device is busy."""
 
     max_in_flight = 2
 
@@ -67,7 +67,7 @@ class SimulatedRunner:
         return KVRegion(0, self._layout.total_bytes, "cpu", 0)
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
-        assert not plan.digests, "there is no KV to take digests of; resolve refuses --kv-checksum"
+        assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"
         for seq in plan.finished:
             self._sequences.pop(seq, None)
             self._targets.forget(seq)
@@ -81,7 +81,7 @@ class SimulatedRunner:
         return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
 
     def reload_weights(self, model_dir: str) -> None:
-        """It has none."""
+        """Do nothing: there are no weights."""
 
     def close(self) -> None:
         self._sequences.clear()
@@ -92,7 +92,7 @@ class SimulatedRunner:
         return self._sequences[item.seq].draw(item.num_samples, vocabulary or self._vocabulary)
 
     def _score(self, targets: Targets) -> PromptLogprobs:
-        """Each token was the best one; those after it by id come next."""
+        """Return each token as the best one; the ids after it come next."""
         vocab_size = self._vocab_size
         row = struct.Struct(f"<fI{targets.num_top}I{targets.num_top}f")
         values = [(rank + 1) * math.log(0.5) for rank in range(targets.num_top)]
@@ -104,7 +104,7 @@ class SimulatedRunner:
 
 
 class SimulatedVocabulary:
-    """Token ids. Those that end a sequence are drawn only where a grammar allows nothing else."""
+    """Token ids. An EOS token is sampled only if a grammar allows nothing else."""
 
     def __init__(self, token_ids: Iterable[int], eos_token_ids: Collection[int]) -> None:
         every = array("I", token_ids)
@@ -112,17 +112,17 @@ class SimulatedVocabulary:
         self.ids = array("I", (token_id for token_id in every if token_id not in eos_token_ids)) or every
 
     def allowed(self, mask: bytes) -> SimulatedVocabulary:
-        """What ``TokenMask.words`` allows."""
+        """Return the tokens that ``TokenMask.words`` allows."""
         bits = int.from_bytes(mask, "little")
         return SimulatedVocabulary(_bits_set(bits), self._eos_token_ids)
 
     def token(self, number: int) -> int:
-        """The token id that a large random number stands for."""
+        """Return the token id for a large random number."""
         return self.ids[number % len(self.ids)]
 
 
 def _bits_set(bits: int) -> Iterator[int]:
-    """Their indices, the lowest first."""
+    """Yield the indices of set bits, lowest first."""
     text = bin(bits)[:1:-1]
     at = text.find("1")
     while at >= 0:
@@ -131,10 +131,10 @@ def _bits_set(bits: int) -> Iterator[int]:
 
 
 class SimulatedSequence:
-    """The next token depends on all tokens so far, and where sampling is random, on the seed and the choice.
+    """The next token depends on all tokens so far; with random sampling also on the seed and the choice.
 
-    So a request goes on with the same tokens wherever it goes on: on a decode node, after a preemption, or as a new
-    request whose prompt ends with what was generated before.
+    So a request continues with the same tokens on a decode node, after a preemption, or as a new request whose prompt
+    ends with the tokens generated before.
     """
 
     def __init__(self, new: NewSequence) -> None:
@@ -143,7 +143,7 @@ class SimulatedSequence:
         self._choice = new.choice
 
     def draw(self, num_samples: int, vocabulary: SimulatedVocabulary) -> tuple[Sample, ...]:
-        """One token, or the first of each choice; the sequence goes on with the first of them."""
+        """Sample one token, or the first of each choice; the sequence continues with the first sample."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
         samples = tuple(self._sample(choice, vocabulary) for choice in choices)
         self._digest.update(array("I", (samples[0].token_id,)).tobytes())
@@ -159,7 +159,7 @@ class SimulatedSequence:
 
 
 def _logprobs(number: int, sampling: SamplingParams, vocabulary: SimulatedVocabulary) -> TokenLogprobs:
-    """The token drawn has a probability of 1/2, the ids after it 1/4, 1/8 and so on."""
+    """Return 1/2 for the sampled token, 1/4, 1/8 and so on for the ids after it."""
     ranks = range(min(sampling.logprobs, len(vocabulary.ids)))
     return TokenLogprobs(
         math.log(0.5),

@@ -1,4 +1,4 @@
-"""Steps that no request asked for: they compile every kernel before the first one does, and show what steps need."""
+"""Warm-up steps: they compile every kernel before the first request, and show the memory that steps need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledS
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
-#: A request that makes use of everything.
+#: A request that uses every sampling parameter.
 DEMANDING = SamplingParams(
     max_tokens=1,
     min_tokens=1,
@@ -25,12 +25,12 @@ DEMANDING = SamplingParams(
     stop_token_ids=(1,),
     logprobs=1,
     prompt_logprobs=1,
-    grammar="any",  # the runner sees masks only
+    grammar="any",  # a runner reads masks only
 )
 
 
 def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
-    """A step of as many prompt tokens as are allowed, and one of as many demanding sequences."""
+    """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter."""
     longest = min(config.max_batch_tokens, config.max_model_len - 2)
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
@@ -39,7 +39,7 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 
 def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
-    """One request, and a few, of either kind: the shapes that kernels may be compiled for separately."""
+    """Run one request and a few, greedy and demanding: shapes that kernels may be compiled for separately."""
     few = min(3, config.max_num_seqs)
     for sampling in (GREEDY, DEMANDING):
         run_prompts(runner, config, [1], sampling)
@@ -48,7 +48,7 @@ def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
-    """Prompts of these lengths in one step, two decode steps of all of them, and their end.
+    """Run prompts of these lengths in one step, two decode steps of all, and their end.
 
     They share blocks and overwrite each other's KV: nothing reads their tokens.
     """

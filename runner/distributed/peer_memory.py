@@ -1,7 +1,6 @@
-"""Memory of a GPU that processes with other GPUs of the same host can write to, by the driver's CUDA IPC.
+"""GPU memory that processes with other GPUs of the same host can write to, through the driver's CUDA IPC.
 
-It is allocated from the driver and not from PyTorch, whose allocator hands out parts of larger allocations, and may
-take them back.
+The driver allocates it, not PyTorch: PyTorch's allocator hands out parts of larger allocations and may free them.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class _Handle(ctypes.Structure):
 
 
 def map_memory(num_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes]]) -> PeerMemory | None:
-    """Memory on every rank's GPU that all of them can write to; None on all of them where one cannot reach another.
+    """Map memory of every rank's GPU into all ranks; return None on all ranks if one cannot reach another.
 
-    ``exchange`` gives every rank's bytes, by rank, to all.
+    ``exchange`` passes one rank's bytes and returns those of all ranks, by rank.
     """
     memory = PeerMemory(num_bytes, rank)
-    reached = memory.reach(exchange(memory.introduction()))
+    reached = memory.open_peers(exchange(memory.handle()))
     if all(answer == _YES for answer in exchange(_YES if reached else _NO)):
         return memory
     memory.close()
@@ -40,11 +39,12 @@ def map_memory(num_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes
 class PeerMemory:
     """``num_bytes`` of zeroed memory on each rank's GPU, mapped into every rank's process.
 
-    ``addresses[r]`` is where that of rank r is in this one. PyTorch must have made the device current on this thread.
+    ``addresses[r]`` is the address of rank r's memory here. PyTorch must have made the device current on this
+    thread.
     """
 
     def __init__(self, num_bytes: int, rank: int) -> None:
-        """Allocate this rank's. Raises CapacityError where the driver refuses."""
+        """Allocate this rank's memory. Raises CapacityError if the driver refuses."""
         self.addresses: list[int] = []
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._rank = rank
@@ -62,18 +62,18 @@ class PeerMemory:
                     "--gpu-memory-utilization or end other processes on this GPU"
                 )
 
-    def introduction(self) -> bytes:
-        """What others need to reach this rank's memory."""
-        return _host() + bytes(self._handle)
+    def handle(self) -> bytes:
+        """Return the host id and IPC handle that other ranks need to map this rank's memory."""
+        return _host_id() + bytes(self._handle)
 
-    def reach(self, introductions: list[bytes]) -> bool:
-        """Map everybody's; False where one of them cannot be reached."""
-        for peer, theirs in enumerate(introductions):
+    def open_peers(self, handles: list[bytes]) -> bool:
+        """Map the memory of all ranks; return False if one is out of reach."""
+        for peer, theirs in enumerate(handles):
             address = ctypes.c_uint64()
             handle = _Handle.from_buffer_copy(theirs, _HOST_BYTES)
             if peer == self._rank:
                 address = self._own
-            elif not theirs.startswith(_host()) or self._driver.cuIpcOpenMemHandle_v2(
+            elif not theirs.startswith(_host_id()) or self._driver.cuIpcOpenMemHandle_v2(
                 ctypes.byref(address), handle, _LAZY_PEER_ACCESS
             ):
                 return False
@@ -81,7 +81,7 @@ class PeerMemory:
         return True
 
     def close(self) -> None:
-        """Unmap and free. Nobody may write any more. Idempotent."""
+        """Unmap and free; no rank may write any more. Idempotent."""
         for peer, address in enumerate(self.addresses):
             if peer != self._rank:
                 self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
@@ -91,6 +91,6 @@ class PeerMemory:
             self._own = ctypes.c_uint64()
 
 
-def _host() -> bytes:
-    """The same on two ranks only if they run on one host, since when it was started."""
+def _host_id() -> bytes:
+    """Return an id of this boot of this host: equal on two ranks only if they share the host."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()[:_HOST_BYTES].ljust(_HOST_BYTES)

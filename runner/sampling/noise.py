@@ -1,7 +1,7 @@
-"""Noise for sampling, a pure function of (seed, choice, position, token id): no generator, no state.
+"""Noise for sampling: a pure function of (seed, choice, position, token id), without a generator or state.
 
-So a request draws the same tokens whatever else is in its batch, after preemption, and on another node. Any backend can
-produce the same noise from 64- and 32-bit unsigned integers, all arithmetic wrapping around:
+So a request samples the same tokens in any batch, after preemption, and on another node. Any backend can produce the
+same noise with 64- and 32-bit unsigned integers; all arithmetic wraps around:
 
     key     = mix64(mix64(mix64(seed + G) ^ choice) ^ position)                      per row, 64 bits
     x       = token * 0x9E3779B9 ^ low32(key)                                        per token, 32 bits from here
@@ -13,7 +13,7 @@ produce the same noise from 64- and 32-bit unsigned integers, all arithmetic wra
     mix64 is SplitMix64's finalizer: z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB;
     z ^ z >> 31. G = 0x9E3779B97F4A7C15. The 32-bit multipliers are those of C. Wellons' "lowbias32".
 
-``position`` is the index in the sequence of the token being drawn. argmax(logits + gumbel) is then a draw from
+``position`` is the index of the sampled token in its sequence. argmax(logits + gumbel) is then a sample of
 softmax(logits) (the Gumbel-max trick).
 """
 
@@ -31,21 +31,21 @@ _MASK_64 = (1 << 64) - 1
 
 
 def choice_keys(seeds: Sequence[int], choices: Sequence[int]) -> NDArray[np.uint64]:
-    """What a key is before it meets the position: mix64(mix64(seed + G) ^ choice)."""
+    """Return the part of each key without the position: mix64(mix64(seed + G) ^ choice)."""
     key = np.array([(seed + _GOLDEN_64) & _MASK_64 for seed in seeds], dtype=np.uint64)
     return _mix64(_mix64(key) ^ np.array(choices, dtype=np.uint64))
 
 
 def row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """The 64-bit key of each row."""
+    """Return the 64-bit key of each row."""
     return _mix64(choice_keys(seeds, choices) ^ np.array(positions, dtype=np.uint64))
 
 
 def gumbel_noise(keys: NDArray[np.uint64], token_ids: Tensor) -> Tensor:
-    """Gumbel noise [rows, tokens] float32 for keys [rows] and token_ids [tokens] or [rows, tokens] int32.
+    """Return noise [rows, tokens] float32 for keys [rows] and token_ids [tokens] or [rows, tokens] int32.
 
-    torch has no unsigned 32-bit arithmetic: int32 wraps around alike, and a logical shift is an arithmetic one with
-    the sign's copies masked off.
+    torch has no unsigned 32-bit arithmetic. int32 wraps around alike, and a logical shift is an arithmetic one with
+    the copies of the sign masked off.
     """
     halves = keys.astype("<u8").view("<i4").reshape(-1, 2)  # low, high
     low, high = torch.from_numpy(halves.T.copy()).to(token_ids.device).unsqueeze(-1)  # each [rows, 1]
@@ -68,5 +68,5 @@ def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _signed(value: int) -> int:
-    """The int32 with the bits of a uint32."""
+    """Return the int32 with the bits of a uint32."""
     return value - (1 << 32) if value >= 1 << 31 else value

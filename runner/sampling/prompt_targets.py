@@ -1,7 +1,7 @@
-"""Which tokens of prompts a step's logits tell the probabilities of. Pure bookkeeping, of all runners.
+"""Prompt tokens whose probabilities a step's logits give: bookkeeping for all runners.
 
 tokens of the prompt    0  1  2  3  4  5  6
-computed in this step         ▒  ▒  ▒          their logits are of the tokens that follow
+computed in this step         ▒  ▒  ▒          their logits predict the next tokens
 targets                          ▒  ▒  ▒
 """
 
@@ -16,17 +16,17 @@ from pdserve.records import NewSequence, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Of one sequence in one step. ``rows[i]`` of the step's tokens precedes ``token_ids[i]`` in the prompt."""
+    """One sequence's targets in one step: row ``rows[i]`` of the step's tokens predicts ``token_ids[i]``."""
 
     seq: int
-    first: int  # index in the prompt of the first of them
+    first: int  # index of the first target in the prompt
     token_ids: array[int]
     rows: range
     num_top: int
 
 
 class PromptTargets:
-    """The sequences whose prompts are to be scored and have not been to their end. Without any it costs nothing."""
+    """Sequences whose prompts are being scored. Steps cost nothing while there are none."""
 
     def __init__(self) -> None:
         self._open: dict[int, NewSequence] = {}
@@ -38,12 +38,12 @@ class PromptTargets:
             self._num_computed[new.seq] = new.num_computed
 
     def forget(self, seq: int) -> None:
-        """Unknown ones are ignored."""
+        """Stop to score a sequence; an unknown one is ignored."""
         if self._open.pop(seq, None) is not None:
             del self._num_computed[seq]
 
     def take(self, scheduled: Iterable[ScheduledSequence]) -> list[Targets]:
-        """Those of a step, which counts as computed."""
+        """Return the targets of a step, and count its tokens as computed."""
         if not self._open:
             return []
         found, row = [], 0
@@ -55,7 +55,7 @@ class PromptTargets:
         return [targets for targets in found if targets.rows]
 
     def _targets(self, new: NewSequence, row: int, num_tokens: int) -> Targets:
-        """``row`` is where the sequence's tokens begin in the step."""
+        """Return the targets of a sequence whose tokens begin at ``row`` of the step."""
         begin = self._num_computed[new.seq]
         first, end = max(begin + 1, new.num_scored), min(begin + num_tokens + 1, new.prompt_len)
         self._num_computed[new.seq] += num_tokens

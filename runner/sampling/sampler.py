@@ -1,9 +1,9 @@
-"""From logits to tokens: adjustments, truncation, and a draw that depends on nothing but the request itself.
+"""From logits to tokens: adjustments, truncation, and a sample that depends on the request alone.
 
-Order: logit bias · min_tokens · repetition, presence and frequency penalties · what a grammar allows · temperature ·
-top-k · top-p · min-p · Gumbel noise (noise.py) · argmax. Greedy rows stop before temperature. Log-probabilities
-are of the raw logits. A grammar's mask takes account of min_tokens already. Each stage touches only the rows that ask
-for it, so plain greedy decoding costs one argmax.
+Order: logit bias · min_tokens · repetition, presence and frequency penalties · grammar mask · temperature ·
+top-k · top-p · min-p · Gumbel noise (noise.py) · argmax. Greedy rows skip the stages from temperature to noise.
+Log-probabilities are those of the raw logits. A grammar's mask respects min_tokens already. Each stage touches only the
+rows that need it, so plain greedy decoding costs one argmax.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from pdserve.records import Sample, SamplingParams, TokenLogprobs
 from runner.sampling.noise import gumbel_noise, row_keys
 
-MIN_TEMPERATURE = 1e-5  # below it float32 logits overflow; at it the best token wins anyway
-_CANDIDATES = 1024  # how many of the best tokens are sorted before sorting all of them is tried
+MIN_TEMPERATURE = 1e-5  # float32 logits overflow below it; at it the best token always wins
+_CANDIDATES = 1024  # the best tokens are sorted first; all tokens only if these do not suffice
 
 
 @dataclass(frozen=True)
-class SampleRow:
-    """One token to draw: the one after ``tokens``, of which the first ``prompt_len`` are the prompt."""
+class HostSamplingRow:
+    """One token to sample, behind ``tokens``, of which the first ``prompt_len`` are the prompt."""
 
     logits_row: int
     params: SamplingParams
     choice: int
     tokens: NDArray[np.int32]
     prompt_len: int
-    mask: bytes | None = None  # of the tokens allowed, as TokenMask has it; None: all
+    mask: bytes | None = None  # allowed tokens as in TokenMask; None: all
 
 
 class Sampler:
@@ -41,42 +41,42 @@ class Sampler:
         self._device = device
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
-        """Draw one token per row from logits [logits_rows, vocab_size]."""
+    def sample(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> list[Sample]:
+        """Sample one token per row from logits [logits_rows, vocab_size]."""
         if [row.logits_row for row in rows] != list(range(logits.shape[0])):
             logits = logits[self._index([row.logits_row for row in rows])]
         raw = logits.float()
         adjusted = self._adjust(raw, rows)
         tokens = adjusted.argmax(-1)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if drawn:
-            index = self._index(drawn)
-            tokens[index] = self._draw(adjusted[index], [rows[i] for i in drawn])
+        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if random:
+            index = self._index(random)
+            tokens[index] = self._sample_random(adjusted[index], [rows[i] for i in random])
         logprobs = self._logprobs(raw, tokens, rows)
         return [Sample(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
 
     # ------------------------------------------------------------ adjustments, in place on a copy
 
-    def _adjust(self, raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Logits with bias, min_tokens and penalties applied; the raw ones themselves when nobody asked for any."""
+    def _adjust(self, raw: Tensor, rows: Sequence[HostSamplingRow]) -> Tensor:
+        """Return adjusted logits; the raw ones themselves if no row needs adjustment."""
         biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
-        forced = [
+        too_short = [
             i
             for i, row in enumerate(rows)
             if row.mask is None and len(row.tokens) - row.prompt_len < row.params.min_tokens
         ]
         penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
         masked = [i for i, row in enumerate(rows) if row.mask is not None]
-        if not (biased or forced or penalized or masked):
+        if not (biased or too_short or penalized or masked):
             return raw
         logits = raw.clone()
         if biased:
             pairs = [(i, token, bias) for i in biased for token, bias in rows[i].params.logit_bias.items()]
             where = (self._index([i for i, _, _ in pairs]), self._index([token for _, token, _ in pairs]))
             logits[where] += self._floats([bias for _, _, bias in pairs])
-        if forced:
-            ends = [(i, token) for i in forced for token in {*self._eos, *rows[i].params.stop_token_ids}]
-            logits[self._index([i for i, _ in ends]), self._index([token for _, token in ends])] = -torch.inf
+        if too_short:
+            stops = [(i, token) for i in too_short for token in {*self._eos, *rows[i].params.stop_token_ids}]
+            logits[self._index([i for i, _ in stops]), self._index([token for _, token in stops])] = -torch.inf
         if penalized:
             index = self._index(penalized)
             logits[index] = self._penalize(logits[index], [rows[i] for i in penalized])
@@ -87,13 +87,13 @@ class Sampler:
         return logits
 
     def _allowed(self, masks: Sequence[bytes]) -> Tensor:
-        """Masks as [masks, vocab_size] bool."""
+        """Unpack masks to [masks, vocab_size] bool."""
         words = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
         bits = torch.from_numpy(np.unpackbits(words, axis=1, bitorder="little")[:, : len(self._token_ids)])
         return bits.to(self._device).bool()
 
-    def _penalize(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Repetition (arXiv 1909.05858, over prompt and output), then presence and frequency (over the output)."""
+    def _penalize(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> Tensor:
+        """Apply repetition (arXiv 1909.05858, prompt and output), then presence and frequency (output)."""
         seen = self._counts(logits, [row.tokens for row in rows]) > 0
         repetition = self._column(rows, lambda p: p.repetition_penalty)
         scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -104,22 +104,22 @@ class Sampler:
         return logits - frequency * counts - presence * (counts > 0)
 
     def _counts(self, like: Tensor, tokens: Sequence[NDArray[np.int32]]) -> Tensor:
-        """How often each token occurs, [rows, vocab_size] float32."""
+        """Count each token: [rows, vocab_size] float32."""
         counts = torch.zeros_like(like)
         rows = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])
         where = (self._index(rows), self._index(np.concatenate(tokens)))
         return counts.index_put_(where, torch.ones(len(rows), device=self._device), accumulate=True)
 
-    # ------------------------------------------------------------ drawing
+    # ------------------------------------------------------------ random rows
 
-    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _sample_random(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> Tensor:
         logits = logits / self._column(rows, lambda p: max(p.temperature, MIN_TEMPERATURE))
         truncated = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
         if truncated:
             index = self._index(truncated)
             logits[index] = self._top_k_top_p(logits[index], [rows[i] for i in truncated])
         if any(row.params.min_p > 0.0 for row in rows):
-            # p >= min_p * p_max, as logits; the log of 0 is -inf, which lets everything through
+            # p >= min_p * p_max as logits; the log of 0 is -inf, which keeps every token
             floor = logits.amax(-1, keepdim=True) + self._column(rows, lambda p: p.min_p).log()
             logits.masked_fill_(logits < floor, -torch.inf)
         keys = row_keys(
@@ -127,8 +127,8 @@ class Sampler:
         )
         return (logits + gumbel_noise(keys, self._token_ids)).argmax(-1)
 
-    def _top_k_top_p(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """Keep the k best tokens, and of those the fewest whose probability reaches p; the others become -inf."""
+    def _top_k_top_p(self, logits: Tensor, rows: Sequence[HostSamplingRow]) -> Tensor:
+        """Keep the k best tokens, and of them the fewest whose probability reaches p; set others to -inf."""
         vocab = logits.shape[1]
         top_k = torch.tensor([row.params.top_k or vocab for row in rows], device=self._device)[:, None]
         top_p = self._column(rows, lambda p: p.top_p)
@@ -137,7 +137,7 @@ class Sampler:
             best, tokens = logits.topk(size, dim=-1)  # sorted, best first
             kept = torch.arange(size, device=self._device) < top_k
             limited = best.masked_fill(~kept, -torch.inf)
-            # Where k exceeds the candidates, every token counts towards the total, the unsorted ones too.
+            # If k exceeds the candidates, unsorted tokens count towards the total as well.
             total = torch.where(top_k > size, logits.logsumexp(-1, keepdim=True), limited.logsumexp(-1, keepdim=True))
             probabilities = (limited - total).exp()
             before = probabilities.cumsum(-1) - probabilities
@@ -151,7 +151,7 @@ class Sampler:
 
     # ------------------------------------------------------------ log-probabilities
 
-    def _logprobs(self, raw: Tensor, tokens: Tensor, rows: Sequence[SampleRow]) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, raw: Tensor, tokens: Tensor, rows: Sequence[HostSamplingRow]) -> dict[int, TokenLogprobs]:
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
         if not wanted:
             return {}
@@ -169,7 +169,7 @@ class Sampler:
 
     # ------------------------------------------------------------ host to device
 
-    def _column(self, rows: Sequence[SampleRow], value: Callable[[SamplingParams], float]) -> Tensor:
+    def _column(self, rows: Sequence[HostSamplingRow], value: Callable[[SamplingParams], float]) -> Tensor:
         return self._floats([value(row.params) for row in rows])[:, None]
 
     def _floats(self, values: Sequence[float]) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from runner.v1.runner import HostBatch
 
 
-class ReturnedTokens(StepFeature["HostBatch"]):
+class HostReturnedTokens(StepFeature["HostBatch"]):
     """Writes tokens into the SequenceTable before the first step that needs them. The host waits for them."""
 
     def __init__(self, receiver: TensorReceiver, sequences: SequenceTable) -> None:

@@ -19,9 +19,9 @@ from runner.base import BaseModelRunner
 from runner.batch import AttentionBatch
 from runner.distributed.parallel_state import ParallelState
 from runner.pending_step import FinishedStep
-from runner.sampling.sampler import Sampler, SampleRow
+from runner.sampling.sampler import HostSamplingRow, Sampler
 from runner.step_parts import StepFeature
-from runner.v1.returned_tokens import ReturnedTokens
+from runner.v1.returned_tokens import HostReturnedTokens
 from runner.v1.sequences import SequenceTable
 
 
@@ -57,7 +57,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
         self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
         receiver = self._stages.tokens_in
-        return () if receiver is None else (ReturnedTokens(receiver, self._sequences),)
+        return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 
     def _prepare(self, plan: StepPlan) -> HostBatch:
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
@@ -80,7 +80,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
     def _sample(self, plan: StepPlan, batch: HostBatch, logits: Tensor) -> PendingStep:
         table = self._sequences
         masks = {mask.seq: mask.words for mask in plan.masks}
-        draws: list[SampleRow] = []
+        draws: list[HostSamplingRow] = []
         first_draws = []  # of each sequence: the sample that continues it
         for logits_row, i in enumerate(batch.sampling):
             row, num_samples = batch.rows[i], plan.scheduled[i].num_samples
@@ -89,7 +89,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             choices = range(num_samples) if num_samples > 1 else (record.choice,)
             mask = masks.get(record.seq)
             first_draws.append(len(draws))
-            draws += [SampleRow(logits_row, record.sampling, c, tokens, record.prompt_len, mask) for c in choices]
+            draws += [HostSamplingRow(logits_row, record.sampling, c, tokens, record.prompt_len, mask) for c in choices]
         samples = self._sampler.sample(logits, draws)
         next_tokens = [samples[first].token_id for first in first_draws]
         for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""What the runner knows of each sequence, as rows of numpy arrays, so that a batch is put together without a loop."""
+"""The state of sequences as rows of numpy arrays, so that a batch is built without a loop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdserve.records import NewSequence, ScheduledSequence
 
 
 class SequenceTable:
-    """Sequences by row. Rows are reused; the table grows when more sequences are live than it was made for."""
+    """Sequences by row. Rows are reused; the table doubles when it is full."""
 
     def __init__(self, rows: int, max_model_len: int, layout: KVLayout) -> None:
         self._pages_per_block = layout.pages_per_block
         max_pages = (max_model_len // layout.block_size + 1) * layout.pages_per_block
-        # Untouched memory of these costs nothing: most sequences are much shorter than the limit.
+        # Untouched memory costs nothing, and most sequences are much shorter than the limit.
         self.token_ids: NDArray[np.int32] = np.zeros((rows, max_model_len + 1), dtype=np.int32)
         self.pages: NDArray[np.int32] = np.zeros((rows, max_pages), dtype=np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
@@ -41,7 +41,7 @@ class SequenceTable:
         self.add_blocks(new.seq, new.block_ids)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence. One that is not known is ignored: it was never scheduled."""
+        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
         row = self._row_of.pop(seq, None)
         if row is not None:
             self.records[row] = None

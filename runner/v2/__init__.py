@@ -8,7 +8,7 @@
     forward.py            the layers of a rank, between its neighbour stages
     cuda_graphs.py        small steps as CUDA graphs
     sampling_metadata.py  sampling parameters of a batch, on the device
-    sampler.py            sampling without the host
+    device_sampler.py     sampling without the host
     async_output.py       sampled tokens on their way to the host
     grammar_masks.py      step part: masks of allowed tokens
     returned_tokens.py    step part: tokens from the last pipeline stage

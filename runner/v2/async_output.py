@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.records import Sample, StepOutput, TokenLogprobs
-from runner.v2.sampler import SamplerOutput
+from runner.v2.device_sampler import SamplerOutput
 from runner.v2.sampling_metadata import SamplingMetadata
 
 

@@ -19,7 +19,7 @@ from runner.v2.request_states import RequestStates
 from runner.v2.staged_writes import StagedWrites
 
 
-class ReturnedTokens(StepFeature[InputBatch]):
+class DeviceReturnedTokens(StepFeature[InputBatch]):
     """Puts tokens into the device's state before the first step that needs them. The host does not wait."""
 
     def __init__(

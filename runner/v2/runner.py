@@ -16,15 +16,15 @@ from runner.distributed.parallel_state import ParallelState
 from runner.kernels.step import take_samples_kernel
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
+from runner.v2.device_sampler import DeviceSampler
 from runner.v2.device_state import DeviceState
 from runner.v2.forward import ForwardPass
 from runner.v2.grammar_masks import GrammarMasks
 from runner.v2.input_batch import QUERY_STARTS, SAMPLE_OF_ROW, SLOTS, BatchIndices, InputBatch
 from runner.v2.input_buffers import InputBuffers
 from runner.v2.request_states import RequestStates
-from runner.v2.returned_tokens import ReturnedTokens
-from runner.v2.sampler import DeviceSampler
-from runner.v2.sampling_metadata import MetadataBuilder, SamplingMetadata, SamplingRow, copy_to_device
+from runner.v2.returned_tokens import DeviceReturnedTokens
+from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata, copy_to_device
 from runner.v2.staged_writes import StagedWrites
 
 
@@ -53,7 +53,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         if self._is_last_stage:
             features.append(GrammarMasks(self._metadata))
         if self._stages.tokens_in is not None:
-            features.append(ReturnedTokens(self._stages.tokens_in, self._sequences, self._state, writes))
+            features.append(DeviceReturnedTokens(self._stages.tokens_in, self._sequences, self._state, writes))
         return features
 
     @torch.inference_mode()
@@ -95,12 +95,12 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _metadata_of(self, indices: BatchIndices) -> SamplingMetadata:
         """Return the batch's sampling parameters, which stay on the device while the batch stays the same."""
         if indices.metadata is None:
-            rows: list[SamplingRow] = []
+            rows: list[DeviceSamplingRow] = []
             for logits_row, sequence in enumerate(indices.sampled):
                 slot = int(indices.slots[indices.sampling[logits_row]])
                 record = self._sequences.record(slot)
                 choices = range(sequence.num_samples) if sequence.num_samples > 1 else (record.choice,)
-                rows += [SamplingRow(logits_row, slot, record.sampling, c, record.prompt_len) for c in choices]
+                rows += [DeviceSamplingRow(logits_row, slot, record.sampling, c, record.prompt_len) for c in choices]
             indices.metadata = self._metadata.build(rows)
         return indices.metadata
 

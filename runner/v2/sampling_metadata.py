@@ -19,7 +19,7 @@ from runner.sampling.sampler import MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
-class SamplingRow:
+class DeviceSamplingRow:
     """One token to sample, for the sequence in ``slot``."""
 
     logits_row: int
@@ -99,7 +99,7 @@ class MetadataBuilder:
         self._eos = eos_token_ids
         self._device = device
 
-    def build(self, rows: Sequence[SamplingRow]) -> SamplingMetadata:
+    def build(self, rows: Sequence[DeviceSamplingRow]) -> SamplingMetadata:
         params = [row.params for row in rows]
         keys = choice_keys([p.seed for p in params], [row.choice for row in rows])
         logits_row, slot, temperature, key = self._copy(
@@ -136,7 +136,7 @@ class MetadataBuilder:
             )
         )
 
-    def _min_tokens(self, rows: Sequence[SamplingRow]) -> MinTokens | None:
+    def _min_tokens(self, rows: Sequence[DeviceSamplingRow]) -> MinTokens | None:
         pairs = [
             (i, token, row.slot, row.prompt_len + row.params.min_tokens)
             for i, row in enumerate(rows)
@@ -148,7 +148,7 @@ class MetadataBuilder:
         columns = np.array(pairs, dtype=np.int64).T
         return MinTokens(*self._copy(columns[0], columns[1], columns[2], columns[3].astype(np.int32)))
 
-    def _penalties(self, rows: Sequence[SamplingRow]) -> Penalties | None:
+    def _penalties(self, rows: Sequence[DeviceSamplingRow]) -> Penalties | None:
         penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
         if not penalized:
             return None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.records import SamplingParams
 from runner.sampling.noise import gumbel_noise, row_keys
-from runner.sampling.sampler import Sampler, SampleRow
+from runner.sampling.sampler import HostSamplingRow, Sampler
 
 VOCAB = 40
 EOS = (2, 5)
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_plain_sampler(
     samples = sampler.sample(
         logits,
         [
-            SampleRow(i, p, choice, np.array(tokens, np.int32), (len(tokens) + 1) // 2)
+            HostSamplingRow(i, p, choice, np.array(tokens, np.int32), (len(tokens) + 1) // 2)
             for i, (p, choice, tokens) in enumerate(batch)
         ],
     )
@@ -127,7 +127,7 @@ def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> li
     """One token per sampling, all from the same logits [vocab]."""
     sampler = Sampler(len(logits), (), torch.device("cpu"))
     tokens = row.get("tokens", np.array([1], np.int32))
-    batch = [SampleRow(0, s, row.get("choice", 0), tokens, len(tokens)) for s in sampling]
+    batch = [HostSamplingRow(0, s, row.get("choice", 0), tokens, len(tokens)) for s in sampling]
     return [sample.token_id for sample in sampler.sample(logits[None], batch)]
 
 
