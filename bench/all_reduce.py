@@ -1,9 +1,9 @@
-"""What a sum over tensor shards costs: our kernel and NCCL, on all GPUs of this host.
+"""The cost of an all-reduce over tensor shards: our kernel and NCCL, on the GPUs of this host.
 
     python bench/all_reduce.py --world 2,4 --size 4096 --rows 1,8,32,128,256
 
-Each figure is one of 64 sums that run one after the other in a CUDA graph, in µs: ``nccl`` with what always follows
-(our kernel that adds to the residual and norms), and ``ours``, which does both. Medians of the slowest rank.
+Each figure is the time of one of 64 consecutive sums in a CUDA graph, in µs: ``nccl`` with the kernel that always
+follows (residual add and norm), and ``ours``, which does both. Medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPLAYS = 30
 
 
 def measure(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
-    """One rank's part; rank 0 prints."""
+    """Measure as one rank; rank 0 prints."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group(
@@ -43,7 +43,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         return [bytes(handle) for handle in handles.tolist()]
 
     memory = map_memory(mailbox_bytes(world, max(args.rows), args.size), rank, exchange)
-    assert memory is not None, "GPUs do not reach each other's memory"
+    assert memory is not None, "the GPUs have no access to each other's memory"
     reduce = SumAndNorm(memory.addresses, rank, max(args.rows), args.size, device)
     for rows in args.rows:
         x = torch.randn(rows, args.size, device=device, dtype=torch.bfloat16)

@@ -2,13 +2,13 @@
 
     python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,64x1024] [any flag of a node]
 
-A step here is the whole engine's: command over the socket, schedule, plan, forward pass, sampling, token back at the
-front. Prompts are random token ids, so nothing is found in the prefix cache. A decode step is (time of N+K tokens -
-time of K tokens) / N, best of ``--repeat``; of it, ``host_ms`` is what scheduling, planning and launching take.
-Prefill (of one prompt, or of several at once: 64x1024) is the time until all have their first token, best of three.
+A step is that of the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
+frontend. Prompts are random token ids, so the prefix cache never hits. A decode step is (time of N+K tokens - time of K
+tokens) / N, best of ``--repeat``; ``host_ms`` is its share of scheduling, planning and launching. Prefill (of one
+prompt, or of several at once: 64x1024) is the time until all have their first token, best of three.
 
-``--costs-out`` writes what ``pdserve plan --costs`` reads. Handoffs are not measured here: see ``kv_transfer.py`` and
-``handoff.py`` for what to put in place of the estimates in that file.
+``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
+``handoff.py`` measure the values that replace the estimates in that file.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.request_cost import HANDOFF
 
 PROMPT = 64  # tokens in front of decode steps
-LONG_BATCH = 8  # sequences, at most, that decode behind long prompts
+LONG_BATCH = 8  # most sequences that decode behind long prompts
 NETWORK = 12.5  # 10^9 bytes/s
-SHORT = 8  # tokens of the shorter of the two runs that a decode step is the difference of
+SHORT = 8  # tokens of the shorter run; a decode step is the difference of two runs
 
 
 class Run(NamedTuple):
     seconds: float
-    host: float  # seconds per step that the step loop worked, after the first tokens of each request
+    host: float  # working seconds of the step loop per step, after the first tokens of each request
 
 
 class RunOutputs:
@@ -80,7 +80,7 @@ class Bench:
         self._random = random.Random(0)
 
     async def run(self, batch: int, prompt: int, output: int) -> Run:
-        """Have ``batch`` requests with ``prompt`` random tokens generate ``output`` tokens each."""
+        """Run ``batch`` requests with ``prompt`` random tokens and ``output`` generated tokens each."""
         sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
         prompts = [array("I", self._random.choices(range(self._vocab_size), k=prompt)) for _ in range(batch)]
         outputs = RunOutputs(self._engine, batch)
@@ -93,13 +93,13 @@ class Bench:
         return Run(seconds, (last.host_seconds - first.host_seconds) / max(last.steps - first.steps, 1))
 
     async def decode_step(self, batch: int, steps: int, repeat: int, prompt: int = PROMPT) -> Run:
-        """A step, and the host's work in it."""
+        """Measure a step, and the host's work in it."""
         short = min([await self.run(batch, prompt, SHORT) for _ in range(repeat)])
         long = min([await self.run(batch, prompt, SHORT + steps) for _ in range(repeat)])
         return Run((long.seconds - short.seconds) / steps, long.host)
 
     async def context(self, decode: dict[int, float], prompt: int, steps: int, repeat: int) -> float:
-        """Seconds that a token of context adds to a step, for each sequence that has it."""
+        """Measure the seconds that a token of context adds to a step, per sequence."""
         batch = max(each for each in decode if each <= LONG_BATCH)
         long = await self.decode_step(batch, steps, repeat, prompt)
         return max(0.0, (long.seconds - decode[batch]) / (batch * (prompt - PROMPT)))
@@ -140,7 +140,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, float], context: float) -> Costs:
-    """Seconds by batch and by prompt, and of a token of context, as ``pdserve plan`` takes them."""
+    """Return measured seconds by batch, by prompt and per token of context in the format of ``pdserve plan``."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     shape = Shape.of(config.model)
     return Costs(
@@ -171,7 +171,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _prompts(text: str) -> list[tuple[int, int]]:
-    """(how many, tokens of each) from "256,64x1024"."""
+    """Parse "256,64x1024" as (number of prompts, tokens of each)."""
     pairs = [part.rpartition("x") for part in text.split(",")]
     return [(int(count or 1), int(tokens)) for count, _, tokens in pairs]
 

@@ -1,4 +1,4 @@
-"""The sum over GPUs against PyTorch. Needs two GPUs or more, and nothing of tests/conftest.py:
+"""The all-reduce kernel against PyTorch. Needs two GPUs or more, and nothing of tests/conftest.py:
 
 python -m pytest -c /dev/null --rootdir . tests/runner/test_all_reduce_gpu.py
 """
@@ -22,8 +22,8 @@ SIZES = (1024, 4096, 5120, 8192)
 ROWS = (1, 2, 7, 64)
 
 
-def _parts(rank: int, rows: int, size: int, turn: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(1000 * turn + rank)
+def _parts(rank: int, rows: int, size: int, round_number: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1000 * round_number + rank)
     return torch.randn(rows, size, generator=generator).to(torch.bfloat16)
 
 
@@ -47,11 +47,11 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
             memory = map_memory(mailbox_bytes(world, max(ROWS), size), rank, exchange)
             assert memory is not None
             reduce = SumAndNorm(memory.addresses, rank, max(ROWS), size, torch.device("cuda", rank))
-            for turn in range(12):
-                rows = ROWS[turn % len(ROWS)]
-                parts = [_parts(r, rows, size, turn) for r in range(world)]
+            for round_number in range(12):
+                rows = ROWS[round_number % len(ROWS)]
+                parts = [_parts(r, rows, size, round_number) for r in range(world)]
                 exact = torch.stack(parts).float().sum(0)
-                residual, weight = _parts(99, rows, size, turn).cuda(), _parts(98, 1, size, 0)[0].cuda()
+                residual, weight = _parts(99, rows, size, round_number).cuda(), _parts(98, 1, size, 0)[0].cuda()
                 total = (exact + residual.cpu().float()).to(torch.bfloat16)
                 normed = reduce(parts[rank].cuda(), residual, weight, 1e-6)
                 torch.testing.assert_close(residual.cpu(), total, rtol=1e-2, atol=1e-2)
@@ -71,7 +71,7 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
 
 
 def _check_graph(reduce: SumAndNorm, rank: int, world: int, size: int) -> None:
-    """Replays keep counting: a captured sum is right each time, on what its input holds by then."""
+    """Check that each replay sums what its input holds at that time: the message number increases in replays, too."""
     x, weight = (torch.full((rows, size), 1.0, dtype=torch.bfloat16, device="cuda") for rows in (2, 1))
     residual = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
@@ -79,16 +79,20 @@ def _check_graph(reduce: SumAndNorm, rank: int, world: int, size: int) -> None:
         residual.zero_()
         for _ in range(2):
             reduce(x, residual, weight, 1e-6)
-    for turn in range(20):
-        x.fill_(float(rank + turn))
+    for round_number in range(20):
+        x.fill_(float(rank + round_number))
         graph.replay()
         torch.cuda.synchronize()
-        expected = 2.0 * sum(r + turn for r in range(world))
-        assert (residual.float() - expected).abs().max() <= expected / 128, (turn, residual[0, 0].item(), expected)
+        expected = 2.0 * sum(r + round_number for r in range(world))
+        assert (residual.float() - expected).abs().max() <= expected / 128, (
+            round_number,
+            residual[0, 0].item(),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_has_the_sum(world: int) -> None:
+def test_every_rank_gets_the_same_sum(world: int) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""Nodes of several pipeline stages say what one rank says: real processes, which talk by gloo, steps in flight."""
+"""Pipeline stages sample the tokens of one rank: real processes, connected by gloo, with steps in flight."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
 
 
 def requests_of(version: str) -> list[Request]:
-    """Prompts that take several steps, several choices, everything that sampling can, and one that is cancelled.
+    """Prompts of several steps, several choices, every sampling parameter, and a cancelled request.
 
-    There are neither seats nor blocks for all of them at once.
+    Slots and blocks do not suffice for all requests at once.
     """
     numbers = random.Random(5)
     seeded = SamplingParams(
@@ -54,7 +54,7 @@ def requests_of(version: str) -> list[Request]:
     penalized = SamplingParams(max_tokens=9, temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.6)
     greedy = SamplingParams(max_tokens=7, temperature=0.0, logprobs=3, ignore_eos=True)
     never = 1 << 30
-    # Who is cancelled has a token under way, for a place in its row that is soon of another one's prompt.
+    # The cancelled request has a token on its way, for a position in a row that soon holds another prompt.
     kinds = [(30, greedy, 3), (5, penalized, never), (9, penalized, never), (7, penalized, never)]
     kinds += [(4, penalized, never), (50, greedy, never), (21, seeded, never)]
     if version == "V2":
@@ -85,7 +85,7 @@ def check(requests: list[Request], found: Outputs, expected: Outputs) -> None:
 
 
 def check_cases(cases: list[Case], folder: Path) -> None:
-    """All cases of as many ranks with the same processes: starting them takes longer than most cases."""
+    """Run all cases with equally many ranks in the same processes: starting them takes longer than most cases."""
     for count in sorted({pp * tp for _, _, pp, tp, _, _ in cases}):
         with StagedNode(count) as node:
             for model, version, pp, tp, stage_layers, shared_mlps in cases:
@@ -102,13 +102,13 @@ def check_cases(cases: list[Case], folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_stages_say_what_one_rank_says(tmp_path: Path) -> None:
+def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     check_cases([("llama", "V1", 2, 1, (1, 3), True), ("qwen3-small", "V2", 2, 1, None, True)], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_model_and_runner(tmp_path: Path) -> None:
+def test_stages_of_every_model_and_runner_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     splits = [(2, 1, None, False), (3, 1, (1, 2, 1), True), (2, 2, None, True)]
     models = [model for model in MODELS if model != "qwen3-small"]
     check_cases(
@@ -117,7 +117,7 @@ def test_every_model_and_runner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 256, 3000])
-def test_no_step_that_may_be_a_graph_has_late_mlps(tmp_path: Path, max_num_seqs: int) -> None:
+def test_a_captured_step_has_no_late_mlps(tmp_path: Path, max_num_seqs: int) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     config = msgspec.structs.replace(
         node_config(directory, max_num_seqs=max_num_seqs, max_batch_tokens=8192, pp=2), cuda_graphs=True

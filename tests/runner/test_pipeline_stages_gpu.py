@@ -1,4 +1,4 @@
-"""Two pipeline stages on two GPUs say what one GPU says. Where pytest and transformers are all there is of the tools:
+"""Two pipeline stages on two GPUs sample the tokens of one GPU. With pytest and transformers as the only tools:
 
 PYTHONPATH=.:tests:tests/runner python -m pytest -c /dev/null --noconftest tests/runner/test_pipeline_stages_gpu.py
 """
@@ -22,10 +22,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("version", "shared_mlps"), [("V1", True), ("V2", False), ("V2", True)])
-def test_two_gpus_say_what_one_says(tmp_path: Path, version: str, shared_mlps: bool) -> None:
-    """By copy engines; V2 with three steps in flight, and tokens that return without the host.
+def test_two_stages_sample_the_tokens_of_one_gpu(tmp_path: Path, version: str, shared_mlps: bool) -> None:
+    """Copy engines carry the messages; V2 has three steps in flight, and tokens return without the host.
 
-    Only without CUDA graphs do steps as small as these have late MLPs.
+    Steps as small as these have late MLPs only without CUDA graphs.
     """
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=4)
     config = config_of(directory, version, pp=2, device="cuda", shared_mlps=shared_mlps)

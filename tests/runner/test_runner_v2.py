@@ -1,4 +1,4 @@
-"""What only V2 can do: steps launched before the tokens of the last one are known."""
+"""V2 alone launches a step before the tokens of the last one are known."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def reference(checkpoint: Path, prompt: tuple[int, ...], count: int, sampling: S
 
 
 class Overlapped:
-    """Launches steps with a sample per sequence at most, and takes a result when a third step would be in flight."""
+    """Launches steps of at most one sample per sequence, and takes a result once ``max_in_flight`` are in flight."""
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self.runner = model_runner
         self.outputs: dict[int, list[int]] = {}
-        self._pending: deque[tuple[list[int], PendingStep]] = deque()  # who samples in it
+        self._pending: deque[tuple[list[int], PendingStep]] = deque()  # sequences that sample in it
         self._step = 0
 
     def launch(
@@ -74,7 +74,7 @@ class Overlapped:
             self.take()
 
 
-def introduce(seq: int, prompt: tuple[int, ...], first_block: int, sampling: SamplingParams = GREEDY) -> NewSequence:
+def new_sequence(seq: int, prompt: tuple[int, ...], first_block: int, sampling: SamplingParams = GREEDY) -> NewSequence:
     blocks = tuple(range(first_block, first_block + (len(prompt) + 24) // BLOCK + 1))
     return NewSequence(seq, pack_tokens(prompt), len(prompt), 0, blocks, sampling)
 
@@ -87,12 +87,12 @@ def one(seq: int) -> ScheduledSequence:
     "sampling",
     [GREEDY, SamplingParams(1, temperature=1.2, seed=5, top_k=40, frequency_penalty=0.4, min_tokens=3)],
 )
-def test_steps_in_flight_continue_with_tokens_the_host_has_not_seen(checkpoint: Path, sampling: SamplingParams) -> None:
+def test_a_step_continues_with_tokens_that_the_host_has_not_seen(checkpoint: Path, sampling: SamplingParams) -> None:
     prompts = [prompt_of(length, length) for length in (5, 16, 18)]
     steps = Overlapped(build(checkpoint))
     steps.launch(
         [ScheduledSequence(seq, len(prompt), 1) for seq, prompt in enumerate(prompts)],
-        new=[introduce(seq, prompt, 10 * seq, sampling) for seq, prompt in enumerate(prompts)],
+        new=[new_sequence(seq, prompt, 10 * seq, sampling) for seq, prompt in enumerate(prompts)],
     )
     for _ in range(5):
         steps.launch([one(seq) for seq in range(3)])
@@ -101,14 +101,14 @@ def test_steps_in_flight_continue_with_tokens_the_host_has_not_seen(checkpoint: 
         assert steps.outputs[seq] == reference(checkpoint, prompt, 6, sampling)
 
 
-def test_a_slot_is_reused_while_the_last_step_of_its_owner_is_in_flight(checkpoint: Path) -> None:
-    """With a single slot the next sequence gets it at once; neither one's tokens reach the other."""
+def test_a_slot_is_reused_while_the_last_step_of_its_sequence_is_in_flight(checkpoint: Path) -> None:
+    """The next sequence gets the only slot at once, and neither sequence gets tokens of the other."""
     steps = Overlapped(build(checkpoint, max_num_seqs=1))
     old, new = prompt_of(20, 1), prompt_of(7, 2)
-    steps.launch([ScheduledSequence(0, len(old), 1)], new=[introduce(0, old, 0)])
+    steps.launch([ScheduledSequence(0, len(old), 1)], new=[new_sequence(0, old, 0)])
     for _ in range(3):
         steps.launch([one(0)])
-    steps.launch([ScheduledSequence(1, len(new), 1)], new=[introduce(1, new, 10)], finished=[0])
+    steps.launch([ScheduledSequence(1, len(new), 1)], new=[new_sequence(1, new, 10)], finished=[0])
     for _ in range(5):
         steps.launch([one(1)])
     steps.drain()
@@ -116,11 +116,11 @@ def test_a_slot_is_reused_while_the_last_step_of_its_owner_is_in_flight(checkpoi
     assert steps.outputs[1] == reference(checkpoint, new, 6)
 
 
-def test_a_prompt_joins_sequences_that_decode(checkpoint: Path) -> None:
+def test_a_prompt_joins_a_decoding_batch(checkpoint: Path) -> None:
     steps = Overlapped(build(checkpoint))
     first, second = prompt_of(20, 1), prompt_of(25, 2)
-    steps.launch([ScheduledSequence(0, 20, 1)], new=[introduce(0, first, 0)])
-    steps.launch([one(0), ScheduledSequence(1, 15, 0)], new=[introduce(1, second, 10)])
+    steps.launch([ScheduledSequence(0, 20, 1)], new=[new_sequence(0, first, 0)])
+    steps.launch([one(0), ScheduledSequence(1, 15, 0)], new=[new_sequence(1, second, 10)])
     steps.launch([one(0), ScheduledSequence(1, 10, 1)])
     for _ in range(4):
         steps.launch([one(1), one(0)])
@@ -129,7 +129,20 @@ def test_a_prompt_joins_sequences_that_decode(checkpoint: Path) -> None:
     assert steps.outputs[1] == reference(checkpoint, second, 5)
 
 
-def test_logprobs_are_those_of_v1(checkpoint: Path) -> None:
+def test_a_chunk_of_one_token_that_samples_nothing_leaves_other_rows_alone(checkpoint: Path) -> None:
+    """With one token per sequence a decode graph fits on a GPU; its logits have a row for the chunk, too."""
+    steps = Overlapped(build(checkpoint))
+    first, second = prompt_of(20, 1), prompt_of(12, 2)
+    steps.launch([ScheduledSequence(0, 20, 1)], new=[new_sequence(0, first, 0)])
+    steps.launch([ScheduledSequence(1, 1, 0), one(0)], new=[new_sequence(1, second, 10)])
+    steps.launch([ScheduledSequence(1, 11, 1), one(0)])
+    steps.launch([one(1), one(0)])
+    steps.drain()
+    assert steps.outputs[0] == reference(checkpoint, first, 4)
+    assert steps.outputs[1] == reference(checkpoint, second, 2)
+
+
+def test_logprobs_equal_those_of_v1(checkpoint: Path) -> None:
     sampling = SamplingParams(1, temperature=0.0, logprobs=4)
     prompt = prompt_of(9, 3)
     (ours,) = Stepper(build(checkpoint)).generate([prompt], 5, sampling)
@@ -142,7 +155,7 @@ def test_logprobs_are_those_of_v1(checkpoint: Path) -> None:
         assert a.logprobs.top_logprobs == pytest.approx(b.logprobs.top_logprobs, abs=1e-5)
 
 
-def test_other_weights_are_read_into_place(checkpoint: Path, tmp_path: Path) -> None:
+def test_reloaded_weights_give_their_own_tokens(checkpoint: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", seed=1, num_hidden_layers=2)
     prompt = prompt_of(12, 4)
     expected = reference(other, prompt, 6)

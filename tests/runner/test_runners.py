@@ -1,4 +1,4 @@
-"""What the engine relies on, of either runner: choices, preemption, blocks that travel, independence of the batch."""
+"""Promises of both runners to the engine: choices, preemption, transferred blocks, independence of the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.warmup import run_largest_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's interpreter runs V2's kernels
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs V2's kernels
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +54,18 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 @pytest.mark.parametrize("version", ["V1", "V2"])
-def test_the_kv_of_a_step_is_there_with_its_result_though_it_samples_nothing(checkpoint: Path, version: str) -> None:
-    """A peer reads it as soon as the engine has applied the step, through no stream of ours."""
+def test_result_waits_for_the_kv_of_a_step_that_samples_nothing(checkpoint: Path, version: str) -> None:
+    """A peer may read the KV, outside of our streams, as soon as the engine has applied the step."""
     model_runner = build_runner(checkpoint, version, device=DEVICE)
     new = NewSequence(0, pack_tokens(prompt_of(300)), 300, 0, tuple(range(20)), SamplingParams(max_tokens=1))
-    torch.cuda._sleep(1 << 28)  # cycles: what follows on the stream is computed long after it was launched
+    torch.cuda._sleep(1 << 28)  # cycles: later work on the stream runs long after its launch
     pending = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 256, 0),)))
     assert version == "V1" or not torch.cuda.current_stream().query()  # V1 may wait as early as in its launch
     pending.result()
     assert torch.cuda.current_stream().query()
 
 
-def test_a_seeded_request_does_not_depend_on_its_batch(build: Build) -> None:
+def test_seeded_tokens_do_not_depend_on_the_batch(build: Build) -> None:
     sampling = seeded(7, top_k=50, presence_penalty=0.3)
     (alone,) = Stepper(build()).generate([prompt_of(20)], 6, sampling)
     crowd = Stepper(build(), seed=5)
@@ -78,7 +78,7 @@ def test_a_seeded_request_does_not_depend_on_its_batch(build: Build) -> None:
     assert crowd.live[seq].output == alone.output
 
 
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened(build: Build) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(build: Build) -> None:
     sampling = seeded(3, repetition_penalty=1.2, frequency_penalty=0.1, min_tokens=5)
     (undisturbed,) = Stepper(build()).generate([prompt_of(14)], 7, sampling)
     stepper = Stepper(build())
@@ -104,7 +104,7 @@ def test_choices_share_a_prompt_and_differ(build: Build) -> None:
         stepper.step()
     outputs = [stepper.live[seq].output[:3] for seq in seqs]
     assert len({tuple(output) for output in outputs}) == 4
-    # A choice that is run all by itself, from its first token on, draws the same.
+    # A choice that runs alone, from its first token on, samples the same tokens.
     alone = Stepper(build())
     seq = alone.add([*prompt_of(9), drawn[2]], sampling, prompt_len=9, choice=2)
     while len(alone.live[seq].output) < 3:
@@ -112,7 +112,7 @@ def test_choices_share_a_prompt_and_differ(build: Build) -> None:
     assert alone.live[seq].output == outputs[2]
 
 
-def test_a_prefix_that_is_in_the_cache_is_not_computed_again(build: Build) -> None:
+def test_a_cached_prefix_is_not_computed_again(build: Build) -> None:
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(32))
     stepper.step()
@@ -162,7 +162,7 @@ def test_blocks_copied_as_bytes_continue_on_another_runner(
     assert target.live[new].output == expected.output
 
 
-def test_min_tokens_hold_back_eos(build: Build) -> None:
+def test_eos_is_not_sampled_before_min_tokens(build: Build) -> None:
     bias = {2: 100.0}  # EOS wins always
     early = Stepper(build()).generate([prompt_of(5)], 1, SamplingParams(1, temperature=0, logit_bias=bias))
     assert early[0].output == [2]
@@ -170,8 +170,8 @@ def test_min_tokens_hold_back_eos(build: Build) -> None:
     assert [token == 2 for token in late[0].output] == [False] * 4 + [True]
 
 
-def test_warming_up_leaves_nothing_behind(build: Build, checkpoint: Path) -> None:
-    """As many requests as there can be find room, and the tokens that they would have found without."""
+def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path) -> None:
+    """After warm-up the most sequences still fit, and tokens are those without it."""
     limits: dict[str, Any] = {"max_num_seqs": 1, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
     (expected,) = Stepper(build_runner(checkpoint, "V1")).generate([prompt_of(12)], 4)
     model_runner = build(**limits)
@@ -188,18 +188,18 @@ def test_a_plan_without_work_updates_state_only(build: Build) -> None:
     assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().samples == ()
 
 
-def test_close_twice(build: Build) -> None:
+def test_close_is_idempotent(build: Build) -> None:
     model_runner = build()
     model_runner.close()
     model_runner.close()
 
 
-def test_a_cache_that_does_not_fit_is_refused(build: Build) -> None:
+def test_a_cache_larger_than_memory_is_an_error(build: Build) -> None:
     with pytest.raises(CapacityError, match=r"KV cache \(.* GiB\) need more than the .* GiB.*--kv-cache-memory"):
         build(num_blocks=1 << 40)
 
 
-def test_progress_reaches_the_end(checkpoint: Path) -> None:
+def test_progress_rises_to_one(checkpoint: Path) -> None:
     seen: list[tuple[str, float]] = []
     runner.build(node_config(checkpoint), lambda stage, fraction: seen.append((stage, fraction)))
     assert seen[-1] == ("loading weights", 1.0)

@@ -1,4 +1,4 @@
-"""The sampler against a plain, slow one that follows the documented formulas word by word."""
+"""The sampler against a plain, slow one that follows the documented formulas."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ rows = st.lists(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(batch=rows, numbers=st.integers(0, 1 << 30))
-def test_tokens_are_those_of_the_plain_sampler(
+def test_tokens_equal_those_of_the_plain_sampler(
     batch: list[tuple[SamplingParams, int, list[int]]], numbers: int
 ) -> None:
     logits = 3 * torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(numbers))
@@ -133,14 +133,14 @@ def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> li
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, M64), choice=st.integers(0, 100), position=st.integers(0, 1 << 20))
-def test_noise_is_the_documented_formula(seed: int, choice: int, position: int) -> None:
+def test_noise_follows_the_documented_formula(seed: int, choice: int, position: int) -> None:
     tokens = [0, 1, 12_345, 151_935]
     noise = gumbel_noise(row_keys([seed], [choice], [position]), torch.tensor(tokens, dtype=torch.int32))
     expected = [plain_gumbel(seed, choice, position, token) for token in tokens]
     assert noise[0].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_frequencies_follow_the_distribution() -> None:
+def test_token_frequencies_follow_the_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
     count = 20_000
     tokens = draw(logits, [SamplingParams(1, seed=seed) for seed in range(count)])
@@ -149,7 +149,7 @@ def test_frequencies_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("name", ["seed", "choice", "position"])
-def test_noise_differs_in_every_key(name: str) -> None:
+def test_noise_differs_for_every_seed_choice_and_position(name: str) -> None:
     keys: dict[str, list[int]] = {"seed": [5] * 100, "choice": [0] * 100, "position": [9] * 100, name: list(range(100))}
     noise = gumbel_noise(row_keys(keys["seed"], keys["choice"], keys["position"]), torch.arange(50, dtype=torch.int32))
     correlation = torch.corrcoef(noise)
@@ -159,7 +159,7 @@ def test_noise_differs_in_every_key(name: str) -> None:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (1500, 1.0), (1500, 0.97), (20, 0.9), (0, 0.05)])
-def test_large_vocabularies_with_flat_and_peaked_logits(top_k: int, top_p: float) -> None:
+def test_truncation_is_right_for_flat_and_peaked_logits_of_a_large_vocabulary(top_k: int, top_p: float) -> None:
     numbers = torch.Generator().manual_seed(4)
     for scale in (0.1, 8.0):  # flat: more tokens survive than are sorted at first
         logits = scale * torch.randn(5000, generator=numbers)
@@ -168,7 +168,7 @@ def test_large_vocabularies_with_flat_and_peaked_logits(top_k: int, top_p: float
         assert draw(logits, sampling) == expected
 
 
-def test_extreme_values_are_survived() -> None:
+def test_extreme_values_give_the_best_token() -> None:
     logits = torch.tensor([1e4, -1e4, 9e3, -torch.inf])
     assert draw(logits, [SamplingParams(1, temperature=1e-30), SamplingParams(1, top_p=1e-9)]) == [0, 0]
     assert draw(logits, [SamplingParams(1, min_p=1.0), SamplingParams(1, top_k=10**9)]) == [0, 0]

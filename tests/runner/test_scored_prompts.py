@@ -33,12 +33,12 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def asking(num_top: int) -> SamplingParams:
+def params_with(num_top: int) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_top)
 
 
 def check(checkpoint: Path, prompt: Sequence[int], found: Sequence[PromptLogprobs], num_top: int) -> None:
-    """All tokens but the first have the log-probabilities and ranks that transformers gives them."""
+    """Check log-probabilities and ranks of all tokens but the first against transformers."""
     with torch.no_grad():
         logits = reference_model(checkpoint)(torch.tensor([prompt])).logits[0]
     expected = logits.log_softmax(-1)
@@ -54,27 +54,29 @@ def check(checkpoint: Path, prompt: Sequence[int], found: Sequence[PromptLogprob
             assert [of_token[token].item() for token in ids] == pytest.approx(list(values), abs=1e-4)
             assert rank == 1 + int((of_token > of_token[prompt[at]]).sum())
             if prompt[at] in ids:
-                assert own == values[ids.index(prompt[at])]  # to the bit: clients compare them
+                assert own == values[ids.index(prompt[at])]  # bit by bit: clients compare them
             at += 1
     assert at == len(prompt)
 
 
 @pytest.mark.parametrize(("version", "lengths", "chunk"), [("V1", (1, 2, 40, 300), 48), ("V2", (2, 21, 9), 10)])
-def test_prompts_together_with_others(checkpoint: Path, version: str, lengths: tuple[int, ...], chunk: int) -> None:
-    """In chunks, beside one another, beside prompts that do not ask, and beside sequences that decode."""
+def test_prompts_are_scored_in_batches_with_other_sequences(
+    checkpoint: Path, version: str, lengths: tuple[int, ...], chunk: int
+) -> None:
+    """Prompts come in chunks, beside each other, beside prompts without scores and decoding sequences."""
     backend = {"V1": "torch", "V2": "triton"}[version]
     config = node_config(checkpoint, runner=version, attention_backend=backend, max_num_seqs=8)
     stepper = Stepper(runner.build(config, lambda stage, fraction: None))
     decoding = stepper.add(prompt_of(5, 1))
     stepper.step()
-    asked = {stepper.add(prompt_of(length), asking(num_top)): num_top for num_top, length in enumerate(lengths)}
+    scored = {stepper.add(prompt_of(length), params_with(num_top)): num_top for num_top, length in enumerate(lengths)}
     silent = stepper.add(prompt_of(30, 2))
-    while stepper.live[silent].computed < 30 or any(not stepper.live[seq].output for seq in asked):
+    while stepper.live[silent].computed < 30 or any(not stepper.live[seq].output for seq in scored):
         stepper.step(chunk)
-    for seq, num_top in asked.items():
+    for seq, num_top in scored.items():
         sequence = stepper.live[seq]
         check(checkpoint, sequence.tokens[: sequence.prompt_len], stepper.scored.get(seq, []), num_top)
-    assert set(stepper.scored) == {seq for seq in asked if stepper.live[seq].prompt_len > 1}
+    assert set(stepper.scored) == {seq for seq in scored if stepper.live[seq].prompt_len > 1}
     plain = Stepper(runner.build(config, lambda stage, fraction: None))
     for seq in (decoding, silent):
         sequence = stepper.live[seq]
@@ -83,10 +85,10 @@ def test_prompts_together_with_others(checkpoint: Path, version: str, lengths: t
         assert alone.output == sequence.output
 
 
-def test_a_simulated_node_invents_some() -> None:
+def test_a_simulated_node_scores_prompts() -> None:
     stepper = Stepper(build_simulated())
     prompt = prompt_of(20)
-    seq = stepper.add(prompt, asking(2))
+    seq = stepper.add(prompt, params_with(2))
     while not stepper.live[seq].output:
         stepper.step(chunk=6)
     rows = [row for part in stepper.scored[seq] for row in struct.iter_unpack("<fI2I2f", part.table)]
@@ -100,20 +102,20 @@ def test_a_simulated_node_invents_some() -> None:
     st.integers(1, 20),
     st.integers(0, 4),
 )
-def test_every_token_is_told_once(chunks: list[int], num_computed: int, num_scored: int, others: int) -> None:
-    """Chunks that follow ``num_computed`` tokens tell of those tokens that they predict and nobody has told of."""
+def test_every_token_is_scored_once(chunks: list[int], num_computed: int, num_scored: int, others: int) -> None:
+    """Chunks behind ``num_computed`` tokens score the tokens that they predict and no earlier chunk has scored."""
     end = num_computed + sum(chunks)
     prompt_len = max(1, end - 2)  # the last two have been generated already
-    new = NewSequence(7, pack_tokens(range(end)), prompt_len, num_computed, (), asking(3), num_scored=num_scored)
+    new = NewSequence(7, pack_tokens(range(end)), prompt_len, num_computed, (), params_with(3), num_scored=num_scored)
     targets = PromptTargets()
     targets.add(new)
-    told: list[int] = []
+    targets_seen: list[int] = []
     computed = num_computed
     for chunk in chunks:
         step = (ScheduledSequence(1, others, 1), ScheduledSequence(7, chunk, 0))
         for found in targets.take(step):
             assert [row - others + computed + 1 for row in found.rows] == list(found.token_ids)
             assert found.first == found.token_ids[0]
-            told += found.token_ids
+            targets_seen += found.token_ids
         computed += chunk
-    assert told == list(range(max(num_computed + 1, num_scored), min(end + 1, prompt_len)))
+    assert targets_seen == list(range(max(num_computed + 1, num_scored), min(end + 1, prompt_len)))

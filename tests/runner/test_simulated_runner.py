@@ -1,4 +1,4 @@
-"""A runner without a model: what the engine relies on holds as for the others, and steps take their time."""
+"""The simulated runner keeps the promises of a model runner, and its steps take their cost in time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=1.0, seed=seed, **options)
 
 
-def test_a_request_does_not_depend_on_its_batch_or_its_chunks() -> None:
+def test_tokens_do_not_depend_on_the_batch_or_the_chunks() -> None:
     (alone,) = Stepper(build()).generate([prompt_of(40)], 6, seeded(7))
     together = Stepper(build(), seed=5).generate(
         [prompt_of(40), prompt_of(20, 1), prompt_of(9, 2)], 6, seeded(7), chunk=9, stagger=1
@@ -43,7 +43,7 @@ def test_a_request_does_not_depend_on_its_batch_or_its_chunks() -> None:
     assert len({tuple(running.output) for running in together}) == 3
 
 
-def test_it_goes_on_with_the_same_tokens_from_a_preemption_or_a_longer_prompt() -> None:
+def test_tokens_stay_the_same_after_a_preemption_or_with_a_longer_prompt() -> None:
     (whole,) = Stepper(build()).generate([prompt_of(14)], 8, seeded(3))
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(14), seeded(3))
@@ -56,7 +56,7 @@ def test_it_goes_on_with_the_same_tokens_from_a_preemption_or_a_longer_prompt() 
     assert migrated.output == whole.output[5:]
 
 
-def test_seeds_and_choices_matter_where_sampling_is_random() -> None:
+def test_random_tokens_depend_on_seed_and_choice() -> None:
     def outputs(*sampling: SamplingParams) -> int:
         return len({tuple(Stepper(build()).generate([prompt_of(9)], 4, each)[0].output) for each in sampling})
 
@@ -74,14 +74,14 @@ def test_seeds_and_choices_matter_where_sampling_is_random() -> None:
     assert alone.live[last].output == [drawn[3]]
 
 
-def test_it_says_nothing_but_tokens_of_the_vocabulary_and_never_ends_by_itself() -> None:
+def test_tokens_are_within_the_vocabulary_and_never_eos() -> None:
     (running,) = Stepper(build()).generate([prompt_of(3)], 20_000)
     assert not EOS & set(running.output)
     assert max(running.output) < 4096
     assert len(set(running.output)) > 3900
 
 
-def test_logprobs_are_of_a_distribution_with_the_token_drawn_on_top() -> None:
+def test_logprobs_rank_the_sampled_token_first() -> None:
     (running,) = Stepper(build()).generate([prompt_of(3)], 5, seeded(1, logprobs=4))
     for token, sample in zip(running.output, running.samples, strict=True):
         assert sample.logprobs is not None
@@ -93,7 +93,7 @@ def test_logprobs_are_of_a_distribution_with_the_token_drawn_on_top() -> None:
     assert [sample.logprobs for sample in plain.samples] == [None] * 5
 
 
-def test_a_step_is_launched_while_another_runs_and_takes_its_time_after_it() -> None:
+def test_a_step_launched_during_another_ends_after_it_by_its_own_cost() -> None:
     model_runner = build("step=0.1", "prompt-token=0.002", "decode=0.04", speed=2.0)
     start = time.monotonic()
     new = NewSequence(0, pack_tokens(prompt_of(50)), 50, 0, (0, 1, 2, 3), SamplingParams(1, temperature=0.0))
@@ -106,7 +106,7 @@ def test_a_step_is_launched_while_another_runs_and_takes_its_time_after_it() -> 
 
 
 @pytest.mark.parametrize("speed", [1.0, float("inf")])
-def test_a_plan_without_work_takes_no_time_and_forgets(speed: float) -> None:
+def test_a_plan_without_work_takes_no_time(speed: float) -> None:
     model_runner = build("step=1000", speed=speed)
     assert model_runner.launch(StepPlan(1, finished=(5,))).result().samples == ()
     model_runner.close()

@@ -1,4 +1,4 @@
-"""Nodes of several tensor shards draw the tokens of one rank: real processes, which talk by gloo."""
+"""Several tensor shards sample the tokens of one rank: real processes, connected by gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SAMPLED = SamplingParams(
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 131}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),  # shards have the same KV head
+    "llama-tied": (
+        "llama",
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),  # both shards hold the one KV head
     "mistral": ("mistral", {"sliding_window": 20}),
     "qwen3": (
         "qwen3",
@@ -50,7 +53,7 @@ def check(found: Answer, expected: Answer) -> None:
 
 
 def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
-    """All cases of as many ranks in one go: starting Python takes longer than most of them."""
+    """Run all cases with equally many ranks in the same processes: starting Python takes longer than most cases."""
     directories = {name: make_checkpoint(folder / name, MODELS[name][0], **MODELS[name][1]) for name, _, _ in cases}
     for tp in sorted({tp for _, _, tp in cases}):
         those = [(name, version) for name, version, shards in cases if shards == tp]
@@ -61,7 +64,7 @@ def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
                 check(found, expected)
 
 
-def test_tokens_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_shards_sample_the_tokens_and_logprobs_of_one_rank(tmp_path: Path) -> None:
     check_shards(FEW, tmp_path)
 
 
@@ -69,5 +72,5 @@ def test_tokens_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("version", ["V1", "V2"])
-def test_every_model(tmp_path: Path, version: str, tp: int) -> None:
+def test_shards_of_every_model_sample_the_tokens_of_one_rank(tmp_path: Path, version: str, tp: int) -> None:
     check_shards([(model, version, tp) for model in MODELS if (model, version, tp) not in FEW], tmp_path)

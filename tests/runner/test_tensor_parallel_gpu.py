@@ -1,6 +1,6 @@
-"""Tensor shards on GPUs: NCCL, in CUDA graphs too, and as much room for KV on all of them. Needs two GPUs.
+"""Tensor shards on two GPUs: NCCL, also in CUDA graphs, and equally many KV blocks on all shards.
 
-Where pytest and transformers are all there is of the tools:
+With pytest and transformers as the only development tools:
 
     PYTHONPATH=.:tests python -m pytest -c /dev/null --noconftest tests/runner/test_tensor_parallel_gpu.py
 """
@@ -45,8 +45,8 @@ def case_of(directory: Path, version: str, dtype: str, tp: int) -> Case:
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens=20, chunk=100)
 
 
-def test_shards_draw_the_tokens_of_one_gpu(tmp_path: Path) -> None:
-    """In bfloat16 sums in another order are other numbers, and only the shards must agree."""
+def test_shards_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
+    """In bfloat16 the order of a sum changes it, so only the shards must agree."""
     directory = make_checkpoint(tmp_path / "model", "qwen3", attention_bias=True, vocab_size=131)
     answers = answers_of_ranks([case_of(directory, version, dtype, tp=2) for version, dtype in FORMS], 2)
     for (version, dtype), (one, other) in zip(FORMS, answers, strict=True):

@@ -1,6 +1,6 @@
-"""On a GPU no request waits for a compiler: all that could be compiled has been when the runner is built.
+"""On a GPU no request waits for a compiler: building the runner compiles everything.
 
-Where pytest and transformers are all there is of the tools:
+With pytest and transformers as the only development tools:
 
     PYTHONPATH=.:tests python -m pytest -c /dev/null --noconftest tests/runner/test_warmup_gpu.py
 """
@@ -37,10 +37,10 @@ pytestmark = [
 
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="no flashinfer")
 
-VOCABULARY = 5000  # more than one part for the kernels that sample
+VOCABULARY = 5000  # more than one part for the sampling kernels
 MAX_SEQS = 24
 
-#: Heads that FlashInfer can do, rows that the product of a single token can, layers with and without a window.
+#: Heads that FlashInfer supports, rows that the single-token product supports, layers with and without a window.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
     "plain": ("llama", {"tie_word_embeddings": True}),
@@ -49,33 +49,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Compiled:
-    """What was compiled, or loaded from a cache on disk, while it was being watched."""
+    """Kernels and processes of compilers while being watched; loading from a cache on disk counts."""
 
     kernels: list[str] = field(default_factory=list)  # Triton's
-    processes: list[str] = field(default_factory=list)  # compilers are processes, FlashInfer's also where it only loads
+    processes: list[str] = field(default_factory=list)  # of compilers; FlashInfer starts one also to load
 
 
 _watching: list[Compiled] = []
 
 
-def _hear(event: str, args: tuple[Any, ...]) -> None:
+def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
     if event == "subprocess.Popen":
         for compiled in _watching:
             compiled.processes.append(str(args[:2]))
 
 
-sys.addaudithook(_hear)
+sys.addaudithook(_on_audit_event)
 
 
 @contextmanager
 def watched() -> Iterator[Compiled]:
     compiled = Compiled()
 
-    def hear(**facts: Any) -> None:
+    def on_compile(**facts: Any) -> None:
         compiled.kernels.append(facts["repr"])
 
     _watching.append(compiled)
-    triton.knobs.runtime.jit_post_compile_hook = hear
+    triton.knobs.runtime.jit_post_compile_hook = on_compile
     try:
         yield compiled
     finally:
@@ -84,7 +84,7 @@ def watched() -> Iterator[Compiled]:
 
 
 def forget_compiled() -> None:
-    """Have this process begin without kernels, whatever ran in it before; those on disk stay."""
+    """Drop the compiled kernels of this process; those on disk stay."""
     for found in gc.get_objects():
         if type(found) is triton.runtime.JITFunction:
             found.device_caches.clear()
@@ -229,14 +229,14 @@ def build(checkpoint: Path, version: str, backend: str, graphs: bool) -> RunnerV
         pytest.param("V1", "flashinfer", False, id="V1-flashinfer", marks=needs_flashinfer),
     ],
 )
-def test_requests_find_everything_compiled(
+def test_no_request_compiles_anything(
     version: str, backend: str, graphs: bool, model: str, checkpoints: dict[str, Path]
 ) -> None:
     forget_compiled()
     with watched() as at_start:
         model_runner = build(checkpoints[model], version, backend, graphs)
-    assert at_start.kernels, "nothing is heard of what is compiled"
-    assert not model_runner._cache.tensor.any(), "warming up left KV behind"
+    assert at_start.kernels, "the hooks see no compilation"
+    assert not model_runner._cache.tensor.any(), "warm-up left KV behind"
     stepper = Stepper(model_runner)
     found = {}
     for requests in REQUESTS:

@@ -1,4 +1,4 @@
-"""V1 on a CPU needs plain torch only."""
+"""V1 on a CPU needs plain torch alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(len(output.samples))
 """
 
 
-def test_a_step_of_v1(tmp_path: Path) -> None:
+def test_v1_runs_a_step_without_triton_and_transformers(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(directory)], capture_output=True, text=True, check=False)
     assert (result.stdout, result.returncode) == ("1\n", 0), result.stderr

@@ -1,4 +1,4 @@
-"""What ranks say to each other, between real processes: two stages of two shards."""
+"""Collective calls between real rank processes: two stages of two shards."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ from pdserve.config.parallel import ParallelConfig
 from runner.distributed.parallel_state import ParallelState
 
 rank = int(sys.argv[1])
-meeting = sys.argv[2] if rank else socket.socket(fileno=int(sys.argv[2]))
-world = ParallelState(ParallelConfig((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), meeting)
-sums = [world.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+rendezvous = sys.argv[2] if rank else socket.socket(fileno=int(sys.argv[2]))
+parallel = ParallelState(ParallelConfig((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), rendezvous)
+sums = [parallel.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
 one = torch.arange(3.0)[None] + 3 * rank
 two = torch.cat((one, one + 100))
 out = torch.zeros(2, 5)
-world.gather_logits(two, 5, out)
-gathered = [world.gather_logits(one, 5), world.gather_logits(two, 5), out, world.gather_logits(one, 2)]
-least = world.all_reduce_min(70 - 10 * rank)
-world.close()
-world.close()
-print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], least]))
+parallel.gather_logits(two, 5, out)
+gathered = [parallel.gather_logits(one, 5), parallel.gather_logits(two, 5), out, parallel.gather_logits(one, 2)]
+minimum = parallel.all_reduce_min(70 - 10 * rank)
+parallel.close()
+parallel.close()
+print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], minimum]))
 """
 
 
-def test_sums_and_logits_stay_in_a_stage_and_the_least_is_that_of_all() -> None:
+def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ranks() -> None:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     with ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
         fd, ranks = listener.fileno(), []
         for rank in range(4):
-            meeting = f"127.0.0.1:{listener.getsockname()[1]}" if rank else str(fd)
-            command = [sys.executable, "-c", SCRIPT, str(rank), meeting]
+            rendezvous = f"127.0.0.1:{listener.getsockname()[1]}" if rank else str(fd)
+            command = [sys.executable, "-c", SCRIPT, str(rank), rendezvous]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, pass_fds=() if rank else (fd,))
             ranks.append(ends.enter_context(process))
             ends.callback(process.kill)
         answers = [json.loads(process.communicate()[0]) for process in ranks]
-    for rank, (sums, gathered, least) in enumerate(answers):
+    for rank, (sums, gathered, minimum) in enumerate(answers):
         total, first = (11.0, 0.0) if rank < 2 else (1100.0, 6.0)
         assert sums[0] == [[total] * 3] * 2
         assert sums[1] == [[pytest.approx(total, rel=0.01)] * 3] * 2
         row = [first + token for token in range(5)]
         rows = [row, [100 + value for value in row]]
         assert gathered == [[row], rows, rows, [row[:2]]]
-        assert least == 40
+        assert minimum == 40
 
 
-def test_one_rank_meets_nobody() -> None:
-    world = ParallelState(ParallelConfig((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
-    assert world.all_reduce_min(3) == 3
-    world.close()
+def test_a_single_rank_needs_no_rendezvous() -> None:
+    parallel = ParallelState(ParallelConfig((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
+    assert parallel.all_reduce_min(3) == 3
+    parallel.close()
