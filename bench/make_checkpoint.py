@@ -100,7 +100,7 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     if weights:
         save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
     model = load_model_config(directory)
-    size = num_parameters(model, choose_split(model, pp=1, tp=1).place(0))
+    size = num_parameters(model, choose_split(model, pp=1, tp=1).position(0))
     print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
 
 
@@ -109,7 +109,7 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         load_model_config(directory),
         TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
     )
-    world = ParallelState(choose_split(config, pp=1, tp=1).place(0), detect_device("cpu"), "")
+    world = ParallelState(choose_split(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
     model = decoder_class(config.architecture)(config, world, placement)
     generator = torch.Generator().manual_seed(0)
     return {

@@ -35,7 +35,7 @@ def _build_v1(config: NodeConfig, progress: Progress, rendezvous: str | socket.s
     from runner.distributed.parallel_state import ParallelState
     from runner.v1.runner import RunnerV1
 
-    return RunnerV1(config, ParallelState(config.place, config.device, rendezvous), progress)
+    return RunnerV1(config, ParallelState(config.position, config.device, rendezvous), progress)
 
 
 def _build_v2(config: NodeConfig, progress: Progress, rendezvous: str | socket.socket) -> ModelRunner:
@@ -43,7 +43,7 @@ def _build_v2(config: NodeConfig, progress: Progress, rendezvous: str | socket.s
     from runner.distributed.parallel_state import ParallelState
     from runner.v2.runner import RunnerV2
 
-    return RunnerV2(config, ParallelState(config.place, config.device, rendezvous), progress)
+    return RunnerV2(config, ParallelState(config.position, config.device, rendezvous), progress)
 
 
 #: By the name in ``pdserve.config.runner_oracle.RUNNERS``; the simulated runner belongs to ``--engine simulated``.

@@ -53,7 +53,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     ) -> None:
         """Load the model, size and allocate the KV cache, warm up. Raises CapacityError and CheckpointError."""
         self._parallel = parallel
-        self._is_last_stage = parallel.place.is_last
+        self._is_last_stage = parallel.position.is_last
         self._model = LoadedModel(config, parallel, progress)
         self._device = self._model.device
         self._max_in_flight = max_in_flight
@@ -182,7 +182,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._cache = KVCache(layout, self._device, config.share)
         self._attention = build_backend(
             config.attention_backend,
-            shard_of(config.model, config.place),
+            shard_of(config.model, config.position),
             self._cache,
             self._model.placement,
             config.max_num_seqs,

@@ -67,7 +67,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[Ra
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
-    others = RankProcesses(config.split.place(0), channels, lambda error, text: _exit(channel, error, text))
+    others = RankProcesses(config.split.position(0), channels, lambda error, text: _exit(channel, error, text))
     for other, rank_config, agent in zip(channels, configs[1:], agents[1:], strict=True):
         other.send(Assign(rank_config, agent, address))
     with others.reporting_own_failure():
@@ -98,8 +98,8 @@ def _start_ranks(
             hello, sock = joined[rank]
             own = config.for_rank(rank, hello.device)
             configs.append(msgspec.structs.replace(own, model_dir=hello.model_dir, threads=hello.threads))
-            remote.append(RankChannel(split.place(rank), sock, timeout))
-    local = [start_rank(split.place(rank), timeout) for rank in range(1, num_local)]
+            remote.append(RankChannel(split.position(rank), sock, timeout))
+    local = [start_rank(split.position(rank), timeout) for rank in range(1, num_local)]
     return local + remote, configs
 
 

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     end_with_parent()
     leader = LeaderConnection(socket.socket(fileno=int(argv[0])))
     assign = leader.wait_assign()
-    name = str(assign.config.place)
+    name = str(assign.config.position)
     set_process_fields(process=name)
     setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
     in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()  # None: poll the connector

@@ -100,8 +100,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
 
     @property
-    def place(self) -> RankPosition:
-        return self.split.place(self.rank)
+    def position(self) -> RankPosition:
+        return self.split.position(self.rank)
 
     @property
     def share(self) -> KVShare:

@@ -5,16 +5,16 @@
     stage 0, layers 0…  rank 0    rank 1        rank = stage * tp + shard
     stage 1, layers …n  rank 2    rank 3        rank 0 leads: it runs in the engine process
 
-A rank holds a model of its own, smaller one (``shard_of``): fewer layers, fewer heads, a narrower MLP. The first stage
-has the embedding, the last one the norm and the output projection; each shard of these has a run of the vocabulary.
+A rank holds a smaller model (``shard_of``): fewer layers, fewer heads, a narrower MLP. The first stage has the
+embedding, the last stage the final norm and the output projection; each shard of these has a range of the vocabulary.
 
-The tokens of a prompt, but for those that are sampled from, need no MLP in the last layer: the last stage has less to
-do, and waits for the others. Where ``shared_mlps``, both stages at a boundary hold the MLP between them. In some steps
-it is late: computed behind the boundary. If that of boundary b is late in b of pp steps, all stages save as much:
+Prompt tokens that are not sampled from need no MLP in the last layer. So the last stage has less to do, and waits for
+the others. With ``shared_mlps``, both stages at a boundary hold the MLP between them, and some steps defer it to the
+later stage. If boundary b defers in b of pp steps, all stages save the same:
 
-    MLPs of a step, of n layers each        stage 0        stage 1             stage 2
-    without                                 n              n                   n - 1
-    late at 1 in 1 of 3, at 2 in 2 of 3     n - 1/3        n + 1/3 - 2/3       n - 1 + 2/3
+    MLPs of a step, of n layers each           stage 0        stage 1             stage 2
+    without                                    n              n                   n - 1
+    deferred at 1 in 1 of 3, at 2 in 2 of 3    n - 1/3        n + 1/3 - 2/3       n - 1 + 2/3
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
 
 
-class LateMLPs(NamedTuple):
-    """What a stage computes in a step, where MLPs are shared."""
+class DeferredMLPs(NamedTuple):
+    """Where a stage begins and ends in a step, if MLPs are shared."""
 
-    here: bool  # it begins with the MLP of the layer before its own
-    behind: bool  # it leaves the MLP of its last layer to the next stage
+    previous: bool  # it begins with the MLP of the layer before its own
+    last: bool  # it leaves the MLP of its last layer to the next stage
 
 
-NO_LATE_MLPS = LateMLPs(here=False, behind=False)
+NO_DEFERRED_MLPS = DeferredMLPs(previous=False, last=False)
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
@@ -55,31 +55,32 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     def num_ranks(self) -> int:
         return self.pp * self.tp
 
-    def place(self, rank: int) -> RankPosition:
+    def position(self, rank: int) -> RankPosition:
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         return RankPosition(self, *divmod(rank, self.tp))
 
-    def late_at(self, boundary: int, step: int) -> bool:
-        """Whether in a step of prompts the MLP before a boundary is late; boundary b is between stages b - 1 and b."""
+    def defers_at(self, boundary: int, step: int) -> bool:
+        """Whether a step of prompts defers the MLP before a boundary; boundary b is between stages b - 1 and b."""
         return step * boundary // self.pp > (step - 1) * boundary // self.pp
 
     def shares(self, num_kv_heads: int) -> tuple[KVShare, ...]:
-        """What each rank holds of the KV of a model with ``num_kv_heads`` heads, by rank."""
-        places = (self.place(rank) for rank in range(self.num_ranks))
+        """Return each rank's part of the KV of a model with ``num_kv_heads`` heads."""
+        positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
-            KVShare.of_rank(place.stage, self.stage_layers, place.shard, self.tp, num_kv_heads) for place in places
+            KVShare.of_rank(position.stage, self.stage_layers, position.shard, self.tp, num_kv_heads)
+            for position in positions
         )
 
 
 class RankPosition(msgspec.Struct, frozen=True):
-    """Where one rank stands."""
+    """The stage and shard of one rank."""
 
     split: ParallelConfig
     stage: int
     shard: int
 
     def __str__(self) -> str:
-        """For people: "rank 3 (stage 1, shard 1)"."""
+        """Return text such as "rank 3 (stage 1, shard 1)"."""
         return f"rank {self.rank} (stage {self.stage}, shard {self.shard})"
 
     @property
@@ -88,41 +89,41 @@ class RankPosition(msgspec.Struct, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage begins with token ids."""
+        """Whether this stage has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage ends with logits, and samples."""
+        """Whether this stage has the output projection, and samples."""
         return self.stage == self.split.pp - 1
 
     @property
     def layers(self) -> range:
-        """Of the model, those that are here."""
+        """Return the model's layers that this rank holds."""
         first = sum(self.split.stage_layers[: self.stage])
         return range(first, first + self.split.stage_layers[self.stage])
 
     @property
     def shares_mlp_before(self) -> bool:
-        """Whether the MLP of the layer before these is here as well."""
+        """Whether this rank also holds the MLP of the layer before its own."""
         return self.split.shared_mlps and not self.is_first
 
-    def late_mlps(self, step: int) -> LateMLPs:
-        """In a step of prompts."""
+    def deferred_mlps(self, step: int) -> DeferredMLPs:
+        """Return which MLPs a step of prompts defers."""
         if not self.split.shared_mlps:
-            return NO_LATE_MLPS
-        return LateMLPs(
-            here=not self.is_first and self.split.late_at(self.stage, step),
-            behind=not self.is_last and self.split.late_at(self.stage + 1, step),
+            return NO_DEFERRED_MLPS
+        return DeferredMLPs(
+            previous=not self.is_first and self.split.defers_at(self.stage, step),
+            last=not self.is_last and self.split.defers_at(self.stage + 1, step),
         )
 
 
 def choose_split(
     model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None, shared_mlps: bool = False
 ) -> ParallelConfig:
-    """``stage_layers`` overrides a division by count, in which earlier stages get what is left over.
+    """Check and choose a split. Layers are divided by count unless ``stage_layers`` has each stage's number.
 
-    The last stage computes the logits as well. Raises ConfigError, naming value, limit and remedy.
+    Earlier stages get the remaining layers, because the last stage also computes the logits. Raises ConfigError.
     """
     if stage_layers is None:
         if not 1 <= pp <= model.num_layers:
@@ -141,9 +142,9 @@ def choose_split(
     return ParallelConfig(tuple(stage_layers), tp, shared_mlps and pp > 1)
 
 
-def shard_of(model: ModelConfig, place: RankPosition) -> ModelConfig:
-    """What a rank holds, as a model: its layers, its heads, its part of the MLP. The vocabulary stays whole."""
-    tp, layers = place.split.tp, place.layers
+def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
+    """Return a rank's part as a model: its layers, its heads, its part of the MLP. The vocabulary stays full."""
+    tp, layers = position.split.tp, position.layers
     return msgspec.structs.replace(
         model,
         num_layers=len(layers),
@@ -154,29 +155,29 @@ def shard_of(model: ModelConfig, place: RankPosition) -> ModelConfig:
     )
 
 
-def vocabulary_of(model: ModelConfig, place: RankPosition) -> range:
-    """The token ids whose rows of embedding and output projection a shard holds; the last shard may hold fewer."""
-    each = -(-model.vocab_size // place.split.tp)
-    return range(place.shard * each, min((place.shard + 1) * each, model.vocab_size))
+def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
+    """Return the token ids whose embedding and output rows a shard holds; the last shard may hold fewer."""
+    each = -(-model.vocab_size // position.split.tp)
+    return range(position.shard * each, min((position.shard + 1) * each, model.vocab_size))
 
 
-def num_parameters(model: ModelConfig, place: RankPosition) -> int:
+def num_parameters(model: ModelConfig, position: RankPosition) -> int:
     """Count a rank's parameters without norms and biases; a tied output projection counts beside the embedding."""
-    return sum(_linear_and_table_parameters(model, place))
+    return sum(_linear_and_table_parameters(model, position))
 
 
-def weight_bytes(model: ModelConfig, place: RankPosition, dtype: str) -> int:
+def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     """Return the bytes of a rank's weights: linear layers in the model's weight format, the rest in ``dtype``."""
-    linear, tables = _linear_and_table_parameters(model, place)
+    linear, tables = _linear_and_table_parameters(model, position)
     return int(linear * WEIGHT_FORMATS[model.weight_format].bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
 
 
-def _linear_and_table_parameters(model: ModelConfig, place: RankPosition) -> tuple[int, int]:
+def _linear_and_table_parameters(model: ModelConfig, position: RankPosition) -> tuple[int, int]:
     """Count the parameters of a rank's linear layers, and of its embedding and output projection."""
-    mine = shard_of(model, place)
+    mine = shard_of(model, position)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     mlp = 3 * mine.hidden_size * mine.intermediate_size
-    num_mlps = mine.num_layers + place.shares_mlp_before
-    num_tables = place.is_first + place.is_last
-    tables = num_tables * len(vocabulary_of(model, place)) * mine.hidden_size
+    num_mlps = mine.num_layers + position.shares_mlp_before
+    num_tables = position.is_first + position.is_last
+    tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     return mine.num_layers * attention + num_mlps * mlp, tables

@@ -147,7 +147,7 @@ def _choose_layout(
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
-    (group,) = group_layers(shard_of(model, split.place(0)).kv_cache_specs(dtype))
+    (group,) = group_layers(shard_of(model, split.position(0)).kv_cache_specs(dtype))
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
@@ -159,7 +159,7 @@ def _choose_layout(
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
         return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
     largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
-    weights = max(weight_bytes(model, split.place(rank), dtype) for rank in range(split.num_ranks))
+    weights = max(weight_bytes(model, split.position(rank), dtype) for rank in range(split.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
     return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
 

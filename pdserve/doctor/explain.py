@@ -82,12 +82,12 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
     share = config.share
     return {
         "rank": config.rank,
-        "stage": config.place.stage,
-        "shard": config.place.shard,
+        "stage": config.position.stage,
+        "shard": config.position.shard,
         "layers": [share.first_layer, share.first_layer + share.num_layers - 1],
-        "shares_mlp_before": config.place.shares_mlp_before,
+        "shares_mlp_before": config.position.shares_mlp_before,
         "kv_heads": [share.first_head, share.first_head + share.num_heads - 1],
-        "parameters": num_parameters(config.model, config.place),
+        "parameters": num_parameters(config.model, config.position),
         "kv_shape": list(config.kv_layout.shape),
     }
 

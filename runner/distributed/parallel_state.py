@@ -75,17 +75,17 @@ class ParallelState:
     Stages use the default process group, in which the rank numbers are those of ``pdserve.config.parallel``.
     """
 
-    def __init__(self, place: RankPosition, device: DeviceInfo, rendezvous: str | socket.socket) -> None:
+    def __init__(self, position: RankPosition, device: DeviceInfo, rendezvous: str | socket.socket) -> None:
         """Wait until all ranks have joined at ``rendezvous``. Raises NodeError if they do not.
 
         ``rendezvous`` is the listening socket on rank 0, its "host:port" on other ranks, "" for a single rank.
         """
-        self.place = place
+        self.position = position
         self.device = torch.device(device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}")
         self.fused_all_reduce: SumAndNorm | None = None  # for few rows, on GPUs with peer access
         self._shards: Any = None  # process group of this stage's tensor shards
         self._peer_memory: PeerMemory | None = None
-        self._initialized = place.split.num_ranks > 1
+        self._initialized = position.split.num_ranks > 1
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._initialized:
@@ -109,13 +109,13 @@ class ParallelState:
             return
         from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes, most_rows
 
-        tp, shard = self.place.split.tp, self.place.shard
+        tp, shard = self.position.split.tp, self.position.shard
         rows = most_rows(tp, size)
         self._peer_memory = map_memory(
             mailbox_bytes(tp, rows, size), shard, lambda mine: _gather_bytes(mine, tp, self._shards, self.device)
         )
         if self._peer_memory is None:
-            _log.warning("%s sums by NCCL alone: the GPUs of its stage have no access to each other", self.place)
+            _log.warning("%s sums by NCCL alone: the GPUs of its stage have no access to each other", self.position)
         else:
             self.fused_all_reduce = SumAndNorm(self._peer_memory.addresses, shard, rows, size, self.device)
 
@@ -127,7 +127,7 @@ class ParallelState:
         """
         if self._shards is None:
             return logits if out is None else out.copy_(logits)
-        (rows, each), tp = logits.shape, self.place.split.tp
+        (rows, each), tp = logits.shape, self.position.split.tp
         if rows == 1 and out is not None and out.is_contiguous() and tp * each == vocab_size:
             _all_gather(out.view(tp, each), logits, self._shards)
             return out
@@ -154,7 +154,7 @@ class ParallelState:
             options.config.max_ctas = _CHANNEL_PROCESSORS
             options._timeout = _TIMEOUT
         group = _dist.new_group((source, target), timeout=_TIMEOUT, pg_options=options)
-        rank = self.place.rank
+        rank = self.position.rank
         if rank not in (source, target):
             return None
         return PeerChannel(group, target if rank == source else source, sends=rank == source, device=self.device)
@@ -175,7 +175,7 @@ class ParallelState:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # NVLink multicast takes hold of switches between GPUs that other programs of the host share.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        num_ranks = self.place.split.num_ranks
+        num_ranks = self.position.split.num_ranks
         try:
             store = _dist.TCPStore(
                 host, port, num_ranks, listener is not None, _TIMEOUT, False, master_listen_fd=listener
@@ -183,7 +183,7 @@ class ParallelState:
             _dist.init_process_group(
                 "nccl" if gpu else "gloo",
                 store=store,
-                rank=self.place.rank,
+                rank=self.position.rank,
                 world_size=num_ranks,
                 timeout=_TIMEOUT,
                 device_id=self.device if gpu else None,
@@ -192,14 +192,14 @@ class ParallelState:
         except RuntimeError as exc:
             message = " ".join(str(exc).split())
             raise NodeError(
-                f"{self.place} does not reach the other ranks at the rendezvous {join_address(host, port)} "
+                f"{self.position} does not reach the other ranks at the rendezvous {join_address(host, port)} "
                 f"({message}); start all ranks of the node, with the same --pp and --tp, where this address is "
                 "reachable"
             ) from exc
 
     def _shard_group(self) -> Any:
         """Return this stage's group, None for one shard. Every rank helps to create the group of every stage."""
-        split, groups = self.place.split, []
+        split, groups = self.position.split, []
         if split.tp == 1:
             return None
         if split.pp == 1:
@@ -207,7 +207,7 @@ class ParallelState:
         for stage in range(split.pp):
             first = split.tp * stage
             groups.append(_dist.new_group(range(first, first + split.tp), timeout=_TIMEOUT))
-        return groups[self.place.stage]
+        return groups[self.position.stage]
 
 
 def _gather_bytes(mine: bytes, size: int, group: Any, device: torch.device) -> list[bytes]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
+from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.distributed.parallel_state import ParallelState, PeerChannel, TensorTransfer
 from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
@@ -137,8 +137,8 @@ class PipelineStages:
         self.tokens_in: TensorReceiver | None = None
         self.tokens_out: TensorSender | None = None
         self._hidden_size = config.model.hidden_size
-        self._place = config.place
-        self._fewest_late = fewest_late_tokens(config)
+        self._position = config.position
+        self._min_deferral_tokens = min_deferral_tokens(config)
         pp, tp = config.split.pp, config.split.tp
         if pp == 1:
             return
@@ -165,9 +165,9 @@ class PipelineStages:
             if end is not None:
                 end.close()
 
-    def late_mlps(self, step: int, num_tokens: int) -> LateMLPs:
+    def deferred_mlps(self, step: int, num_tokens: int) -> DeferredMLPs:
         """Return which MLPs at its boundaries this rank computes. All ranks decide alike."""
-        return self._place.late_mlps(step) if num_tokens >= self._fewest_late else NO_LATE_MLPS
+        return self._position.deferred_mlps(step) if num_tokens >= self._min_deferral_tokens else NO_DEFERRED_MLPS
 
     def compute(self, layers: Callable[[Tensor], Tensor], input_ids: Tensor) -> Tensor:
         """Run ``layers`` on input_ids [tokens], on later stages on the hidden states of the stage before.
@@ -186,8 +186,8 @@ class PipelineStages:
         return result
 
 
-def fewest_late_tokens(config: NodeConfig) -> int:
-    """Return the least tokens of a step with late MLPs.
+def min_deferral_tokens(config: NodeConfig) -> int:
+    """Return the least tokens of a step with deferred MLPs.
 
     Captured graphs are the same in every step, so this is more than any graph has.
     """

@@ -33,7 +33,7 @@ class LoadedModel:
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         layout = None if config.measure_kv_memory else config.kv_layout
-        check_room(config.model, config.place, layout, self.device, held_dtype(self.placement))
+        check_room(config.model, config.position, layout, self.device, held_dtype(self.placement))
         self.decoder = self._build()
         self._load(config.model_dir, lambda fraction: progress("loading weights", fraction))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.model_config import ModelConfig
-from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
+from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
@@ -203,7 +203,7 @@ class Decoder:
         lengths: Tensor | None,
         backend: AttentionBackend,
         output_tokens: Tensor | None = None,
-        late: LateMLPs = NO_LATE_MLPS,
+        deferred: DeferredMLPs = NO_DEFERRED_MLPS,
     ) -> Tensor:
         """Compute the layers of this rank for tokens at ``positions`` [tokens], integers.
 
@@ -213,10 +213,10 @@ class Decoder:
 
         ``lengths``: see RotaryEmbedding. ``backend`` has planned the same tokens. ``output_tokens`` [kept] selects, on
         the last stage, the tokens of the result; other tokens need only the keys and values of the last layer.
-        ``late``: see parallel.py. The call never waits for the device, so a CUDA graph can capture it.
+        ``deferred``: see parallel.py. The call never waits for the device, so a CUDA graph can capture it.
         """
         rotary = self.rotary(positions, lengths)
-        x, residual = self._begin(inputs, late.here)
+        x, residual = self._begin(inputs, deferred.previous)
         *others, last = self.layers
         for layer, next_norm in zip(others, self._next_norms, strict=True):
             x, residual = layer(x, residual, rotary, backend)
@@ -224,7 +224,7 @@ class Decoder:
         if output_tokens is not None and not len(output_tokens):
             last.attention.store(x, rotary, backend)
             return x[:0]
-        x, residual = last(x, residual, rotary, backend, output_tokens, late.behind)
+        x, residual = last(x, residual, rotary, backend, output_tokens, deferred.last)
         return residual.add_(self._parallel.all_reduce(x)) if self._norm is None else self._norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import LateMLPs
+from pdserve.config.parallel import DeferredMLPs
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import StepOutput, StepPlan
@@ -32,7 +32,7 @@ class HostBatch:
     rows: NDArray[np.int64]  # [num_seqs]
     lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
     sampling: list[int]  # indices of the sequences that sample
-    late: LateMLPs
+    deferred: DeferredMLPs
 
     @property
     def last_tokens(self) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
             rows=self._sequences.rows(plan.scheduled),
             lengths=lengths,
             sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],
-            late=self._stages.late_mlps(plan.step, int(lengths.sum())),
+            deferred=self._stages.deferred_mlps(plan.step, int(lengths.sum())),
         )
 
     def _execute(self, plan: StepPlan, batch: HostBatch, all_hidden_states: bool) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +131,9 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         keeps_all = wanted is None or len(wanted) == len(positions) or not self._is_last_stage
         keep = None if wanted is None or keeps_all else self._to_device(wanted)
         return self._stages.compute(
-            lambda start: self._model.decoder(start, device_positions, rope_lengths, self._attention, keep, batch.late),
+            lambda start: self._model.decoder(
+                start, device_positions, rope_lengths, self._attention, keep, batch.deferred
+            ),
             self._to_device(table.token_ids[token_rows, positions]),
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import NO_LATE_MLPS, LateMLPs
+from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.loading.model_loader import LoadedModel
@@ -29,7 +29,7 @@ class ForwardPass:
         stages: PipelineStages,
     ) -> None:
         self._model, self._backend, self._inputs, self._stages = model, backend, inputs, stages
-        self._place = config.place
+        self._position = config.position
         self._descriptors = (
             *decode_descriptors(config.max_num_seqs),
             *mixed_descriptors(config.max_num_seqs, config.max_batch_tokens),
@@ -38,10 +38,10 @@ class ForwardPass:
         dtype, device = model.placement.dtype, model.device
         hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
         most = max(each.tokens for each in self._descriptors) if config.cuda_graphs else 0
-        rows = config.max_num_seqs if config.cuda_graphs and self._place.is_last else 0
+        rows = config.max_num_seqs if config.cuda_graphs and self._position.is_last else 0
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
         # stage, else hidden states.
-        self._start = torch.zeros(0 if self._place.is_first else most, hidden_size, dtype=dtype, device=device)
+        self._start = torch.zeros(0 if self._position.is_first else most, hidden_size, dtype=dtype, device=device)
         self._hidden = torch.empty(most, hidden_size, dtype=dtype, device=device)
         self._logits = torch.empty(rows, vocab_size, dtype=dtype, device=device)
 
@@ -58,24 +58,26 @@ class ForwardPass:
         return self._graphs.find(indices.num_seqs, indices.num_tokens)
 
     def run(
-        self, batch: InputBatch, descriptor: BatchDescriptor | None, late: LateMLPs, all_hidden_states: bool
+        self, batch: InputBatch, descriptor: BatchDescriptor | None, deferred: DeferredMLPs, all_hidden_states: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
 
-        The step's inputs have been built, padded to ``descriptor`` if given; then no MLP is ``late``. Hidden states are
+        The inputs have been built, padded to ``descriptor`` if given; then no MLP is ``deferred``. Hidden states are
         those of all tokens if ``all_hidden_states``, for which ``descriptor`` must be None.
         """
         indices = batch.indices
-        assert descriptor is None or late == NO_LATE_MLPS, "a captured graph is the same in every step"
-        selects = self._place.is_last and not indices.every_token_samples
+        assert descriptor is None or deferred == NO_DEFERRED_MLPS, "a captured graph is the same in every step"
+        selects = self._position.is_last and not indices.every_token_samples
         keep = batch.last_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
             self._backend.plan(self._inputs.attention_batch(batch))
         hidden = self._stages.compute(
-            lambda start: self._layers(start, keep, late) if descriptor is None else self._replay(start, descriptor),
+            lambda start: (
+                self._layers(start, keep, deferred) if descriptor is None else self._replay(start, descriptor)
+            ),
             self._inputs.input_ids[: indices.num_tokens],
         )
-        if not self._place.is_last or not len(indices.sampling):
+        if not self._position.is_last or not len(indices.sampling):
             return hidden, None
         has_logits = descriptor is not None and descriptor.is_decode
         kept = self._logits[: indices.num_tokens] if has_logits else hidden
@@ -83,13 +85,13 @@ class ForwardPass:
             kept = kept.index_select(0, batch.last_tokens)
         return hidden, kept if has_logits else self._model.decoder.logits(kept)
 
-    def _layers(self, start: Tensor, keep: Tensor | None, late: LateMLPs = NO_LATE_MLPS) -> Tensor:
-        return self._model.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep, late)
+    def _layers(self, start: Tensor, keep: Tensor | None, deferred: DeferredMLPs = NO_DEFERRED_MLPS) -> Tensor:
+        return self._model.decoder(start, self._inputs.positions[: len(start)], None, self._backend, keep, deferred)
 
     def _replay(self, start: Tensor, descriptor: BatchDescriptor) -> Tensor:
         """Return the hidden states of a step without padding, if its graph leaves any."""
         tokens = len(start)
-        if not self._place.is_first:
+        if not self._position.is_first:
             self._start[:tokens].copy_(start)
             if tokens < descriptor.tokens:  # layers add to their input: padding would grow with every step
                 self._start[tokens : descriptor.tokens].zero_()
@@ -99,8 +101,8 @@ class ForwardPass:
     def _captured(self, descriptor: BatchDescriptor) -> None:
         """Compute what the graph of this size captures."""
         tokens = descriptor.tokens
-        hidden = self._layers((self._inputs.input_ids if self._place.is_first else self._start)[:tokens], None)
-        if descriptor.is_decode and self._place.is_last:
+        hidden = self._layers((self._inputs.input_ids if self._position.is_first else self._start)[:tokens], None)
+        if descriptor.is_decode and self._position.is_last:
             self._model.decoder.write_logits(hidden, self._logits[: descriptor.rows])
         else:
             self._hidden[:tokens].copy_(hidden)

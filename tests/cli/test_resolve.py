@@ -209,7 +209,7 @@ def test_kv_memory_on_a_gpu_is_an_estimate_until_measured(resolved: Resolve) -> 
     config = resolved(gpu_memory_utilization=0.5)
     assert config.measure_kv_memory
     assert config.gpu_memory_utilization == 0.5
-    weights = num_parameters(config.model, config.place) * 2
+    weights = num_parameters(config.model, config.position) * 2
     assert 60 << 30 < config.kv_layout.total_bytes <= (70 << 30) - weights
     assert "an estimate" in choice(config, "kv_cache_memory")
     assert "estimated" in as_text(config)

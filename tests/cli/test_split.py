@@ -72,19 +72,21 @@ def splits(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig]:
 @given(splits())
 def test_ranks_together_hold_the_whole_model(chosen: tuple[ModelConfig, ParallelConfig]) -> None:
     of, split = chosen
-    places = [split.place(rank) for rank in range(split.num_ranks)]
-    assert [place.rank for place in places] == list(range(split.num_ranks))
-    layers = Counter(layer for place in places for layer in place.layers)
+    positions = [split.position(rank) for rank in range(split.num_ranks)]
+    assert [position.rank for position in positions] == list(range(split.num_ranks))
+    layers = Counter(layer for position in positions for layer in position.layers)
     assert layers == dict.fromkeys(range(of.num_layers), split.tp)
     for stage in range(split.pp):
-        shards = [place for place in places if place.stage == stage]
-        words = [word for place in shards for word in vocabulary_of(of, place)]
+        shards = [position for position in positions if position.stage == stage]
+        words = [word for position in shards for word in vocabulary_of(of, position)]
         assert words == list(range(of.vocab_size))
-        assert sum(shard_of(of, place).num_heads for place in shards) == of.num_heads
-        assert sum(shard_of(of, place).intermediate_size for place in shards) == of.intermediate_size
-    for place in places:
-        assert shard_of(of, place).sliding_windows == tuple(place.layers)
-    assert sum(place.is_first for place in places) == sum(place.is_last for place in places) == split.tp
+        assert sum(shard_of(of, position).num_heads for position in shards) == of.num_heads
+        assert sum(shard_of(of, position).intermediate_size for position in shards) == of.intermediate_size
+    for position in positions:
+        assert shard_of(of, position).sliding_windows == tuple(position.layers)
+    assert (
+        sum(position.is_first for position in positions) == sum(position.is_last for position in positions) == split.tp
+    )
 
 
 @given(splits())
@@ -94,7 +96,7 @@ def test_each_head_of_each_layer_is_on_as_many_ranks_as_replicas(
     of, split = chosen
     held: Counter[tuple[int, int]] = Counter()
     for rank, share in enumerate(split.shares(of.num_kv_heads)):
-        mine = shard_of(of, split.place(rank))
+        mine = shard_of(of, split.position(rank))
         assert (share.num_layers, share.num_heads) == (mine.num_layers, mine.num_kv_heads)
         for layer in range(share.first_layer, share.first_layer + share.num_layers):
             held.update((layer, head) for head in range(share.first_head, share.first_head + share.num_heads))
@@ -109,26 +111,28 @@ def test_first_stages_take_the_remaining_layers(layers: int, pp: int, stages: tu
 
 
 @given(splits(), st.integers(1, 1000))
-def test_late_mlps_are_computed_once_and_balance_stages(chosen: tuple[ModelConfig, ParallelConfig], first: int) -> None:
+def test_deferred_mlps_are_computed_once_and_balance_stages(
+    chosen: tuple[ModelConfig, ParallelConfig], first: int
+) -> None:
     of, split = chosen
     split = msgspec.structs.replace(split, tp=1, shared_mlps=True)
-    places = [split.place(rank) for rank in range(split.pp)]
+    positions = [split.position(rank) for rank in range(split.pp)]
     computed = [0] * split.pp
     for step in range(first, first + split.pp):
-        late = [place.late_mlps(step) for place in places]
-        assert not late[0].here
-        assert not late[-1].behind
-        for before, after in pairwise(late):
-            assert before.behind == after.here
-        for stage, (place, mlps) in enumerate(zip(places, late, strict=True)):
-            computed[stage] += len(place.layers) + mlps.here - mlps.behind - place.is_last
+        deferred = [position.deferred_mlps(step) for position in positions]
+        assert not deferred[0].previous
+        assert not deferred[-1].last
+        for before, after in pairwise(deferred):
+            assert before.last == after.previous
+        for stage, (position, mlps) in enumerate(zip(positions, deferred, strict=True)):
+            computed[stage] += len(position.layers) + mlps.previous - mlps.last - position.is_last
     # In pp steps each does one MLP less than it has, where the last one alone would have saved pp.
-    assert computed == [split.pp * len(place.layers) - 1 for place in places]
+    assert computed == [split.pp * len(position.layers) - 1 for position in positions]
     assert sum(computed) == split.pp * (of.num_layers - 1)
 
 
 def test_rank_parameters_add_up_to_the_model_without_norms() -> None:
     of = model(kv_heads=8, vocab=100)
     split = choose_split(of, 2, 4)
-    alone = num_parameters(of, choose_split(of, 1, 1).place(0))
-    assert sum(num_parameters(of, split.place(rank)) for rank in range(split.num_ranks)) == alone
+    alone = num_parameters(of, choose_split(of, 1, 1).position(0))
+    assert sum(num_parameters(of, split.position(rank)) for rank in range(split.num_ranks)) == alone

@@ -119,7 +119,7 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
             assert bool(result.error) == bool(failing)
             assert (result.num_bytes, result.num_descriptors) == tuple(n * script.split.num_ranks for n in (8, 2))
             assert result.seconds == 0.5 + script.split.num_ranks - 1
-            assert any(result.error == f"{script.split.place(rank)}: broken" for rank in failing) or not failing
+            assert any(result.error == f"{script.split.position(rank)}: broken" for rank in failing) or not failing
 
     for plan in script.plans:
         aggregator.expect(plan)
@@ -165,8 +165,8 @@ def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: 
         aggregator.add(rank, ModelRunnerOutput(StepOutput(5), KVConnectorOutput((ReadResult(3),))))
     assert aggregator.missing(5) == aggregator.missing_read(3) == [missing]
     assert not aggregator.has_events
-    place = f"rank {missing} (stage {missing // 2}, shard {missing % 2})"
-    assert aggregator.waiting_for == f"{place} has not ended step 5; {place} has not ended read 3"
+    position = f"rank {missing} (stage {missing // 2}, shard {missing % 2})"
+    assert aggregator.waiting_for == f"{position} has not ended step 5; {position} has not ended read 3"
 
 
 def test_digests_add_up_and_replicated_kv_counts_once() -> None:

@@ -32,10 +32,10 @@ class Ranks:
         self.failures: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         pairs = [socket.socketpair() for _ in range(2)]
         self._channels = [
-            RankChannel(SPLIT.place(rank), ours, timeout=1.0) for rank, (ours, _) in enumerate(pairs, start=1)
+            RankChannel(SPLIT.position(rank), ours, timeout=1.0) for rank, (ours, _) in enumerate(pairs, start=1)
         ]
         self.sockets = {rank: theirs for rank, (_, theirs) in enumerate(pairs, start=1)}
-        self.processes = RankProcesses(SPLIT.place(0), self._channels, self._on_failure)
+        self.processes = RankProcesses(SPLIT.position(0), self._channels, self._on_failure)
         self.processes.on_output = lambda rank, output: self.outputs.put((rank, output))
 
     def send(self, rank: int, message: FromRank) -> None:

@@ -22,7 +22,7 @@ from runner.models.layers.pointwise_ops import TorchPointwiseOps
 from runner.models.layers.triton_ops import TritonPointwiseOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ALONE = ParallelState(ParallelConfig(stage_layers=(1,)).place(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
+ALONE = ParallelState(ParallelConfig(stage_layers=(1,)).position(0), DeviceInfo(DEVICE.type, 0, "", 0), "")
 EPS = 1e-5
 # Kernels round once, torch after every operation.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -27,7 +27,7 @@ from runner.distributed.parallel_state import ParallelState
 
 rank = int(sys.argv[1])
 rendezvous = sys.argv[2] if rank else socket.socket(fileno=int(sys.argv[2]))
-parallel = ParallelState(ParallelConfig((1, 1), 2).place(rank), DeviceInfo("cpu", 0, "cpu", 0), rendezvous)
+parallel = ParallelState(ParallelConfig((1, 1), 2).position(rank), DeviceInfo("cpu", 0, "cpu", 0), rendezvous)
 sums = [parallel.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
 one = torch.arange(3.0)[None] + 3 * rank
 two = torch.cat((one, one + 100))
@@ -64,6 +64,6 @@ def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ran
 
 
 def test_a_single_rank_needs_no_rendezvous() -> None:
-    parallel = ParallelState(ParallelConfig((2,)).place(0), DeviceInfo("cpu", 0, "cpu", 0), "")
+    parallel = ParallelState(ParallelConfig((2,)).position(0), DeviceInfo("cpu", 0, "cpu", 0), "")
     assert parallel.all_reduce_min(3) == 3
     parallel.close()

@@ -13,7 +13,7 @@ from staged_node import Outputs, Request, StagedNode, generate, generate_alone
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.records import SamplingParams
-from runner.distributed.pipeline_stages import fewest_late_tokens
+from runner.distributed.pipeline_stages import min_deferral_tokens
 from runner.v2.cuda_graphs import decode_descriptors, mixed_descriptors
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,10 +117,10 @@ def test_stages_of_every_model_and_runner_sample_the_tokens_of_one_rank(tmp_path
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 256, 3000])
-def test_a_captured_step_has_no_late_mlps(tmp_path: Path, max_num_seqs: int) -> None:
+def test_a_captured_step_has_no_deferred_mlps(tmp_path: Path, max_num_seqs: int) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=2)
     config = msgspec.structs.replace(
         node_config(directory, max_num_seqs=max_num_seqs, max_batch_tokens=8192, pp=2), cuda_graphs=True
     )
     captured = [*decode_descriptors(max_num_seqs), *mixed_descriptors(max_num_seqs, config.max_batch_tokens)]
-    assert max(each.tokens for each in captured) < fewest_late_tokens(config) < config.max_batch_tokens
+    assert max(each.tokens for each in captured) < min_deferral_tokens(config) < config.max_batch_tokens

@@ -25,7 +25,7 @@ pytestmark = [
 def test_two_stages_sample_the_tokens_of_one_gpu(tmp_path: Path, version: str, shared_mlps: bool) -> None:
     """Copy engines carry the messages; V2 has three steps in flight, and tokens return without the host.
 
-    Steps as small as these have late MLPs only without CUDA graphs.
+    Steps as small as these have deferred MLPs only without CUDA graphs.
     """
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=4)
     config = config_of(directory, version, pp=2, device="cuda", shared_mlps=shared_mlps)

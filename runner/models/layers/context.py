@@ -27,7 +27,7 @@ class ModelContext:
 
     @property
     def position(self) -> RankPosition:
-        return self.parallel.place
+        return self.parallel.position
 
     def linear(self, in_features: int, out_features: int, bias: bool) -> LinearMethod:
         """Create a linear layer of a rank in the checkpoint's weight format."""
