@@ -23,7 +23,7 @@ from engine.scheduler.scheduler import Scheduler
 
 
 class Engine:
-    """Takes the front's commands between steps and tells it what each step brought. Single-threaded."""
+    """Carries out the frontend's commands between steps and sends the events of each step. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel) -> None:
         self.loop_timer = LoopTimer()
@@ -34,34 +34,34 @@ class Engine:
         self._stopped = False
 
     def run(self) -> None:
-        """Serve until told to stop. Raises ChannelClosed when the front has gone."""
+        """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
         while not self._stopped:
             messages = self._channel.receive(wait=self.idle)
             self.loop_timer.begin()
             waited, in_runner = self._pipeline.waited, self._ranks.runner_seconds
-            self.obey(messages)
+            self.handle(messages)
             self.step()
-            lasted = self.loop_timer.end(self._ranks.runner_seconds - in_runner)
-            self._scheduler.totals.host_seconds += lasted - (self._pipeline.waited - waited)
+            seconds = self.loop_timer.end(self._ranks.runner_seconds - in_runner)
+            self._scheduler.totals.host_seconds += seconds - (self._pipeline.waited - waited)
 
     @property
     def idle(self) -> bool:
-        """True when a step would have nothing to do, now and until a command comes or the connector has news."""
+        """True if a step has nothing to do until a command, a grammar result or connector progress arrives."""
         return self._pipeline.empty and self._scheduler.idle
 
     def step(self) -> None:
-        """One turn: plan, load KV and launch; apply the step that is due, emit."""
+        """One iteration: plan, load KV, execute, apply the step that is due, emit."""
         plan = self._scheduler.plan()
-        self._emit()  # who was reserved or refused need not wait for the device
+        self._emit()  # reservations and refusals do not wait for the device
         self._pipeline.launch(plan)
         self._scheduler.prepare()
-        landed = self._pipeline.take(plan)
-        if landed is not None:
-            self._scheduler.apply(*landed, self._pipeline.step_seconds)
+        result = self._pipeline.take(plan)
+        if result is not None:
+            self._scheduler.apply(*result, self._pipeline.step_seconds)
             self._emit()
 
-    def obey(self, messages: list[ToEngine]) -> None:
-        """Carry out commands, in their order."""
+    def handle(self, messages: list[ToEngine]) -> None:
+        """Carry out commands in order."""
         for message in messages:
             match message:
                 case Submit():

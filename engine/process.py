@@ -76,7 +76,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         engine.loop_timer, partial(_send_heartbeat, heartbeats), timeout, ranks.monitors, ranks.waiting_for
     ).start()
     try:
-        engine.obey(rest)
+        engine.handle(rest)
         engine.run()
         ranks.announce_shutdown()
     except ChannelClosed:

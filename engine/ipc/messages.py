@@ -75,7 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str = ""
     priority: int = 0  # lower values are admitted first
     skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
-    ahead: int = 0  # LEASE: after the first token so many more, at most, while nobody else needs the device
+    decode_ahead: int = 0  # LEASE: most tokens to sample after the first, while no other request needs the device
     resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: the choices that go on, with their output so far; {}: a new request
 
 

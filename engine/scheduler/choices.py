@@ -4,10 +4,10 @@
                   ├───► choice 1 ─┐ sequences of their own: they share the prompt's full blocks through the
                   └───► choice 2 ─┘ prefix cache, and compute the rest of its last block again
 
-Where P has sampled the first tokens, choices may have ended before their KV is here: the first that has not goes on.
-A single choice may go ahead on P, token by token; D goes on behind what it was told of, and computes the KV of that.
-A request that goes on here, since the node that had it is gone, begins with the output of each of its choices: the
-first one computes the prompt and its own output, and the others branch off it.
+If P has sampled the first tokens, choices may have ended before their KV is on D; the first live one continues the
+sequence. A single choice may decode ahead on P; D continues after the tokens that it received, and computes their KV.
+A request resumed from a failed node begins with the output of each choice: the first one computes the prompt and its
+own output, and the others branch off it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.stopping import finish_reason
 
 
 class ChoiceManager:
-    """Makes sequences of requests, and outputs of samples."""
+    """Makes sequences of requests, and output events of samples."""
 
     def __init__(
         self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: EventBatch
@@ -36,8 +36,8 @@ class ChoiceManager:
         self._events = events
         self._next_seq = 1
 
-    def lead(self, request: Request) -> Sequence:
-        """The sequence that computes the prompt. ``request.branches`` has the choices of a request that is resumed."""
+    def lead_sequence(self, request: Request) -> Sequence:
+        """Make the sequence that computes the prompt. ``request.branches`` has the choices of a resumed request."""
         sampling = request.sampling
         request.stop_ids = frozenset(sampling.stop_token_ids)
         if sampling.grammar or not sampling.ignore_eos:
@@ -45,8 +45,16 @@ class ChoiceManager:
         choice = min(request.branches, default=0)
         return self._sequence(request, choice, request.branches.pop(choice, ()))
 
-    def take(self, sequence: Sequence, sample: Sample) -> bool:
-        """Report the next token of a sequence that has some already. Returns whether the sequence goes on."""
+    def take_prompt_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Emit the tokens sampled at the end of a prompt. Return whether the sequence goes on."""
+        if sequence.for_peer:
+            return self._take_first_tokens_for_peer(sequence, samples)
+        if sequence.num_outputs:  # it was preempted, or P has sampled its first token
+            return self.take_token(sequence, samples[0])
+        return self._take_first_tokens(sequence, samples)
+
+    def take_token(self, sequence: Sequence, sample: Sample) -> bool:
+        """Emit a token after the first one. Return whether the sequence goes on."""
         request, token_ids = sequence.request, sequence.token_ids
         token_ids.append(sample.token_id)
         reason = None
@@ -60,13 +68,13 @@ class ChoiceManager:
         self._constraints.sampled(sequence)
         return True
 
-    def take_first(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Report the first tokens of all choices. Returns whether the sequence, which is choice 0, goes on.
+    def _take_first_tokens(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Emit the first tokens of all choices. Return whether the sequence, which is choice 0, goes on.
 
-        Other choices that do are left in ``request.branches``.
+        Other choices that go on are left in ``request.branches``.
         """
         request = sequence.request
-        self._prefilled(request)
+        self._emit_prefilled(request)
         for choice, sample in enumerate(samples):
             reason = self._reason(request, sample.token_id, 1)
             self._events.add_output(request.rid, choice, sample, reason)
@@ -78,11 +86,11 @@ class ChoiceManager:
         self._constraints.sampled(sequence)
         return True
 
-    def take_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Report the first tokens of all choices on P. Returns whether the only one may go ahead of the peer."""
+    def _take_first_tokens_for_peer(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
+        """Emit the first tokens of all choices on P. Return whether the only choice may decode ahead."""
         request, token = sequence.request, samples[0].token_id
         sequence.token_ids.append(token)
-        self._prefilled(request)
+        self._emit_prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, sample in enumerate(samples):
             self._events.add_output(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
@@ -91,16 +99,18 @@ class ChoiceManager:
         self._constraints.sampled(sequence)
         return True
 
-    def stop_ahead(self, sequence: Sequence) -> None:
-        """Report that it does not go further ahead of its peer."""
-        self._events.decode_ahead_ended.append(DecodeAheadEnded(sequence.request.rid))
+    def end_decode_ahead(self, sequence: Sequence) -> None:
+        self._events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
 
     def take_from_peer(self, sequence: Sequence, outputs: Outputs) -> bool:
-        """Take over what P has sampled and D's front has passed on. Returns whether any choice goes on.
+        """Continue after the tokens that P sampled and D's frontend has sent. Return whether any choice goes on.
 
-        The first one that does is the sequence from now on; the others are left in ``request.branches``.
+        The first one that does is the sequence from now on; the others are left in ``request.branches``. A resumed
+        request has its own output already.
         """
         request = sequence.request
+        if sequence.num_outputs:
+            return True
         live = {
             choice: array("I", tokens)
             for choice, tokens in enumerate(outputs)
@@ -119,7 +129,7 @@ class ChoiceManager:
         return True
 
     def branch(self, sequence: Sequence) -> list[Sequence]:
-        """The choices that wait for the prompt's KV, now that ``sequence`` has it, as sequences to be admitted."""
+        """Make sequences of the choices that wait for the prompt's KV, now that ``sequence`` has it."""
         request = sequence.request
         digests = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
         branches = [self._sequence(request, choice, output, digests) for choice, output in request.branches.items()]
@@ -138,7 +148,7 @@ class ChoiceManager:
         request.sequences[choice] = sequence
         return sequence
 
-    def _prefilled(self, request: Request) -> None:
+    def _emit_prefilled(self, request: Request) -> None:
         self._events.prefilled.append(Prefilled(request.rid, request.cached_tokens or 0, request.queued))
 
     def _reason(self, request: Request, token_id: int, num_outputs: int) -> FinishReason | None:

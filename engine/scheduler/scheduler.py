@@ -1,18 +1,18 @@
-"""Decides what each step computes: prompt chunks and decodes under one token budget, on blocks it hands out.
+"""Decides what each step computes: prompt chunks and decodes under one token budget, on blocks of the block pool.
 
-A sequence's way:
+The states of a sequence:
 
     waiting ──admit──► running ──samples──► … ──► ended ──last step in flight applied──► blocks free
        ▲   │              │
-       │   │ handoff      └── preempted: no block left (recomputed later, from the prefix cache where possible)
+       │   │ handoff      └── preempted: no free block (recomputed later, from the prefix cache where possible)
        │   ▼
-       │ reserved ──StartRead…──► reading ──KVConfirmed──► running
+       │ loading ──StartRead…──► reading ──KVConfirmed──► running
        └────── PrefillLocally ──────┘
 
-Steps may be planned while earlier ones are in flight, their tokens unknown. A step writes KV into the blocks of all its
-sequences until it has been applied, so the blocks of a sequence that has ended meanwhile stay held until then.
+Steps may be planned while earlier ones are in flight and their tokens unknown. A step writes KV into the blocks of all
+its sequences until it has been applied. So the blocks of a sequence that ended meanwhile stay held until then.
 
-Everything here is plain Python over plain values: no device, no transfer; nothing is decided by the clock.
+The scheduler is plain Python over plain values: no device, no transfer. No decision depends on the clock.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.microbatch import StepSequences, StepsInFlight
+from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import StepBuilder
-from engine.scheduler.waiting_queue import WaitingQueue
 from engine.throughput_meter import ThroughputMeter
 from pdserve.protocols import KVConnectorScheduler
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 
 ConnectorFactory = Callable[[BlockPool, EventBatch, int], KVConnectorScheduler]  # the last is the block size
 
-_LOOKS_PER_STEP = 8  # prompts in the queue that are looked up in the cache while the device computes
+_LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
 
 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. ``full_step`` is explained at StepBuilder, ``stages`` are
-    those of engine/scheduler/microbatch.py. By ``clock``, in seconds, it is told how long requests have waited.
+    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, microbatch.py
+    ``stages``. ``clock`` returns seconds, and measures how long requests wait.
     """
 
     def __init__(
@@ -80,75 +80,65 @@ class Scheduler:
         self._kv = KVCacheManager(self.pool, self.connector, block_size)
         self._constraints = GrammarConstraints(grammars, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
-        self._requests: dict[int, Request] = {}
-        self._waiting = WaitingQueue()
-        self._loading: dict[int, Sequence] = {}  # by rid: blocks are held, the connector loads the prompt
-        self._running: dict[int, Sequence] = {}  # by seq, in order of admission
+        self._live = LiveSequences(self._kv, self.events)
         self._in_flight = StepsInFlight(stages)
-        self._prompts: list[Sequence] = []  # that were being computed when the latest step was planned
-        self._forgotten: list[int] = []  # sequences the runner must drop
+        self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
 
     # ------------------------------------------------------------ commands
 
     def submit(self, message: Submit) -> None:
-        """Queue a request, or refuse it at once when the queue is full or it can never fit."""
+        """Queue a request, or refuse it at once if the queue is full or it can never fit."""
         sampling, mode, salt = message.sampling, message.mode, message.cache_salt
         request = Request(
             *(message.rid, message.token_ids, sampling, mode, salt),
-            *(message.priority, message.skip_tokens, message.ahead),
+            *(message.priority, message.skip_tokens, message.decode_ahead),
         )
         request.branches = {choice: array("I", output) for choice, output in message.resume.items()}
         longest_output = max(map(len, request.branches.values()), default=0)
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.events.refuse(message.rid, "RequestTooLong", text)
-            return
-        num_waiting = len(self._waiting) + self._constraints.num_waiting
-        if num_waiting >= self._max_waiting:
-            text = f"{num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
-            self.events.refuse(message.rid, "Overloaded", text)
-            return
-        request.waits_since = self._clock()
-        if not self._constraints.holds(request):
-            self._queue(request)
+            self.events.refuse(request.rid, "RequestTooLong", text)
+        elif self._num_waiting >= self._max_waiting:
+            text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
+            self.events.refuse(request.rid, "Overloaded", text)
+        else:
+            request.waits_since = self._clock()
+            if not self._constraints.holds(request):
+                self._live.queue(self._choices.lead_sequence(request))
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
-        """The KV that was read is P's, unchanged: decode on it, behind the tokens that P has sampled."""
-        sequence = self._loading.pop(rid, None)
+        """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
+        sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
-        request = sequence.request
         self.connector.finish_load(sequence)
-        request.mode = Mode.LOCAL
+        sequence.request.mode = Mode.LOCAL
         self._kv.received(sequence)
-        self._running[sequence.seq] = sequence
-        self._take_from_peer(sequence, outputs)
+        self._live.running[sequence.seq] = sequence
+        if not self._choices.take_from_peer(sequence, outputs):
+            self._live.finish(sequence)
         self._branch(sequence)
 
     def prefill_locally(self, rid: int, outputs: Outputs) -> None:
-        """Give up the handoff: drop what was read and compute the prompt here, ahead of the queue."""
-        sequence = self._loading.pop(rid, None)
+        """Give up the handoff: drop the KV that was read and compute the prompt here, at the head of the queue."""
+        sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
-        request = sequence.request
-        request.mode = Mode.LOCAL
-        self._give_back(sequence)
-        request.waits_since = self._clock()
-        self._waiting.appendleft(sequence)
-        if outputs:
-            self._take_from_peer(sequence, outputs)
+        sequence.request.mode = Mode.LOCAL
+        self._live.preempt(sequence, self._clock())
+        if outputs and not self._choices.take_from_peer(sequence, outputs):
+            self._live.finish(sequence)
 
     def cancel(self, rid: int) -> None:
-        """Forget a request; what was leased of it stays leased. Unknown ones are ignored."""
+        """Drop a request; its leased blocks stay leased. Unknown rids are ignored."""
         self._constraints.forget(rid)
-        request = self._requests.get(rid)
-        for sequence in list(request.sequences.values()) if request is not None else ():
-            self._finish(sequence)
+        for sequence in self._live.of_request(rid):
+            self._live.finish(sequence)
 
     def free_lease(self, rid: int) -> None:
-        """No peer reads these blocks any more, nor waits for what would follow."""
+        """Drop a request and the lease on its blocks."""
         self.cancel(rid)
         self.connector.free_lease(rid)
         self.events.status_changed = True
@@ -157,33 +147,32 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True when ``plan`` would have nothing for the runner or the connector, until a command or a result comes."""
-        orders = self._forgotten or self.connector.has_orders
-        runs = any(not sequence.blocked for sequence in self._running.values())
-        return not (runs or orders or (self._head is not None and self._kv.fits(self._head)))
+        """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
+        orders = self._live.any_finished or self.connector.has_orders
+        return not (self._live.any_runnable or orders or (self._head is not None and self._kv.fits(self._head)))
 
     def plan(self) -> StepPlan:
-        """The next step: decodes, then prompts one after the other, within the token budget."""
-        self._take_grammars()
+        """Plan the next step: decodes, then prompts one after the other, within the token budget."""
+        self._take_grammar_results()
         self._num_plans += 1
-        draft = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step)
-        if self._add_running(draft):
-            self._admit(draft)
-        self._in_flight.add(self._num_plans, draft.participants)
-        finished, self._forgotten = tuple(self._forgotten), []
-        return draft.plan(finished, self.connector.take_orders(), self.connector.take_digest_orders())
+        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step)
+        if self._add_running(builder):
+            self._admit(builder)
+        self._in_flight.add(self._num_plans, builder.sequences())
+        finished = self._live.take_finished()
+        return builder.plan(finished, self.connector.take_orders(), self.connector.take_digest_orders())
 
     def prepare(self) -> None:
-        """Use the time while the device computes, or KV is read: work that would otherwise delay the next token."""
-        loading = (self._loading[rid] for rid in self.connector.take_started() if rid in self._loading)
+        """Do work that would delay a later token now, while the device computes or KV is read."""
+        loading = (self._live.loading[rid] for rid in self.connector.take_started() if rid in self._live.loading)
         for sequence in chain(self._in_flight.newest_prompts, loading):
-            self._kv.prepare(sequence)
-        for sequence in islice((s for s in self._waiting if s.expected < 0), _LOOKS_PER_STEP):
-            self._kv.look(sequence)
+            self._kv.hash_prompt(sequence)
+        for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
+            self._kv.look_up(sequence)
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
-        """Take in what the step produced, and that it took so long."""
-        self._take_scored(output.step.prompt_logprobs)
+        """Apply the results of a step that took ``seconds``."""
+        self._apply_prompt_logprobs(output.step.prompt_logprobs)
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples, seconds)
             self.totals.steps += 1
@@ -192,115 +181,114 @@ class Scheduler:
         self._constraints.request_masks()
 
     def take_events(self) -> Batch | None:
-        """What happened since it was last asked, as one message; None when nothing did."""
+        """Return the events since the last call as one message; None if there are none."""
         self.totals.sampled_tokens += self.events.num_outputs
         return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
 
     def status(self) -> Status:
-        num_waiting = len(self._waiting) + self._constraints.num_waiting
-        requests = num_waiting, len(self._loading), len(self._running)
-        totals = msgspec.structs.replace(self.totals)
         return Status(
             *self.pool.counts,
             self.pool.total,
-            *requests,
-            totals,
+            self._num_waiting,
+            len(self._live.loading),
+            len(self._live.running),
+            msgspec.structs.replace(self.totals),
             self._backlog(),
             self.meter.throughput(self.connector.load_cost),
         )
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._live.waiting) + self._constraints.num_waiting
+
     def _backlog(self) -> int:
-        """Prompt tokens to be computed here; what is cached of those that wait is known once somebody has looked."""
-        waiting = sum(s.prompt_len - max(0, s.expected) for s in self._waiting if s.request.mode is not Mode.HANDOFF)
+        """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
+        waiting = sum(s.prompt_len - max(0, s.cached_at_lookup) for s in self._live.waiting if not s.from_peer)
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
 
-    def _take_grammars(self) -> None:
-        """Go on with requests and sequences that have waited for what their grammar allows."""
+    def _take_grammar_results(self) -> None:
+        """Queue the requests whose grammar was compiled, and refuse those whose grammar failed."""
         self._constraints.request_masks()
         ready, failed = self._constraints.take_results()
         for request in ready:
-            self._queue(request)
+            self._live.queue(self._choices.lead_sequence(request))
         for rid, error in failed:
             self.events.refuse(rid, type(error).__name__, str(error))
             self.cancel(rid)
 
-    def _queue(self, request: Request) -> None:
-        self._requests[request.rid] = request
-        self._waiting.append(self._choices.lead(request))
+    def _add_running(self, builder: StepBuilder) -> bool:
+        """Add running sequences: decodes, decode-ahead if there are no prompts, then prompts as far as they fit.
 
-    def _add_running(self, draft: StepBuilder) -> bool:
-        """Decodes, with a block for each one's token, then prompts; if there are none, those that go ahead of peers.
-
-        Where blocks lack, the least urgent make way, and of these the latest admitted.
-
-        False while they cannot make way, since steps in flight write to their blocks: let these steps end first.
+        If blocks run out, preempt. Return False while that is impossible, because steps in flight write to the blocks:
+        these steps have to end first.
         """
-        runnable = self._in_flight.choose(self._running.values())
+        runnable = self._in_flight.select(self._live.running.values())
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self._in_flight:
                 return False
-            # Not one that computes for a peer: what the peer was told of could not be freed.
-            preemptible = [s for s in reversed(self._running.values()) if not s.for_peer]
-            self._preempt(max(preemptible, key=lambda s: s.request.priority))  # the first of equals
-            runnable = self._in_flight.choose(self._running.values())
-        self._prompts = runnable.prompts
+            self._preempt()
+            runnable = self._in_flight.select(self._live.running.values())
+        self._prompts = list(runnable.prompts)
+        builder.add_decodes(runnable.decodes)
         if runnable.ahead:
-            self._go_ahead(runnable)
-        draft.add_running(runnable)
+            builder.add_decodes(self._decode_ahead(runnable))
+        for sequence in runnable.prompts:
+            if builder.takes_prompts:
+                builder.add_prompt(sequence)
         return True
 
-    def _go_ahead(self, runnable: StepSequences) -> None:
-        """Decode for peers that have not taken over yet, or stop: where others need the device, or blocks lack."""
-        going: list[Sequence] = []
-        if not (runnable.prompts or self._waiting):
-            going = [sequence for sequence in runnable.ahead if not self._in_flight.compute_prompts_besides(sequence)]
-        if not self._kv.grow(going):
-            going = []
-        runnable.decodes.extend(going)
-        for sequence in runnable.ahead:
-            # Without outputs the end of its prompt is in flight, which the peer waits for.
-            if sequence.num_outputs and sequence not in going:
-                self._choices.stop_ahead(sequence)
-                self._finish(sequence)
+    def _decode_ahead(self, runnable: RunnableSequences) -> list[Sequence]:
+        """Return the sequences that decode for their peers in this step.
 
-    def _preempt(self, sequence: Sequence) -> None:
-        del self._running[sequence.seq]
+        The others end here, because other requests need the device or blocks run out.
+        """
+        ahead: list[Sequence] = []
+        if not (runnable.prompts or self._live.waiting):
+            ahead = [sequence for sequence in runnable.ahead if not self._in_flight.compute_other_prompts(sequence)]
+        if not self._kv.grow(ahead):
+            ahead = []
+        for sequence in runnable.ahead:
+            # Without outputs, the end of its prompt is in flight and the peer waits for that.
+            if sequence.num_outputs and sequence not in ahead:
+                self._choices.end_decode_ahead(sequence)
+                self._live.finish(sequence)
+        return ahead
+
+    def _preempt(self) -> None:
+        sequence = self._live.least_urgent
         self.totals.preemptions += 1
         self.totals.preempted_tokens += sequence.num_computed
-        self._forget_in_runner(sequence)
-        self._give_back(sequence)
-        sequence.request.waits_since = self._clock()
-        self._waiting.appendleft(sequence)
+        self._live.preempt(sequence, self._clock())
 
     @property
     def _head(self) -> Sequence | None:
-        """Who is to be admitted next; None while nobody waits that could go on, or as many run as may."""
-        seats = self._max_num_seqs - len(self._running) - len(self._loading)
-        head = self._waiting.head if seats > 0 else None
+        """The sequence to admit next; None if no waiting sequence can go on or ``max_num_seqs`` are running."""
+        free_slots = self._max_num_seqs - len(self._live.running) - len(self._live.loading)
+        head = self._live.waiting.head if free_slots > 0 else None
         return None if head is None or head.blocked else head
 
-    def _admit(self, draft: StepBuilder) -> None:
-        """Give blocks to waiting sequences in their order, while there is room. Those of a handoff compute nothing."""
+    def _admit(self, builder: StepBuilder) -> None:
+        """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step."""
         while (sequence := self._head) is not None:
             request = sequence.request
             loads = self.connector.loadable(sequence) > 0
-            if not (loads or draft.takes_prompts) or not self._kv.allocate(sequence):
+            if not (loads or builder.takes_prompts) or not self._kv.allocate(sequence):
                 return
-            self._waiting.remove(sequence)
+            self._live.waiting.remove(sequence)
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
                 self.totals.prefix_cached_tokens += sequence.num_computed
                 self.totals.admitted_prompt_tokens += sequence.prompt_len
             if loads:
-                self._loading[request.rid] = sequence
+                self._live.loading[request.rid] = sequence
                 self.connector.load(sequence)
             else:
                 if not sequence.num_outputs:
                     request.queued += self._clock() - request.waits_since
-                self._running[sequence.seq] = sequence
-                draft.add_prompt(sequence)
+                self._live.running[sequence.seq] = sequence
+                builder.add_prompt(sequence)
                 self._prompts.append(sequence)
 
     # ------------------------------------------------------------ results
@@ -308,91 +296,49 @@ class Scheduler:
     def _apply_step(
         self, scheduled: tuple[ScheduledSequence, ...], samples: tuple[Sample, ...], seconds: float
     ) -> None:
-        """Take in the oldest step in flight."""
+        """Apply the oldest step in flight."""
         step = self._in_flight.pop()
-        for sequence, sample in step.decoded(samples):
-            if self._add_computed(sequence, 1) and not self._choices.take(sequence, sample):
-                self._finish(sequence)
-        going_on, prompt_tokens = len(step.decodes), 0
-        for sequence, num_tokens, drawn in step.computed(scheduled, samples):
+        for sequence, sample in step.decode_samples(samples):
+            if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, sample):
+                self._live.finish(sequence)
+        decodes, prompt_tokens = len(step.decodes), 0
+        for sequence, num_tokens, sampled in step.prompt_samples(scheduled, samples):
             if sequence.num_computed < sequence.prompt_len:
                 prompt_tokens += num_tokens
-            else:  # what a peer has sampled for it
-                going_on += 1
+            else:  # tokens that a peer has sampled for it
+                decodes += 1
             if self._add_computed(sequence, num_tokens):
-                self._apply_prompt(sequence, drawn)
-        self.meter.add_step(going_on, prompt_tokens, seconds)
+                self._apply_prompt(sequence, sampled)
+        self.meter.add_step(decodes, prompt_tokens, seconds)
 
-    def _take_scored(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
-        """Pass on log-probabilities of prompts, once: they count as told also when KV has to be computed anew."""
+    def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
+        """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
         for seq, logprobs in found:
-            sequence = self._running.get(seq)
+            sequence = self._live.running.get(seq)
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
-                self.events.scored.append(Scored(sequence.request.rid, logprobs))
+                self.events.scored.append(Scored(sequence.rid, logprobs))
 
     def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
-        """The KV of ``num_tokens`` more tokens is there. Returns whether anybody still wants the sequence."""
+        """Count ``num_tokens`` more tokens with KV. Return whether the sequence is still live."""
         sequence.num_computed += num_tokens
         if sequence.ended:
-            self._let_go(sequence)
+            self._live.free_unless_in_flight(sequence)
             return False
-        if sequence.num_computed >= sequence.full_at:
-            self._kv.filled(sequence)
+        if sequence.num_computed >= sequence.next_full:
+            self._kv.cache_full_blocks(sequence)
         return True
 
     def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
-        """More of a prompt is there; ``samples`` are empty unless this was its end."""
-        goes_on = not samples or self._take_samples(sequence, samples)
+        """Apply a prompt chunk; ``samples`` is empty unless the prompt ended."""
+        goes_on = not samples or self._choices.take_prompt_samples(sequence, samples)
         self.connector.computed(sequence)
         self._branch(sequence)
         if not goes_on:
-            self._finish(sequence)
-
-    def _take_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Returns whether the sequence goes on."""
-        if sequence.for_peer:
-            return self._choices.take_for_peer(sequence, samples)
-        if sequence.num_outputs:  # it was preempted, or P has sampled its first token
-            return self._choices.take(sequence, samples[0])
-        return self._choices.take_first(sequence, samples)
-
-    def _take_from_peer(self, sequence: Sequence, outputs: Outputs) -> None:
-        resumed = sequence.num_outputs  # then it has its own
-        if not resumed and not self._choices.take_from_peer(sequence, outputs):
-            self._finish(sequence)
+            self._live.finish(sequence)
 
     def _branch(self, sequence: Sequence) -> None:
-        """Let the choices in that wait for the prompt's KV, ahead of the queue, once it is there."""
+        """Put the choices that wait for the prompt's KV at the head of the queue, once it is complete."""
         if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
             for branch in reversed(self._choices.branch(sequence)):
-                self._waiting.appendleft(branch)
-
-    # ------------------------------------------------------------ endings
-
-    def _finish(self, sequence: Sequence) -> None:
-        """Remove a sequence from wherever it is, and its request with the last one."""
-        request = sequence.request
-        if self._running.pop(sequence.seq, None) is not None:
-            self._forget_in_runner(sequence)
-        elif self._loading.pop(request.rid, None) is None:
-            self._waiting.remove(sequence)
-        sequence.ended = True
-        self._let_go(sequence)
-        del request.sequences[sequence.choice]
-        if not request.sequences:
-            del self._requests[request.rid]
-
-    def _let_go(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence that has ended, once no step in flight writes to them."""
-        if not sequence.in_flight:
-            self._give_back(sequence)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        self._kv.give_back(sequence)
-        self.events.status_changed = True
-
-    def _forget_in_runner(self, sequence: Sequence) -> None:
-        if sequence.known_blocks >= 0:
-            self._forgotten.append(sequence.seq)
-            sequence.known_blocks = -1
+                self._live.waiting.appendleft(branch)

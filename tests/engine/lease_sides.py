@@ -92,7 +92,7 @@ class PrefillSide:
         self._samples[lease] = ()
         self._computing.add(lease)
         sampling = SamplingParams(max_tokens=call.max_tokens)
-        self.node.submit(lease, call.prompt, sampling, Mode.LEASE, call.skip, ahead=AHEAD)
+        self.node.submit(lease, call.prompt, sampling, Mode.LEASE, call.skip, decode_ahead=AHEAD)
         call.events.append(pb.PrefillEvent(accepted=pb.Accepted(lease=lease)))
 
     def release(self, epoch: str, lease: int) -> bool:

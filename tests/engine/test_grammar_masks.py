@@ -29,7 +29,11 @@ def workers(wake: Callable[[], None]) -> GrammarWorkers:
 def test_plan_never_waits_for_masks(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While all mask threads stand still, other requests run to their end and no plan blocks on a condition."""
     gate = threading.Event()
-    node = Node(64, depth, grammars=lambda wake: workers(lambda: bool(gate.wait())))
+
+    def stand_still() -> None:
+        gate.wait()
+
+    node = Node(64, depth, grammars=lambda wake: workers(stand_still))
     node.submit(0, [1, 2, 3], LETTERS, Mode.LOCAL)
     for _ in range(10_000):
         node.turn()

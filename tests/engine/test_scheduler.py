@@ -278,7 +278,7 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
 def test_on_p_a_choice_goes_ahead_of_its_peer(make: Make, ahead: int, sampling: SamplingParams, outputs: int) -> None:
     """As far as it may, or would go anyway; then only what is leased is left of it."""
     node = make(40)
-    node.submit(0, list(range(20)), sampling, Mode.LEASE, ahead=ahead)
+    node.submit(0, list(range(20)), sampling, Mode.LEASE, decode_ahead=ahead)
     node.run()
     assert {choice: tokens for (_, choice), tokens in node.tokens.items()} == {
         choice: reference(list(range(20)), choice, outputs) for choice in range(sampling.n)
@@ -295,16 +295,16 @@ def test_on_p_a_choice_goes_ahead_of_its_peer(make: Make, ahead: int, sampling: 
 def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: int) -> None:
     """A prompt that comes finds at most one of its steps in flight; after a lease that ends nothing follows."""
     node = make(60)
-    node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     for _ in range(turns):
         node.turn()
     before = len(node.tokens[0, 0])
-    node.submit(1, [1] * length, SamplingParams(max_tokens=40), Mode.LEASE, ahead=2)
+    node.submit(1, [1] * length, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=2)
     node.run()
     in_flight = 1 if before else 2  # with its first token another may have been on the way
     assert len(node.tokens[0, 0]) <= before + in_flight
     assert (0, 0) in node.finished, "it has been said that nothing follows"
-    node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     while len(node.tokens[2, 0]) < 5:
         node.turn()
     node.obey(FreeLease(2))
@@ -318,7 +318,7 @@ def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: i
 def test_nobody_makes_way_for_who_goes_ahead(make: Make) -> None:
     """It stops where it lacks a block. Its peer gets all that it was promised."""
     node = make(10)
-    node.submit(0, [1] * 16, SamplingParams(max_tokens=40), Mode.LEASE, ahead=30)
+    node.submit(0, [1] * 16, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     node.submit(1, [2] * 8, SamplingParams(max_tokens=13), Mode.LOCAL)
     node.run()
     assert node.tokens[1, 0] == reference([2] * 8, 0, 13)

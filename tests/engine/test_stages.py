@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from toy import reference
 from toy_node import Node
 
 from engine.ipc.messages import Mode
+from engine.scheduler.step_builder import StepBuilder
 from pdserve.records import SamplingParams
 
 STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages
@@ -72,3 +75,11 @@ def test_parts_of_a_prompt_follow_each_other_at_once(depth: int, stages: int) ->
     node.run()
     assert node.tokens[0, 0] == reference(list(range(100)), 0, 3)
     node.close()
+
+
+def test_sequences_of_a_planned_step_are_immutable() -> None:
+    builder = StepBuilder(1, max_tokens=16, full_step=16)
+    sequences = builder.sequences()
+    assert (sequences.decodes, sequences.prompts) == ((), ())
+    with pytest.raises(FrozenInstanceError):
+        sequences.decodes = ()  # type: ignore[misc]

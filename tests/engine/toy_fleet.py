@@ -132,7 +132,7 @@ class Fleet:
                 self.settled.add(rid)
             else:
                 sampling = SamplingParams(max_tokens=1) if job.resume else job.sampling
-                self.p.submit(rid, job.prompt, sampling, Mode.LEASE, reserved.cached_tokens, ahead=job.ahead)
+                self.p.submit(rid, job.prompt, sampling, Mode.LEASE, reserved.cached_tokens, decode_ahead=job.ahead)
         for ended in batch.reads:
             if ended.rid not in self.settled | self.cancelled:
                 self._read_ended(ended)

@@ -90,17 +90,17 @@ class Node:
         skip: int = 0,
         priority: int = 0,
         resume: Mapping[int, list[int]] = MappingProxyType({}),
-        ahead: int = 0,
+        decode_ahead: int = 0,
     ) -> None:
         outputs = {choice: array("I", output).tobytes() for choice, output in resume.items()}
         tokens = array("I", prompt).tobytes()
-        self.obey(Submit(rid, tokens, sampling, mode, "", priority, skip, ahead, outputs))
+        self.obey(Submit(rid, tokens, sampling, mode, "", priority, skip, decode_ahead, outputs))
 
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):
             self.leased.pop(message.rid, None)
             self._promised.pop(message.rid, None)
-        self.engine.obey([message])
+        self.engine.handle([message])
         self._check()
 
     def turn(self) -> Batch:
