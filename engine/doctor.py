@@ -1,7 +1,7 @@
-"""``pdserve doctor``: would a node with these flags start here, and do what they ask for?
+"""``pdserve doctor``: check whether a node with these flags would start on this machine.
 
-It takes the flags of a node, loads no weights, opens nothing for others and leaves nothing behind. It says a line for
-each thing that it looked at: ok; warn, where a node would start; fail, where it would not, or do less than asked for.
+It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind. It prints a line per
+check: ok; warn if a node would start; fail if it would not start, or not do what its flags say.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.discovery.sources import parse_source
-from pdserve.doctor import checks as preflight
-from pdserve.doctor.findings import Finding, Level, fail, found, ok, warn
+from pdserve.doctor import checks
+from pdserve.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from pdserve.errors import PdserveError
 from pdserve.exits import run_command
 from pdserve.pb import pdserve_pb2 as pb
@@ -42,33 +42,33 @@ _LIST_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 unless something failed."""
+    """Return 0 unless a check failed."""
     return run_command(lambda: _run(make_parser().parse_args(argv)))
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="pdserve doctor", description="Would a node with these flags start here, and do it all?"
+        prog="pdserve doctor", description="Check whether a node with these flags would start on this machine."
     )
     add_node_flags(parser)
     add_frontend_flags(parser)
     add_host_flags(parser)
     group = parser.add_argument_group("handoff")
     group.add_argument(
-        "--prefill", action="append", default=[], metavar="PLACE", help="prefill nodes to be reached; repeatable"
+        "--prefill", action="append", default=[], metavar="PLACE", help="prefill nodes that must answer; repeatable"
     )
     group.add_argument(
-        "--require-transport", choices=REQUIRABLE, default="", metavar="KIND", help="fail where UCX has no such way"
+        "--require-transport", choices=REQUIRABLE, default="", metavar="KIND", help="fail unless UCX has this transport"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
     return parser
 
 
 def _run(args: argparse.Namespace) -> int:
-    options, front = options_from(args), frontend_options_from(args)
-    host = local_ranks_from(args, options.num_ranks)
+    options, frontend = options_from(args), frontend_options_from(args)
+    local = local_ranks_from(args, options.num_ranks)
     findings = []
-    for finding in _findings(options, front, len(host.ranks), args.prefill, args.require_transport):
+    for finding in _findings(options, frontend, len(local.ranks), args.prefill, args.require_transport):
         findings.append(finding)
         if not args.json:
             print(finding, flush=True)
@@ -78,34 +78,34 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _findings(
-    options: NodeOptions, front: FrontendOptions, ranks: int, prefill: Sequence[str], required: str
+    options: NodeOptions, frontend: FrontendOptions, ranks: int, prefill: Sequence[str], required: str
 ) -> Iterator[Finding]:
-    """The cheap ones first."""
-    yield found("clock", preflight.check_clock)
-    yield found("tls", lambda: preflight.check_tls(options.grpc_tls))
-    yield found("port", lambda: preflight.check_port(front.host, front.port))
-    device = found("device", lambda: preflight.check_device(options, ranks))
+    """Yield findings, cheap checks first."""
+    yield run_check("clock", checks.check_clock)
+    yield run_check("tls", lambda: checks.check_tls(options.grpc_tls))
+    yield run_check("port", lambda: checks.check_port(frontend.host, frontend.port))
+    device = run_check("device", lambda: checks.check_device(options, ranks))
     yield device
     if device.level is Level.FAIL:
         return
     on_gpu = node_devices(options, ranks)[0].kind == "cuda"
     config: NodeConfig | None = None
     try:
-        if preflight.is_local(options):
+        if checks.is_local(options):
             config = resolve(options, node_devices(options, ranks)[0])
-        yield found("checkpoint", lambda: preflight.check_checkpoint(options, config))
+        yield run_check("checkpoint", lambda: checks.check_checkpoint(options, config))
     except PdserveError as exc:
         yield fail("checkpoint", str(exc))
-    yield found("shm", lambda: preflight.check_shared_memory(ranks, on_gpu))
+    yield run_check("shm", lambda: checks.check_shared_memory(ranks, on_gpu))
     if not options.simulated:
-        yield found("memlock", lambda: preflight.check_locked_memory(options, required, on_gpu))
-        yield found("ucx ports", lambda: preflight.check_ucx_ports(ranks))
+        yield run_check("memlock", lambda: checks.check_locked_memory(options, required, on_gpu))
+        yield run_check("ucx ports", lambda: checks.check_ucx_ports(ranks))
         yield from _check_nixl(required, on_gpu)
     for place in prefill:
         addresses: list[str] = []
-        yield found("peers", partial(_list, place, addresses))
+        yield run_check("peers", partial(_check_place, place, addresses))
         for address in addresses:
-            yield found("peer", partial(_check_peer, address, options, config))
+            yield run_check("peer", partial(_check_peer, address, options, config))
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
@@ -117,11 +117,11 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
         yield fail("nixl", str(exc))
         return
     yield ok("nixl", "two agents have connected")
-    yield preflight.check_requirement(required, kind, lanes)
+    yield checks.check_requirement(required, kind, lanes)
 
 
-def _list(place: str, addresses: list[str]) -> Finding:
-    """Which prefill nodes are found at a place, added to ``addresses``."""
+def _check_place(place: str, addresses: list[str]) -> Finding:
+    """Append the prefill nodes that a place lists to ``addresses``."""
 
     async def first() -> frozenset[str]:
         async with asyncio.timeout(_LIST_SECONDS), aclosing(parse_source(place).addresses()) as listed:
@@ -130,20 +130,22 @@ def _list(place: str, addresses: list[str]) -> Finding:
     try:
         addresses += sorted(asyncio.run(first()))
     except TimeoutError:
-        remedy = "look at the warnings above, and at what the place means: docs/fleet.md"
+        remedy = "check the warnings above, and the format of places in docs/fleet.md"
         return fail("peers", f"{place} lists nothing within {_LIST_SECONDS:g} s", remedy)
     if not addresses:
-        return warn("peers", f"{place} lists no prefill node", "start one; until then prompts are prefilled on D")
+        return warn(
+            "peers", f"{place} lists no prefill node", "start one; until then, decode nodes prefill prompts themselves"
+        )
     return ok("peers", f"{place} lists {', '.join(addresses)}")
 
 
 def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -> Finding:
-    """Whether a prefill node answers, and is one that a node with this configuration could read from."""
+    """Check that a prefill node answers, and that a node with this configuration could read from it."""
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     try:
         peer = asyncio.run(_describe(address, tls))
     except grpc.aio.AioRpcError as exc:
-        remedy = "start it, and look at firewalls, network policies and --grpc-tls on both sides"
+        remedy = "start it, and check firewalls, network policies and --grpc-tls on both sides"
         return fail("peer", f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail("peer", f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
@@ -152,7 +154,9 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         return fail("peer", f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
     if config is not None and compat_hash(config.compat_fields) != peer.compat_hash:
         return fail(
-            "peer", f"{address} cannot exchange KV with this configuration", "give both the same checkpoint and flags"
+            "peer",
+            f"{address} cannot exchange KV with this configuration",
+            "give both nodes the same checkpoint and flags",
         )
     if peer.state != "ready":
         return warn("peer", f"{address} is {peer.state}", "wait until it is ready")

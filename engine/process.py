@@ -1,7 +1,7 @@
 """The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the frontend.
 
-It builds what the first message describes, says Ready or StartFailed, and runs the step loop until the front tells it
-to stop or ends. It ignores SIGINT: Ctrl-C is the front's to handle.
+It builds the ranks that the first message describes, sends Ready or StartFailed, and runs the step loop until the
+frontend sends Shutdown or exits. It ignores SIGINT: the frontend handles Ctrl-C.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import msgspec
 
 from engine.executor.rank_messages import MAX_HELLO_BYTES, Hello, Rejected, Welcome
 from engine.ipc.frames import FRAME_HEADER, Frames, framed
-from pdserve.compatibility import compat_hash
+from pdserve.compatibility import compat_hash, differences
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.errors import CapacityError, ConfigError, NodeError
@@ -175,11 +175,7 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
         if there != here:
             return f"{name}: {there} there, {here} at the leader"
     if hello.compat_hash != compat_hash(config.compat_fields):
-        return "; ".join(
-            f"{name}: {hello.compat_fields.get(name)} there, {config.compat_fields.get(name)} at the leader"
-            for name in sorted({*hello.compat_fields, *config.compat_fields})
-            if hello.compat_fields.get(name) != config.compat_fields.get(name)
-        )
+        return differences(hello.compat_fields, config.compat_fields, "there", "at the leader")
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The flags of a node's front, on top of those of the node itself (pdserve/config/flags.py)."""
+"""Flags of a node's frontend process, in addition to those of pdserve/config/flags.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
 class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node listens, what it is called, what it tells, and who started it."""
+    """Network, identity, logs and parent process of a node."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
-    node_id: str | None = None  # None: the address it is reached at
-    advertise: str | None = None  # host or host:port that others dial
+    node_id: str | None = None  # None: its address
+    advertise: str | None = None  # host or host:port for other processes to connect to
     metrics_port: int | None = None  # 0: any free one; None: no metrics over HTTP
     drain_timeout: float = DRAIN_SECONDS
     status_fd: int | None = None
@@ -32,14 +32,14 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     traces: str = ""  # URL of a collector; "": no traces
 
     def address(self, port: int) -> str:
-        """``host:port`` as others dial it, ``port`` being the one that was bound."""
+        """Return the ``host:port`` for others to connect to, given the bound ``port``."""
         if self.advertise is None:
             return join_address(socket.gethostname() if self.host in _WILDCARDS else self.host, port)
         host, colon, explicit = self.advertise.rpartition(":")
         if not colon or self.advertise.endswith("]"):
             return join_address(self.advertise, port)
         if not explicit.isdecimal():
-            raise ConfigError(f"--advertise {self.advertise!r} is neither a host nor host:port")
+            raise ConfigError(f"--advertise {self.advertise!r} is neither a host nor host:port; write one of them")
         return join_address(host, int(explicit))
 
 
@@ -49,21 +49,23 @@ def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     group.add_argument("--port", type=_port, default=0, help="port to listen on; 0 takes a free one (default)")
     group.add_argument("--node-id", metavar="NAME", help="unique name of this node (default: its address)")
-    group.add_argument("--advertise", metavar="HOST[:PORT]", help="address that others dial (default: the one bound)")
+    group.add_argument(
+        "--advertise", metavar="HOST[:PORT]", help="address for others to connect to (default: the bound one)"
+    )
     group.add_argument(
         "--metrics-port",
         type=_port,
         metavar="PORT",
-        help="serve /metrics for Prometheus there, over HTTP; 0 takes a free port (default: no)",
+        help="serve /metrics for Prometheus over HTTP on this port; 0 takes a free one (default: none)",
     )
     add_drain_flag(group, "it is handed over to other nodes")
-    told = parser.add_argument_group("what it tells")
-    add_log_flag(told)
-    told.add_argument("--log-requests", action="store_true", help="a line in the log for each request")
-    add_trace_flag(told)
-    internal = parser.add_argument_group("for whoever starts this process")
+    observability = parser.add_argument_group("logs and traces")
+    add_log_flag(observability)
+    observability.add_argument("--log-requests", action="store_true", help="log a line per request")
+    add_trace_flag(observability)
+    internal = parser.add_argument_group("for the parent process")
     internal.add_argument("--status-fd", type=int, metavar="FD", help="write JSON status lines to this descriptor")
-    internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="end when the other end of it is closed")
+    internal.add_argument("--lifeline-fd", type=int, metavar="FD", help="exit when its other end is closed")
 
 
 def frontend_options_from(args: argparse.Namespace) -> FrontendOptions:
@@ -72,5 +74,5 @@ def frontend_options_from(args: argparse.Namespace) -> FrontendOptions:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; choose 0 … 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; choose 0 … 65535")
     return int(text)

@@ -1,4 +1,4 @@
-"""What a node refuses before its engine hears of it. Errors say value and limit; the router's are the same."""
+"""Checks of a request before it is sent to the engine. Errors state value and limit, and match the router's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: No
 
 
 def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, config: NodeConfig) -> None:
-    """Raise RequestError unless each choice is one of the request's, has output, and may have more."""
+    """Raise RequestError unless each choice exists in the request, has output, and may continue."""
     for choice, output in resume.items():
         _check_range("resume: choice", choice, 0, sampling.n - 1)
         _check_range("resume: number of output tokens", len(output), 1, sampling.max_tokens - 1)
@@ -37,7 +37,7 @@ def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, 
 
 
 def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
-    """Raise RequestError unless ``skip_tokens`` is whole blocks and leaves at least one token of the prompt."""
+    """Raise RequestError unless ``skip_tokens`` is a multiple of the block size and less than the prompt."""
     if skip_tokens % block_size or skip_tokens >= num_tokens:
         raise RequestError(
             f"skip_tokens {skip_tokens} must be a multiple of block_size {block_size} below the prompt's {num_tokens} "
@@ -67,7 +67,7 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
 
 
 def _check_range(name: str, value: float, low: float, high: float, above: bool = False) -> None:
-    """``value`` must be finite and within low … high; ``above`` leaves out ``low`` itself."""
+    """Raise RequestError unless ``value`` is finite and within low … high; ``above`` excludes ``low``."""
     if math.isfinite(value) and low <= value <= high and not (above and value == low):
         return
     lower = "" if low == -math.inf else f" above {low}" if above else f" at least {low}"

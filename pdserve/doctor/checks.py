@@ -1,4 +1,4 @@
-"""What can be told of a machine without NIXL or a device: checks of ``pdserve doctor``."""
+"""Checks of ``pdserve doctor`` that need neither NIXL nor a device."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from pdserve.rpc.tls import PeerTls
 from pdserve.transports import Connected
 
 _MIB = 1 << 20
-_SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that NCCL and UCX do well with; tests of ranks need far less
-_FEW_PORTS = 16  # UCX takes one per rank, network address and peer that is tried out
+_SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less
+_FEW_PORTS = 16  # UCX takes one per rank, network address and peer
 _UNSYNCHRONISED = 0x40  # STA_UNSYNC of adjtimex(2)
-_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # before pdserve was: a clock that says so was never set
+_EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock was never set
 
 
 def check_device(options: NodeOptions, ranks: int) -> Finding:
-    """Raises CapacityError where a device is missing."""
+    """Raises CapacityError if a device is missing."""
     if options.simulated:
-        return ok("device", "none is needed: the node is simulated")
+        return ok("device", "not needed: the node is simulated")
     devices = detect_devices(options.device, ranks)
     if devices[0].kind == "cuda":
         return ok("device", f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
     if options.device == "auto":
-        return warn("device", "no GPU: the CPU is used", "check the driver (nvidia-smi), or say --device cpu")
-    return ok("device", "the CPU, as asked for")
+        return warn("device", "no GPU: the CPU is used", "check the driver (nvidia-smi), or give --device cpu")
+    return ok("device", "the CPU, as --device says")
 
 
 def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding:
-    """``config`` is what the flags resolve to. Raises CheckpointError or OSError."""
+    """``config`` is None for a checkpoint that is not local. Raises CheckpointError or OSError."""
     if config is None:
         return warn(
             "checkpoint",
-            f"{options.model} is none here",
-            "it will be downloaded at the start; nothing of it was checked",
+            f"{options.model} is not on this machine",
+            "it is downloaded at the start, and was not checked",
         )
     if not options.reads_weights:
         return ok("checkpoint", f"{config.model.architecture}; its weights are not read")
@@ -58,14 +58,14 @@ def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding
 
 
 def is_local(options: NodeOptions) -> bool:
-    """Whether the checkpoint can be looked at without downloading anything."""
+    """Whether the checkpoint can be checked without a download."""
     return Path(options.model).expanduser().exists() or options.model.startswith((".", "/", "~"))
 
 
 def check_port(host: str, port: int) -> Finding:
     """Raises OSError."""
     if port == 0:
-        return ok("port", "any free one")
+        return ok("port", "any free port")
     try:
         probe_port(host, port)
     except OSError as exc:
@@ -74,23 +74,23 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_ucx_ports(ranks: int) -> Finding:
-    """Those that a firewall is told of."""
+    """Check that UCX listens on ports that a firewall can name."""
     text = os.environ.get("UCX_TCP_PORT_RANGE", "")
     if text in ("", "0"):
         return warn(
             "ucx ports",
-            "UCX listens at any port, and whoever reaches it can read and write this node's memory",
-            "set UCX_TCP_PORT_RANGE=20000-20255 and have a firewall open it to peers alone",
+            "UCX listens on any port, and every host that reaches it can read and write this node's memory",
+            "set UCX_TCP_PORT_RANGE=20000-20255 and open it to peers alone in the firewall",
         )
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or not 0 < int(match[1]) <= int(match[2]) <= 65535:
-        return fail("ucx ports", f"UCX_TCP_PORT_RANGE={text} is no range", "write 20000-20255")
+        return fail("ucx ports", f"UCX_TCP_PORT_RANGE={text} is not a range of ports", "write it like 20000-20255")
     ports = range(int(match[1]), int(match[2]) + 1)
     needed = ranks * _FEW_PORTS
     free = sum(map(_is_free, ports))
     if free < needed:
         return fail(
-            "ucx ports", f"{free} of {text} are free; {ranks} ranks may take {needed}", "widen UCX_TCP_PORT_RANGE"
+            "ucx ports", f"{free} of {text} are free; {ranks} ranks may need {needed}", "widen UCX_TCP_PORT_RANGE"
         )
     return ok("ucx ports", f"{free} of {text} are free")
 
@@ -103,21 +103,21 @@ def _is_free(port: int) -> bool:
 
 
 def check_clock() -> Finding:
-    """Nodes never compare clocks, but certificates and logs go by them."""
+    """Nodes never compare clocks, but certificates and logs depend on them."""
     now = datetime.now(UTC)
     if now < _EARLIEST:
-        return fail("clock", f"it is {now:%Y-%m-%d} here", "set the clock: certificates will not be valid")
+        return fail("clock", f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.05)
     if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
-        return warn("clock", "it is being set while this runs", "look at chronyd or ntpd")
+        return warn("clock", "the clock changed during this check", "check chronyd or ntpd")
     if _clock_status() & _UNSYNCHRONISED:
         return warn("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
     return ok("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
 
 
 def _clock_status() -> int:
-    """``status`` of struct timex, of which only the part up to it is named here; 0 where it cannot be read."""
+    """Return ``status`` of struct timex, 0 if it cannot be read. Later fields are left unnamed."""
 
     class Timex(ctypes.Structure):
         _fields_ = [
@@ -135,21 +135,21 @@ def _clock_status() -> int:
 
 
 def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
-    """Raises OSError where there is none."""
+    """Raises OSError if there is none."""
     found = os.statvfs("/dev/shm")
     size, wanted = found.f_frsize * found.f_blocks, _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
     text = f"/dev/shm has {size / 2**30:.2f} GiB"
     if size < wanted:
         return warn(
             "shm",
-            f"{text}, {wanted / 2**30:.2f} are better",
+            f"{text}, {wanted / 2**30:.2f} are recommended",
             "mount a larger one: an emptyDir with medium: Memory, or --shm-size",
         )
     return ok("shm", text)
 
 
 def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Finding:
-    """Network cards read memory that is locked."""
+    """Check the limit of locked memory, which RDMA needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ok("memlock", "unlimited")
@@ -168,20 +168,20 @@ def check_tls(directory: str | None) -> Finding:
         return warn(
             "tls",
             "gRPC is neither encrypted nor authenticated",
-            "give --grpc-tls DIR, or keep it on a network of the nodes",
+            "give --grpc-tls DIR, or use a network that only nodes can reach",
         )
     PeerTls(directory)
-    return ok("tls", f"ca.pem, cert.pem and key.pem in {directory} fit each other")
+    return ok("tls", f"ca.pem, cert.pem and key.pem in {directory} match")
 
 
 def check_requirement(required: str, kind: str, lanes: str) -> Finding:
-    """``kind`` is the way that UCX takes on this machine when it is left none but TCP and what is required."""
+    """``kind`` is the transport that UCX chooses on this machine among TCP and the required one."""
     if not lanes:
-        return warn("transport", "UCX does not tell its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
+        return warn("transport", "UCX does not report its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
     text = f"{kind} ({lanes})"
     if required and not Connected("", kind).meets(required):
-        remedy = "look at UCX_TLS and UCX_NET_DEVICES, and whether this container has the device"
+        remedy = "check UCX_TLS, UCX_NET_DEVICES, and that this container has the device"
         return fail("transport", f"{required} is required, UCX falls back to {text}", remedy)
     if kind == "tcp":
-        return warn("transport", text, "say --require-transport rdma or nvlink where there is such a way")
+        return warn("transport", text, "give --require-transport rdma or nvlink if this machine has it")
     return ok("transport", text)

@@ -1,4 +1,4 @@
-"""``pdserve explain``: what a node would run with these flags, found without loading weights."""
+"""``pdserve explain``: the configuration that a node would run with these flags, without loading weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pdserve.config.resolve import resolve
 
 
 def explain(options: NodeOptions, as_json: bool) -> None:
-    """Print it. Raises ConfigError or CapacityError where a node would refuse to start."""
+    """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
     config = resolve(options, node_devices(options, options.num_ranks)[0])
     print(json.dumps(describe(config), indent=2) if as_json else as_text(config))
 
 
 def describe(config: NodeConfig) -> dict[str, Any]:
-    """The explanation as plain values. Sizes are in tokens, elements or bytes as the names say.
+    """Return the explanation as plain values. Sizes are in tokens, elements or bytes as the names say.
 
-    The KV layout, and what follows from it, is that of rank 0; ``ranks`` has those of all.
+    The KV layout and the sizes derived from it are rank 0's; ``ranks`` has those of all ranks.
     """
     layout = config.kv_layout
     return {
@@ -51,7 +51,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
 
 
 def as_text(config: NodeConfig) -> str:
-    """The explanation for people."""
+    """Return the explanation as text."""
     layout = config.kv_layout
     tokens = layout.num_blocks * layout.block_size
     estimated = ", estimated" if config.measure_kv_memory else ""
@@ -67,14 +67,14 @@ def as_text(config: NodeConfig) -> str:
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
-        *(_rows_of_ranks(config) if config.split.num_ranks > 1 else ()),
+        *(_rank_rows(config) if config.split.num_ranks > 1 else ()),
     ]
     lines = [f"{name:<10} {text}" for name, text in rows]
     return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])
 
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:
-    """The node as seen by each rank; all on the device that was found for rank 0."""
+    """Return the configuration of each rank, all on the device of rank 0."""
     return [config.for_rank(rank, config.device) for rank in range(config.split.num_ranks)]
 
 
@@ -92,8 +92,7 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
     }
 
 
-def _rows_of_ranks(config: NodeConfig) -> list[tuple[str, str]]:
-    """The KV cache above is rank 0's."""
+def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:
     split = config.split
     rows = [("ranks", f"{split.num_ranks}: {split.pp} pipeline stages × {split.tp} tensor shards; above is rank 0")]
     for rank in map(_describe_rank, _ranks(config)):

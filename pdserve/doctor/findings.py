@@ -1,4 +1,4 @@
-"""What ``pdserve doctor`` finds: a line for each thing that it looked at."""
+"""Findings of ``pdserve doctor``: one line per check."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pdserve.process import one_line
 
 class Level(StrEnum):
     OK = "ok"
-    WARN = "warn"  # a node would start, and be slower or less safe than it might
-    FAIL = "fail"  # a node would not start, or not do what its flags ask for
+    WARN = "warn"  # a node would start, but slower or less safe than possible
+    FAIL = "fail"  # a node would not start, or not do what its flags say
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """``remedy`` says what to do about it; empty where nothing is to be done."""
+    """Result of one check. ``remedy`` is empty if there is nothing to do."""
 
     check: str
     level: Level
@@ -42,9 +42,9 @@ def fail(check: str, text: str, remedy: str = "") -> Finding:
     return Finding(check, Level.FAIL, text, remedy)
 
 
-def found(check: str, look: Callable[[], Finding]) -> Finding:
-    """What ``look`` finds. Errors that a node would have at its start are findings, too: they name their remedy."""
+def run_check(name: str, check: Callable[[], Finding]) -> Finding:
+    """Return what ``check`` finds. An error, as a node would raise it at its start, is a finding too."""
     try:
-        return look()
+        return check()
     except (PdserveError, OSError) as exc:
-        return fail(check, one_line(exc))
+        return fail(name, one_line(exc))

@@ -1,6 +1,6 @@
-"""``pdserve probe``: what a node says of its health, as an exit status. Kubernetes' own probes know no TLS.
+"""``pdserve probe``: a node's health as an exit status. Kubernetes' own gRPC probes do not support TLS.
 
-The services are those of engine/frontend/health.py: live, loaded, and none for readiness.
+Services (engine/frontend/health.py): live, loaded, and the empty name for readiness.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.rpc.tls import PeerTls
 
 
 def probe(args: argparse.Namespace) -> int:
-    """0 when the service serves, 1 when it says that it does not. Raises NodeError when nobody answers in time."""
+    """Return 0 if the service serves, 1 if it does not. Raises NodeError without an answer in time."""
     tls = None if args.grpc_tls is None else PeerTls(args.grpc_tls)
     serves = asyncio.run(_serves(args.address, args.service, tls, args.timeout))
     print(f"{args.service or 'node'} at {args.address}: {'serving' if serves else 'not serving'}")
