@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, start_thread
-from router.text.structured.output_formats import json_schema_grammar, regex_grammar
+from router.text.structured.structured_outputs import json_schema_grammar, regex_grammar
 
 END = "<|end|>"
 PERSON: dict[str, Any] = {

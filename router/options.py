@@ -23,7 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.logs import add_log_flag
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 from router.fleet.policy import POLICIES, PREFIX_AWARE
-from router.text.chat.dialect import REASONING_FORMATS, TOOL_FORMATS, reasoning_parser_name, tool_parser_name
+from router.text.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_name, tool_parser_name
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
-    tool_call_parser: str = "auto"  # of the names in router/text/chat/dialect.py, as the next
+    tool_call_parser: str = "auto"  # of the names in router/text/chat/parsers.py, as the next
     reasoning_parser: str = "auto"
     status_fd: int | None = None
     lifeline_fd: int | None = None
@@ -117,7 +117,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
         "(default %(default)s)",
     )
     add_drain_flag(parser, "it ends with an error; counted from the end of that grace")
-    tools, reasoning = ("auto", "none", *TOOL_FORMATS), ("auto", "none", *REASONING_FORMATS)
+    tools, reasoning = ("auto", "none", *TOOL_PARSERS), ("auto", "none", *REASONING_PARSERS)
     add("--tool-call-parser", type=tool_parser_name, default="auto", metavar="NAME", help=f"one of {', '.join(tools)}")
     add(
         "--reasoning-parser",

@@ -14,31 +14,31 @@ from router.completions_api.response_writers import FullResponse, ResponseOption
 from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.usage import Usage
-from router.text.chat.output_reading import OutputReading
-from router.text.chat.pieces import OutputPiece, PieceKind, message_of
+from router.text.chat.output_parser import DeltaKind, OutputDelta, join_deltas
+from router.text.chat.output_parsing import OutputParsing
 
 
 class ChoiceParser:
     """Parse the output of one choice. Sets ``finish_reason`` "tool_calls" and counts reasoning tokens."""
 
-    def __init__(self, reading: OutputReading) -> None:
-        self._parser = reading.new_parser()
-        self._include_reasoning = reading.include_reasoning
+    def __init__(self, parsing: OutputParsing) -> None:
+        self._parser = parsing.new_parser()
+        self._include_reasoning = parsing.include_reasoning
         self._has_call = False
 
-    def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> list[OutputPiece]:
+    def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> list[OutputDelta]:
         was_reasoning = self._parser.reasoning
-        pieces = self._parser.push(text)
+        deltas = self._parser.push(text)
         if output.has_token and (was_reasoning or self._parser.reasoning):
             usage.reasoning_tokens += 1
         if choice.finish_reason:
-            pieces += self._parser.flush()
-        self._has_call = self._has_call or any(piece.kind is PieceKind.CALL for piece in pieces)
+            deltas += self._parser.flush()
+        self._has_call = self._has_call or any(delta.kind is DeltaKind.CALL for delta in deltas)
         if self._has_call and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
         if not self._include_reasoning:
-            pieces = [piece for piece in pieces if piece.kind is not PieceKind.REASONING]
-        return pieces
+            deltas = [delta for delta in deltas if delta.kind is not DeltaKind.REASONING]
+        return deltas
 
 
 class ParsedChatEncoder(ChatEncoder):
@@ -50,73 +50,73 @@ class ParsedChatEncoder(ChatEncoder):
 
 class StreamedParsedChat(StreamedResponse):
     def __init__(
-        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], reading: OutputReading
+        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], parsing: OutputParsing
     ) -> None:
         super().__init__(encoder, options, jobs)
-        self._parsers = [ChoiceParser(reading) for _ in range(self.num_choices)]
-        self._deltas = [DeltaEncoder(reading) for _ in range(self.num_choices)]
+        self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
+        self._deltas = [DeltaEncoder(parsing) for _ in range(self.num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        pieces = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
-        super().on_delta(choice, self._deltas[choice.index].encode(pieces), output)
+        deltas = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        super().on_delta(choice, self._deltas[choice.index].encode(deltas), output)
 
 
 class FullParsedChat(FullResponse):
     def __init__(
-        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], reading: OutputReading
+        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], parsing: OutputParsing
     ) -> None:
         super().__init__(encoder, options, jobs)
-        self._reading = reading
-        self._parsers = [ChoiceParser(reading) for _ in range(self.num_choices)]
-        self._pieces: list[list[OutputPiece]] = [[] for _ in range(self.num_choices)]
+        self._parsing = parsing
+        self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
+        self._parsed: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        pieces = self._pieces[choice.index]
-        pieces += self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        deltas = self._parsed[choice.index]
+        deltas += self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
         super().on_delta(choice, "", output)
         if choice.finish_reason:
-            self._choices[choice.index].message = _chat_message(pieces, self._reading)
+            self._choices[choice.index].message = _chat_message(deltas, self._parsing)
 
 
-def _chat_message(pieces: Sequence[OutputPiece], reading: OutputReading) -> ChatMessage:
-    parsed = message_of(pieces)
+def _chat_message(deltas: Sequence[OutputDelta], parsing: OutputParsing) -> ChatMessage:
+    parsed = join_deltas(deltas)
     message = ChatMessage("assistant", parsed.content, None)
     if parsed.reasoning:
         message.reasoning = message.reasoning_content = parsed.reasoning
     if parsed.calls:
         message.content = parsed.content or None
         message.tool_calls = [
-            ToolCall(reading.new_call_id(), "function", FunctionCall(call.name, call.arguments))
+            ToolCall(parsing.new_call_id(), "function", FunctionCall(call.name, call.arguments))
             for call in parsed.calls
         ]
     return message
 
 
 class DeltaEncoder:
-    """Encode the pieces of a choice as deltas. Tool calls are numbered in order."""
+    """Encode parsed deltas as OpenAI's. Tool calls are numbered in order."""
 
-    def __init__(self, reading: OutputReading) -> None:
-        self._new_call_id = reading.new_call_id
+    def __init__(self, parsing: OutputParsing) -> None:
+        self._new_call_id = parsing.new_call_id
         self._num_calls = 0
 
-    def encode(self, pieces: Sequence[OutputPiece]) -> str:
-        """JSON, or "" without pieces."""
+    def encode(self, deltas: Sequence[OutputDelta]) -> str:
+        """JSON, or "" without deltas."""
         delta: dict[str, Any] = {}
-        for piece in pieces:
-            if piece.kind is PieceKind.CONTENT:
-                delta["content"] = delta.get("content", "") + piece.text
-            elif piece.kind is PieceKind.REASONING:
-                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + piece.text
+        for part in deltas:
+            if part.kind is DeltaKind.CONTENT:
+                delta["content"] = delta.get("content", "") + part.text
+            elif part.kind is DeltaKind.REASONING:
+                delta["reasoning"] = delta["reasoning_content"] = delta.get("reasoning", "") + part.text
             else:
-                self._add_call(delta.setdefault("tool_calls", []), piece)
+                self._add_call(delta.setdefault("tool_calls", []), part)
         return msgspec.json.encode(delta).decode() if delta else ""
 
-    def _add_call(self, calls: list[dict[str, Any]], piece: OutputPiece) -> None:
-        if piece.kind is PieceKind.CALL:
+    def _add_call(self, calls: list[dict[str, Any]], part: OutputDelta) -> None:
+        if part.kind is DeltaKind.CALL:
             call = {"index": self._num_calls, "id": self._new_call_id(), "type": "function"}
-            calls.append({**call, "function": {"name": piece.text, "arguments": ""}})
+            calls.append({**call, "function": {"name": part.text, "arguments": ""}})
             self._num_calls += 1
             return
         if not calls:
             calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-        calls[-1]["function"]["arguments"] += piece.text
+        calls[-1]["function"]["arguments"] += part.text

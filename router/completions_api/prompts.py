@@ -13,7 +13,7 @@ from router.text.tokenizer import Tokenizer
 async def encode_prompts(body: GenerateBody, encoder: PromptEncoder, limits: ModelLimits) -> list[Prompt]:
     """Render and tokenize, then truncate. Raises RequestError for messages that cannot be rendered."""
     if isinstance(body, ChatBody):
-        prompts = [await encoder.encode_chat(body.render_order, body.add_special_tokens)]
+        prompts = [await encoder.encode_chat(body.render_request, body.add_special_tokens)]
     else:
         assert isinstance(body, CompletionBody)
         prompts = await encoder.encode_completion(body.pack_prompts(), body.add_special_tokens)

@@ -11,10 +11,10 @@ from pdserve.errors import RequestError
 from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
 from router.text.chat.messages import check_messages
-from router.text.chat.renderers import Order
+from router.text.chat.template_renderer import RenderRequest
 from router.text.chat.tools import ToolUse, tool_use
 from router.text.prompt import pack_prompt
-from router.text.structured.output_formats import StructuredOutputs, Wanted, wanted_of
+from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
 
 MAX_CHOICES = 128  # per prompt
 MAX_STOP_STRINGS = 16
@@ -67,11 +67,11 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def structure(self) -> Wanted:
+    def structure(self) -> OutputGrammar:
         """The grammar of the output. Raises RequestError."""
         guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
         given = {name: value for name, value in guided.items() if value is not None}
-        return wanted_of(self.response_format, self.structured_outputs, given)
+        return requested_grammar(self.response_format, self.structured_outputs, given)
 
     @property
     def output_limit(self) -> int | None:
@@ -166,9 +166,9 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
         return variables | self.chat_template_kwargs
 
     @property
-    def render_order(self) -> Order:
+    def render_request(self) -> RenderRequest:
         """The arguments of the chat template. Raises RequestError for malformed messages."""
-        return Order(
+        return RenderRequest(
             check_messages(self.messages),
             self.opens_message,
             self.template_variables,
@@ -213,7 +213,7 @@ def check_chat(body: ChatBody) -> None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.tool_use.forced and body.structure.grammar:
+    if body.tool_use.must_call and body.structure.text:
         field = body.structure.field
         raise RequestError(f"{field} excludes a tool_choice that forces calls; leave one out", field)
     if body.continue_final_message and body.opens_message:

@@ -25,7 +25,7 @@ from router.generation.generation import GenerationOptions, RequestGeneration
 from router.http.authentication import client_of
 from router.http.error_responses import http_error, send_error
 from router.http.request_accounting import RequestAccounting
-from router.http.response_factory import make_response, output_grammar, output_reading, visible_special_tokens
+from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,8 @@ class GenerateEndpoint:
         grammar = output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
         prompts = await add_echo(prompts, body, model.tokenizer)
-        jobs = [make_job(prompt, body, limits, grammar.grammar) for prompt in prompts]
-        reading = output_reading(model, body, prompts[0])
+        jobs = [make_job(prompt, body, limits, grammar.text) for prompt in prompts]
+        parsing = select_output_parsing(model, body, prompts[0])
         options = GenerationOptions(
             request_id=accounting.request_id,
             arrived=accounting.arrived,
@@ -102,7 +102,7 @@ class GenerateEndpoint:
             cache_salt=body.cache_salt,
             priority=admission.clamp_priority(body.priority),
             continues_prompt=body.continues_prompt,
-            visible_special_tokens=visible_special_tokens(body, reading),
+            visible_special_tokens=visible_special_tokens(body, parsing),
             span=accounting.span,
         )
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
@@ -110,7 +110,7 @@ class GenerateEndpoint:
         headers = await admission.wait_for_slot(options.priority, num_tokens, options.remaining, disconnected)
         accounting.admitted()
         headers.append((b"x-request-id", options.request_id.encode()))
-        response = make_response(model, body, jobs, options.request_id, reading)
+        response = make_response(model, body, jobs, options.request_id, parsing)
         generation = RequestGeneration(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation
         await generation.prepare(model.fleet)

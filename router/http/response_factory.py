@@ -12,69 +12,70 @@ from router.generation.job import Job
 from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
 from router.responses_api.request import ResponsesBody
 from router.served_model import ServedModel
-from router.text.chat.dialect import Opening
-from router.text.chat.forced_calls import Marker, after_reasoning, forced_calls_grammar
 from router.text.chat.messages import join_parts
-from router.text.chat.output_reading import OutputReading, find_reading, plain_reading
+from router.text.chat.output_parsing import OutputParsing, plain_text_parsing, select_parsing
+from router.text.chat.parsers import ReasoningState
+from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
-from router.text.structured.output_formats import Wanted
+from router.text.structured.structured_outputs import OutputGrammar
 
 
-def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> Wanted:
+def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
     """The grammar of the output: of the request's fields, or of forced tool calls. Reasoning may come first."""
-    wanted = body.structure
+    grammar = body.structure
     if not isinstance(body, ChatBody):
-        return wanted
-    if body.tool_use.forced:
-        wanted = Wanted(forced_calls_grammar(body.tool_use), "tools")
-    opening = _opening(model, body, prompt)
-    form = opening.reasoning
-    if not wanted.grammar or form is None:
-        return wanted
-    start, end = (Marker(text, model.tokenizer.added_token_id(text)) for text in (form.start, form.end))
-    return Wanted(after_reasoning(wanted.grammar, start, end, opening.opened), wanted.field)
+        return grammar
+    if body.tool_use.must_call:
+        grammar = OutputGrammar(tool_call_grammar(body.tool_use), "tools")
+    state = _reasoning_state(model, body, prompt)
+    if not grammar.text or state.markers is None:
+        return grammar
+    start, end = (
+        Marker(text, model.tokenizer.added_token_id(text)) for text in (state.markers.start, state.markers.end)
+    )
+    return OutputGrammar(after_reasoning(grammar.text, start, end, state.opened), grammar.field)
 
 
-def output_reading(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputReading | None:
+def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputParsing | None:
     """How to parse reasoning and tool calls; None where the output is sent as plain text."""
     if not isinstance(body, ChatBody):
         return None
-    use = ToolUse() if body.structure.grammar else body.tool_use  # output under another grammar holds no calls
-    found = find_reading(use, model.dialect, _opening(model, body, prompt), body.include_reasoning)
+    use = ToolUse() if body.structure.text else body.tool_use  # output under another grammar holds no calls
+    found = select_parsing(use, model.parsers, _reasoning_state(model, body, prompt), body.include_reasoning)
     if found is None and isinstance(body, ResponsesBody):
-        return plain_reading(model.dialect)
+        return plain_text_parsing(model.parsers)
     return found
 
 
-def _opening(model: ServedModel, body: ChatBody, prompt: Prompt) -> Opening:
+def _reasoning_state(model: ServedModel, body: ChatBody, prompt: Prompt) -> ReasoningState:
     continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
-    return model.dialect.opening_after(prompt.text or "", continued)
+    return model.parsers.state_after(prompt.text or "", continued)
 
 
-def visible_special_tokens(body: GenerateBody, reading: OutputReading | None) -> tuple[str, ...] | None:
+def visible_special_tokens(body: GenerateBody, parsing: OutputParsing | None) -> tuple[str, ...] | None:
     """Special tokens that become text; None: all."""
     if not body.skip_special_tokens:
         return None
-    return () if reading is None else reading.markers
+    return () if parsing is None else parsing.markers
 
 
 def make_response(
-    model: ServedModel, body: GenerateBody, jobs: Sequence[Job], request_id: str, reading: OutputReading | None
+    model: ServedModel, body: GenerateBody, jobs: Sequence[Job], request_id: str, parsing: OutputParsing | None
 ) -> Response:
     name = body.model or model.name
     if isinstance(body, ResponsesBody):
-        assert reading is not None
+        assert parsing is not None
         head = new_response(body, name, request_id)
-        return (StreamedOutputItems if body.stream else FullOutputItems)(head, body, jobs, reading, model.tokenizer)
+        return (StreamedOutputItems if body.stream else FullOutputItems)(head, body, jobs, parsing, model.tokenizer)
     options = _options(body)
 
     def encoder(kind: type[ResponseEncoder]) -> ResponseEncoder:
         return kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), options.include_usage)
 
-    if reading is not None:
+    if parsing is not None:
         chat = StreamedParsedChat if body.stream else FullParsedChat
-        return chat(encoder(ParsedChatEncoder), options, jobs, reading)
+        return chat(encoder(ParsedChatEncoder), options, jobs, parsing)
     plain = StreamedResponse if body.stream else FullResponse
     return plain(encoder(ChatEncoder if isinstance(body, ChatBody) else CompletionEncoder), options, jobs)
 

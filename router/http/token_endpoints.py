@@ -78,5 +78,5 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        prompt = await encoder.encode_chat(chat.render_order, body.add_special_tokens is True)
+        prompt = await encoder.encode_chat(chat.render_request, body.add_special_tokens is True)
     return prompt.unpacked().tolist()

@@ -25,11 +25,11 @@ from router.responses_api.output_objects import (
     ReasoningItem,
     ReasoningText,
 )
-from router.text.chat.pieces import OutputPiece, PieceKind
+from router.text.chat.output_parser import DeltaKind, OutputDelta
 
 
 class OutputItemWriter:
-    """Build ``items`` from parsed pieces. ``write_event`` takes the bytes of each event."""
+    """Build ``items`` from parsed deltas. ``write_event`` takes the bytes of each event."""
 
     def __init__(self, write_event: Callable[[bytes], None], new_call_id: Callable[[], str]) -> None:
         self.items: list[OutputItem] = []
@@ -45,21 +45,21 @@ class OutputItemWriter:
         self._sequence_number += 1
         self._write_event(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
-    def write(self, pieces: Sequence[OutputPiece], logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
+    def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
         self._logprobs += logprobs
-        for piece in pieces:
-            match piece.kind:
-                case PieceKind.CALL:
+        for delta in deltas:
+            match delta.kind:
+                case DeltaKind.CALL:
                     self._logprobs = []
-                    call = FunctionCallItem(_new_id("fc"), self._new_call_id(), piece.text, "", "in_progress")
+                    call = FunctionCallItem(_new_id("fc"), self._new_call_id(), delta.text, "", "in_progress")
                     self._add_item(call)
-                case PieceKind.ARGUMENTS:
-                    self._texts.append(piece.text)
-                    self.event("response.function_call_arguments.delta", **self._position(), delta=piece.text)
-                case PieceKind.CONTENT:
-                    self._add_text(piece.text)
-                case PieceKind.REASONING:
-                    self._add_reasoning(piece.text)
+                case DeltaKind.ARGUMENTS:
+                    self._texts.append(delta.text)
+                    self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
+                case DeltaKind.CONTENT:
+                    self._add_text(delta.text)
+                case DeltaKind.REASONING:
+                    self._add_reasoning(delta.text)
 
     def end(self, complete: bool) -> None:
         """Close the last item; ``complete`` is False for output cut by its limit. Empty output is an empty message."""

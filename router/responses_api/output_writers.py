@@ -27,7 +27,7 @@ from router.responses_api.output_objects import (
     ResponseUsage,
 )
 from router.responses_api.request import ResponsesBody
-from router.text.chat.output_reading import OutputReading
+from router.text.chat.output_parsing import OutputParsing
 from router.text.tokenizer import Tokenizer
 
 _CUT = "length"  # the finish reason of an incomplete response
@@ -80,17 +80,17 @@ class _OutputParser:
     """Parse the one choice of a response into output items."""
 
     def __init__(
-        self, body: ResponsesBody, reading: OutputReading, tokenizer: Tokenizer, writer: OutputItemWriter
+        self, body: ResponsesBody, parsing: OutputParsing, tokenizer: Tokenizer, writer: OutputItemWriter
     ) -> None:
         self.finish_reason = ""
         self._writer = writer
         self._num_logprobs = body.num_logprobs
-        self._parser = ChoiceParser(reading)
+        self._parser = ChoiceParser(parsing)
         self._tokenizer = tokenizer
 
     def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> None:
-        pieces = self._parser.feed(choice, text, output, usage)
-        self._writer.write(pieces, self._logprobs(choice, output))
+        deltas = self._parser.feed(choice, text, output, usage)
+        self._writer.write(deltas, self._logprobs(choice, output))
         self.finish_reason = choice.finish_reason
         if choice.finish_reason:
             self._writer.end(choice.finish_reason != _CUT)
@@ -108,13 +108,13 @@ class FullOutputItems(BodyResponse):
         response: ResponseObject,
         body: ResponsesBody,
         jobs: Sequence[Job],
-        reading: OutputReading,
+        parsing: OutputParsing,
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(jobs)
         self._response = response
-        self._writer = OutputItemWriter(lambda event: None, reading.new_call_id)
-        self._parser = _OutputParser(body, reading, tokenizer, self._writer)
+        self._writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
+        self._parser = _OutputParser(body, parsing, tokenizer, self._writer)
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         self._parser.feed(choice, text, output, self.generation.usage)
@@ -130,13 +130,13 @@ class StreamedOutputItems(EventStreamResponse):
         response: ResponseObject,
         body: ResponsesBody,
         jobs: Sequence[Job],
-        reading: OutputReading,
+        parsing: OutputParsing,
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(jobs)
         self._response = response
-        self._writer = OutputItemWriter(self._write, reading.new_call_id)
-        self._parser = _OutputParser(body, reading, tokenizer, self._writer)
+        self._writer = OutputItemWriter(self._write, parsing.new_call_id)
+        self._parser = _OutputParser(body, parsing, tokenizer, self._writer)
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:

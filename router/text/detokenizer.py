@@ -1,9 +1,9 @@
-"""Incremental detokenizing: token ids in, text out, never half a character.
+"""Incremental detokenizer: token ids in, text out, never part of a character.
 
-The pieces of ``push`` … ``flush`` joined are the text. For byte tables that is UTF-8 decoding of the tokens' bytes
-with U+FFFD for each maximal invalid part (the Unicode standard's "substitution of maximal subparts"), which is what
-``tokenizers`` does for byte-level BPE. With byte fallback ``tokenizers`` turns a whole run of byte tokens into U+FFFD
-when any byte of it is invalid; a stream cannot take back what it sent, so only the invalid part is replaced here.
+The joined results of ``push`` … ``flush`` are the text. With a byte table, that is the tokens' bytes decoded as UTF-8,
+with U+FFFD for each maximal invalid part (the Unicode standard's "substitution of maximal subparts"), as
+``tokenizers`` does for byte-level BPE. With byte fallback, ``tokenizers`` turns a whole run of byte tokens into U+FFFD
+when any byte of it is invalid. A stream cannot take back text, so here only the invalid part is replaced.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """Text of one choice, growing token by token. Hidden tokens have no text."""
+    """Decodes one choice. Hidden tokens have no text."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes; may be empty."""
+        """Return the characters that this token completes; may be empty."""
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
+        """Return U+FFFD for an incomplete character at the end, else nothing."""
 
 
 class StreamDetokenizer:
-    """Over a table of bytes: one look-up per token, and at most three bytes held back."""
+    """For byte tables: one look-up per token, and at most three bytes held back."""
 
     def __init__(self, table: ByteTable, hidden_ids: frozenset[int]) -> None:
         self._of = table.of
@@ -57,10 +57,10 @@ class StreamDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decode a short window of tokens twice, and send what the newest ones add.
+    """For other decoders: decode a short window of tokens with and without the new ones, and return the difference.
 
-    The window begins with the tokens sent last, so that decoders which treat the first token specially (WordPiece,
-    Metaspace) see a context. Text is held back while it ends in U+FFFD, but for no longer than a character can take.
+    The window begins with the latest decoded tokens, because some decoders treat the first token specially (WordPiece,
+    Metaspace). Text is held back while it ends in U+FFFD, for no more tokens than a character can take.
     """
 
     _MAX_HELD = 8  # tokens; a character takes at most four bytes

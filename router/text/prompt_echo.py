@@ -1,4 +1,4 @@
-"""Prompts as they are echoed: their text, and where each of their tokens begins in it."""
+"""Adds what ``echo`` needs to prompts: their text, and where each token begins in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _with_echo(prompt: Prompt, scored: bool, special: bool, tokenizer: Tokenizer
 
 
 def _offsets(token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Where tokens begin in the text that they are decoded to."""
+    """Return where each token begins in the decoded text."""
     decoder, offsets, length = tokenizer.detokenizer(), [], 0
     for token_id in token_ids:
         offsets.append(length)

@@ -1,4 +1,4 @@
-"""From a body to token ids. Long texts are tokenized on a thread, so that they do not hold up other streams."""
+"""Tokenizes prompts and renders chats. Long texts are tokenized on a thread, so that other streams go on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.rpc.protobuf import pack_tokens
-from router.text.chat.renderers import Order, Renderers
 from router.text.chat.template import RESERVED
+from router.text.chat.template_renderer import RenderRequest, TemplateRenderers
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
-    """Applies the chat template and the tokenizer. ``max_tokens`` says what the model takes at present."""
+    """``max_tokens`` returns the model's current limit of prompt tokens."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int]) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._renderers = None if tokenizer.chat_template is None else Renderers(tokenizer.chat_template)
+        self._renderers = None if tokenizer.chat_template is None else TemplateRenderers(tokenizer.chat_template)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
     async def close(self) -> None:
@@ -43,11 +43,11 @@ class PromptEncoder:
         return await self._run(num_chars, lambda: [self._encode_one(prompt, add_special_tokens) for prompt in prompts])
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
-        """Whatever the model could take."""
+        """Tokenize a text of any length."""
         return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
 
     def _check_length(self, text: str, field: str) -> None:
-        """Raises RequestTooLong for what cannot fit, however well it is tokenized: tokenizing it takes long, too."""
+        """Raises RequestTooLong, before the cost of tokenizing, for text that cannot fit with the longest tokens."""
         limit = self._max_tokens() * self._tokenizer.longest_token
         if len(text) > limit:
             what = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
@@ -58,14 +58,14 @@ class PromptEncoder:
             return Prompt(pack_tokens(self._tokenizer.encode(prompt, add_special_tokens)), prompt)
         return Prompt(prompt)
 
-    async def encode_chat(self, order: Order, add_special_tokens: bool) -> Prompt:
+    async def encode_chat(self, request: RenderRequest, add_special_tokens: bool) -> Prompt:
         """Render and tokenize a chat. Raises RequestError."""
         if self._renderers is None:
             raise RequestError("the model has no chat template; use /v1/completions", "messages")
-        reserved = RESERVED.intersection(order.variables)
+        reserved = RESERVED.intersection(request.variables)
         if reserved:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
-        text = await self._renderers.render(order)
+        text = await self._renderers.render(request)
         self._check_length(text, "messages")
         return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
 

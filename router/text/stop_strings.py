@@ -1,4 +1,4 @@
-"""Stop strings in a stream: hold back what may yet become one, cut exactly before the first that is complete."""
+"""Stop strings in a stream: holds back a possible beginning of one, and cuts before the first complete one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Feeds on text in pieces of any size; what it lets through does not depend on how the text was cut up.
+    """The joined results do not depend on how the text was split.
 
-    Of several stop strings the one that is complete first wins, of those that end together the longest.
+    The stop string that is complete first wins; of those that end together, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """The text that is safe to send, and whether a stop string has been found; after that push no more."""
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that is safe to send, and whether a stop string ended it; then no push may follow."""
         if not self._stops:
-            return piece, False
-        text = self._held + piece
+            return text, False
+        text = self._held + text
         cut = self._find(text)
         if cut is not None:
             self._held = ""
@@ -29,7 +29,7 @@ class StopMatcher:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -38,7 +38,7 @@ class StopMatcher:
         return min(found)[1] if found else None
 
     def _possible_prefix(self, text: str) -> int:
-        """Length of the longest end of ``text`` that a stop string begins with."""
+        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,8 +1,7 @@
 """The bytes behind each token id, for tokenizers whose decoder is a plain concatenation of bytes.
 
-That holds for byte-level BPE (Llama 3, Qwen, Mistral's tekken) and for SentencePiece with byte fallback (Llama 2,
-Mistral 7B). A table of bytes makes decoding exact and cheap: one look-up per token, and half a character is simply
-an incomplete UTF-8 sequence.
+That is byte-level BPE (Llama 3, Qwen, Mistral's tekken) and SentencePiece with byte fallback (Llama 2, Mistral 7B).
+With the table, decoding is exact and takes one look-up per token; part of a character is an incomplete UTF-8 sequence.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class ByteTable:
-    """``of(id)`` is what an id stands for; ``strip_start`` the spaces to remove where a text begins."""
+    """``strip_start`` is the number of spaces to remove at the beginning of a text."""
 
     def __init__(self, entries: list[bytes], strip_start: int) -> None:
         self._entries = entries
         self.strip_start = strip_start
 
     def of(self, token_id: int) -> bytes:
-        """Empty for ids that only the padded vocabulary of the model has."""
+        """Return a token's bytes; empty for ids that exist only as padding of the model's vocabulary."""
         return self._entries[token_id] if token_id < len(self._entries) else b""
 
 
 def byte_table(backend: tokenizers.Tokenizer) -> ByteTable | None:
-    """The table, or None when the tokenizer's decoder is of another kind."""
+    """Return the table, or None for other kinds of decoders."""
     rule = _rule_of(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
     if rule is None:
         return None
@@ -74,7 +73,7 @@ def _byte_fallback(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes],
 
 
 def _byte_level(token: str) -> bytes:
-    """Undo GPT-2's byte-to-character map; a token with other characters (an added one) stands for itself."""
+    """Undo GPT-2's byte-to-character map; a token with other characters is an added one, encoded as UTF-8."""
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:

@@ -20,10 +20,10 @@ _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
-    """Encodes prompts, decodes outputs. Safe to share between threads.
+    """Encodes prompts, decodes outputs. Thread-safe.
 
-    Whether a text begins with a BOS token is for tokenizer.json's post-processor to say; as in transformers 5,
-    ``add_bos_token`` of the config counts for checkpoints without tokenizer.json only.
+    tokenizer.json's post-processor decides whether a text begins with BOS. As in transformers 5, ``add_bos_token`` of
+    the config counts only without tokenizer.json.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str | None) -> None:
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """In characters, of which a text has no more than so many per token."""
+        """Characters of the longest token: an upper bound of characters per token."""
         return max(map(len, self._backend.get_vocab()))
 
     @property
@@ -59,19 +59,19 @@ class Tokenizer:
         return int(self._backend.get_vocab_size())
 
     def to_json(self) -> str:
-        """As tokenizer.json, with the tokens that only the configuration names."""
+        """Return tokenizer.json, with the tokens that only the configuration names."""
         return str(self._backend.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. ``encode_batch_fast`` leaves out offsets and, unlike ``encode``, releases the GIL."""
+        """Tokenize. ``encode_batch_fast`` computes no offsets and, unlike ``encode``, releases the GIL."""
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where in the text, in characters, each token of ``encode`` begins; one that was added takes no place.
+        """Return where in the text, in characters, each token of ``encode`` begins; added tokens have no width.
 
-        Some tokenizers count the space in front of a word to no token; here it belongs to the word.
+        Some tokenizers assign the space before a word to no token; here it belongs to the word.
         """
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         offsets, end = [], 0
@@ -84,29 +84,29 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling, such as "Ġthe"; empty for an id without entry."""
+        """Return the vocabulary's spelling, such as "Ġthe"; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def added_token_id(self, text: str) -> int | None:
-        """The id of a token that was added to the vocabulary, special or not; None when there is no such token."""
+        """Return the id of an added token, special or not; None if it is not an added token."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """Return a token's bytes, which may be part of a character."""
         if self._bytes is not None:
             return self._bytes.of(token_id)
         once = self.decode([token_id])
-        return self.decode([token_id, token_id])[len(once) :].encode()  # as it reads inside a text, with its space
+        return self.decode([token_id, token_id])[len(once) :].encode()  # as inside a text, with its space
 
-    def detokenizer(self, context: Sequence[int] = (), shown: Sequence[str] | None = ()) -> Detokenizer:
-        """A fresh incremental decoder for text that follows ``context``, the last tokens of the prompt.
+    def detokenizer(self, context: Sequence[int] = (), visible: Sequence[str] | None = ()) -> Detokenizer:
+        """Return a new detokenizer for text that follows ``context``, the last tokens of the prompt.
 
-        Special tokens have no text, but for those in ``shown``; None is all of them.
+        Special tokens have no text, except those in ``visible``; None: all are visible.
         """
-        hidden = self._special_ids if shown is not None else frozenset()
-        if shown:
-            hidden -= {self._backend.token_to_id(token) for token in shown}
+        hidden = self._special_ids if visible is not None else frozenset()
+        if visible:
+            hidden -= {self._backend.token_to_id(token) for token in visible}
         decoder: Detokenizer
         if self._bytes is not None:
             decoder = StreamDetokenizer(self._bytes, hidden)
@@ -125,14 +125,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object; download the checkpoint again")
+        raise CheckpointError(f"{path} is not a JSON object; download the checkpoint again")
     return config
 
 
 def _find_template(model_dir: Path, config: dict[str, Any]) -> str | None:
-    """``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names.
+    """Find ``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names.
 
-    One that is named "tool_use" is taken for requests with tools, as transformers takes it.
+    A template named "tool_use" renders requests with tools, as in transformers.
     """
     path = model_dir / "chat_template.jinja"
     if path.is_file():
@@ -144,7 +144,7 @@ def _find_template(model_dir: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         if "default" not in named:
             names = ", ".join(sorted(named))
-            raise CheckpointError(f"{model_dir} has chat templates named {names}, but none named 'default'")
+            raise CheckpointError(f"{model_dir} has chat templates named {names}; name one 'default'")
         template = named["default"]
         if "tool_use" in named:
             template = either_template(named["tool_use"], template)
@@ -164,7 +164,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Tokens that only ``tokenizer_config.json`` knows, in the order of their ids, and the special ones as special."""
+    """Add tokens that only ``tokenizer_config.json`` lists, in id order, and mark special ones."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     decoder = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(decoder.items(), key=lambda item: int(item[0])):

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from pdserve.errors import RequestError
-from router.text.chat.renderers import Order, Renderers
 from router.text.chat.template import ChatTemplate
+from router.text.chat.template_renderer import RenderRequest, TemplateRenderers
 
 TEMPLATE = """
 {%- set say = messages[0]['content'] -%}
@@ -27,25 +27,25 @@ TEMPLATE = """
 {%- else -%}{{ say }}{%- endif -%}
 """
 HOSTILE = {
-    "loop": "does not come to an end",
-    "memory": "too much memory|does not come to an end",
-    "double": "too much memory|does not come to an end",
-    "format": "too much memory|does not come to an end",
+    "loop": "takes more than",
+    "memory": "too much memory|takes more than",
+    "double": "too much memory|takes more than",
+    "format": "too much memory|takes more than",
     "recurse": "cannot render",
     "raise": "no thanks",
     "escape": "refuses",
 }
 
 
-def order(say: object) -> Order:
-    return Order([{"role": "user", "content": say}], True, {}, None, None, False)
+def order(say: object) -> RenderRequest:
+    return RenderRequest([{"role": "user", "content": say}], True, {}, None, None, False)
 
 
 def render_all(says: Sequence[object]) -> list[str]:
     """What each comes to, in turn; an error as its message. Leaves no process behind."""
 
     async def run() -> list[str]:
-        renderers = Renderers(ChatTemplate(TEMPLATE, {}), seconds=2.0, max_memory=512 << 20)
+        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=2.0, max_memory=512 << 20)
         results = []
         try:
             for say in says:
@@ -80,13 +80,13 @@ def test_values_arrive_as_they_were_sent() -> None:
 
 def test_a_process_that_is_killed_is_replaced() -> None:
     async def run() -> None:
-        renderers = Renderers(ChatTemplate(TEMPLATE, {}))
+        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}))
         try:
             assert await renderers.render(order("one")) == "one"
             for process in psutil.Process().children():
                 if "router.text.chat.render_process" in process.cmdline():
                     process.kill()
-            with pytest.raises(RequestError, match="ended its process"):
+            with pytest.raises(RequestError, match="crashed its process"):
                 await renderers.render(order("two"))
             assert await renderers.render(order("three")) == "three"
         finally:
@@ -97,7 +97,7 @@ def test_a_process_that_is_killed_is_replaced() -> None:
 
 def test_chats_wait_for_each_other_only_as_long_as_one_may_take() -> None:
     async def run() -> None:
-        renderers = Renderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
+        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
         try:
             results = await asyncio.gather(
                 *(renderers.render(order(say)) for say in ["loop", "loop", "one", "two"]), return_exceptions=True

@@ -19,7 +19,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from router.responses_api.input_messages import input_messages
 from router.responses_api.output_items import OutputItemWriter
 from router.responses_api.request import parse_responses
-from router.text.chat.pieces import OutputPiece, PieceKind
+from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.tokenizer import Tokenizer
 
 TOOLS: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}]
@@ -172,21 +172,21 @@ def test_nothing_is_stored(sdk: openai.OpenAI, say_text: Any) -> None:
 
 pieces = st.lists(
     st.tuples(
-        st.sampled_from([PieceKind.CONTENT, PieceKind.REASONING, PieceKind.CALL]), st.text(min_size=1, max_size=3)
+        st.sampled_from([DeltaKind.CONTENT, DeltaKind.REASONING, DeltaKind.CALL]), st.text(min_size=1, max_size=3)
     ),
     max_size=8,
 )
 
 
 @given(pieces, st.booleans())
-def test_events_equal_the_items(written: list[tuple[PieceKind, str]], complete: bool) -> None:
+def test_events_equal_the_items(written: list[tuple[DeltaKind, str]], complete: bool) -> None:
     """The joined deltas of an item are its text, and its done event holds the item."""
     events: list[dict[str, Any]] = []
     writer = OutputItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
     for kind, text in written:
-        writer.write([OutputPiece(kind, text)])
-        if kind is PieceKind.CALL:
-            writer.write([OutputPiece(PieceKind.ARGUMENTS, text)])
+        writer.write([OutputDelta(kind, text)])
+        if kind is DeltaKind.CALL:
+            writer.write([OutputDelta(DeltaKind.ARGUMENTS, text)])
     writer.end(complete)
     for index, item in enumerate(msgspec.to_builtins(writer.items)):
         mine = [event for event in events if event["output_index"] == index]

@@ -17,12 +17,12 @@ from pdserve.errors import RequestError
 from pdserve.grammar import MAX_BYTES, Grammar, GrammarVocabulary, start_thread, without
 from router.text.structured import grammar_checker as checker
 from router.text.structured.grammar_checker import GrammarChecker
-from router.text.structured.output_formats import (
-    Wanted,
+from router.text.structured.structured_outputs import (
+    OutputGrammar,
     choice_grammar,
     json_schema_grammar,
+    requested_grammar,
     structural_tag_grammar,
-    wanted_of,
 )
 
 TOKENIZER = small_tokenizers.byte_level()
@@ -97,8 +97,8 @@ def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: Gramma
 
 
 def test_fields_that_ask_for_nothing() -> None:
-    assert wanted_of({}, None, {}) == Wanted()
-    assert wanted_of({"type": "text"}, None, {}) == Wanted()
+    assert requested_grammar({}, None, {}) == OutputGrammar()
+    assert requested_grammar({"type": "text"}, None, {}) == OutputGrammar()
 
 
 @given(mask=st.binary(min_size=4, max_size=8), token_ids=st.frozensets(st.integers(0, 31)))
@@ -120,8 +120,10 @@ def test_the_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> No
 
 
 def test_what_takes_too_long_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Wanted("start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(6400)) + 'T6400: "a"\n', "guided")
-    quick = Wanted('start: "a"', "guided_grammar")
+    slow = OutputGrammar(
+        "start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(6400)) + 'T6400: "a"\n', "guided"
+    )
+    quick = OutputGrammar('start: "a"', "guided_grammar")
 
     async def questions(grammars: GrammarChecker) -> None:
         await grammars.check(quick)
@@ -131,8 +133,8 @@ def test_what_takes_too_long_is_refused_and_others_go_on(monkeypatch: pytest.Mon
                 await grammars.check(slow)
         monkeypatch.undo()
         await grammars.check(quick)
-        await grammars.check(Wanted('start: "b"', "guided_grammar"))  # by a new worker
+        await grammars.check(OutputGrammar('start: "b"', "guided_grammar"))  # by a new worker
         with pytest.raises(RequestError, match=r"guided_regex: .*unclosed group"):
-            await grammars.check(Wanted('{"grammars":[{"lark_grammar":"start: /(a/"}]}', "guided_regex"))
+            await grammars.check(OutputGrammar('{"grammars":[{"lark_grammar":"start: /(a/"}]}', "guided_regex"))
 
     ask(questions)

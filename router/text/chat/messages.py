@@ -1,4 +1,4 @@
-"""The messages of a chat as clients send them, checked, and as chat templates want them."""
+"""Checks chat messages and converts them to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
-    """With lists of content parts joined to text, and arguments of tool calls as objects.
+    """Join content parts to text and parse the arguments of tool calls.
 
-    Raises RequestError naming the message at fault.
+    Raises RequestError that names the message.
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", "messages")
@@ -57,7 +57,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _object(arguments: Any, where: str) -> dict[str, Any]:
-    """Arguments are JSON in a string, as responses have them; templates want what it says."""
+    """Parse arguments, which are JSON in a string as in responses; templates expect the object."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -71,7 +71,7 @@ def _object(arguments: Any, where: str) -> dict[str, Any]:
 
 
 def join_parts(content: Any, where: str = "messages") -> str | None:
-    """The text of a message's content; None where it has none."""
+    """Return the text of a message's content, or None. Raises RequestError."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -22,12 +22,12 @@ from pdserve.errors import CheckpointError, RequestError
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
-# Marks in a rendered text where the last message ended. Its space tells whether the template strips contents.
+# Marks the end of the last message in a rendered text. Its space shows whether the template strips contents.
 _END = "\ue000end of the last message\ue001 "
 
 
 class ChatTemplate:
-    """A compiled template. ``special_tokens`` (bos_token, eos_token …) are variables of it."""
+    """A compiled template. ``special_tokens`` (bos_token, eos_token …) are variables in it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
@@ -48,7 +48,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt's text; with ``continue_final_message`` it ends where the last message's content does.
+        """Return the prompt's text; with ``continue_final_message`` it ends with the last message's content.
 
         Raises RequestError when the template refuses the messages.
         """
@@ -65,7 +65,7 @@ class ChatTemplate:
         try:
             text = self._text(chat, values)
         except RequestError:
-            # Messages that only call tools have no content, and simple templates know only messages that have some.
+            # Messages that only call tools have no content, which simple templates cannot render.
             filled = [{"content": "", **message} if "tool_calls" in message else message for message in chat]
             if filled == chat:
                 raise
@@ -82,7 +82,7 @@ class ChatTemplate:
 
 
 def either_template(with_tools: str, without: str) -> str:
-    """The source of a template that is one of two. A newline at the end of a source is none of the text."""
+    """Return a template that chooses by whether there are tools. A source's final newline is not part of its text."""
     sources = [source.removesuffix("\n") for source in (with_tools, without)]
     return "{% if tools %}{{ '' }}" + sources[0] + "{% else %}{{ '' }}" + sources[1] + "{% endif %}"
 
@@ -95,7 +95,7 @@ def _continued(message: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
-    """A text up to the end of its last message, as transformers cuts it."""
+    """Cut a text after its last message, as transformers does."""
     at = text.rfind(_END.strip())
     if at < 0:
         raise RequestError("the chat template leaves the last message out; it cannot be continued", "messages")
@@ -103,10 +103,7 @@ def _cut(text: str) -> str:
 
 
 def _normalized(message: Mapping[str, Any], has_developer: bool) -> dict[str, Any]:
-    """A message as templates expect it: no null fields, reasoning under the names that are in use for it.
-
-    What OpenAI calls the developer is the system to models that know none.
-    """
+    """Drop null fields, give reasoning under each of its common names, and map role developer to system if unknown."""
     fields = {name: value for name, value in message.items() if value is not None}
     if fields.get("role") == "developer" and not has_developer:
         fields["role"] = "system"
@@ -117,7 +114,7 @@ def _normalized(message: Mapping[str, Any], has_developer: bool) -> dict[str, An
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it only renders."""
+    """Renders the body of ``{% generation %}…{% endgeneration %}``, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a set on the instance
 
@@ -132,9 +129,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        # Nothing of a template is computed while it is compiled, be it constant: that happens in the router itself.
+        # Compilation runs in the router itself, so it must not evaluate even constant expressions.
         optimized=False,
-        finalize=_as_it_is,
+        finalize=_unchanged,
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
@@ -143,8 +140,8 @@ def _environment() -> jinja2.Environment:
 
 
 @jinja2.pass_context
-def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
-    """Wants the context, so that Jinja calls it for no constant at compile time."""
+def _unchanged(context: jinja2.runtime.Context, value: Any) -> Any:
+    """Takes the context, so that Jinja does not call it at compile time."""
     return value
 
 
@@ -155,7 +152,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters and sorts keys; templates want plain JSON."""
+    """Encode plain JSON; Jinja's own filter escapes HTML characters and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

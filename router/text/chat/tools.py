@@ -1,4 +1,4 @@
-"""The tools of a request: what a client may say about them, checked."""
+"""The checked tools of a request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODES = ("none", "auto", "required")
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """Which tools the model sees, and what it must do with them. ``named`` is the one it has to call."""
+    """Tools and tool_choice. ``named`` is the function that the output must call."""
 
     tools: tuple[dict[str, Any], ...] = ()  # as the client wrote them, in OpenAI's form
     required: bool = False
@@ -27,13 +27,13 @@ class ToolUse(msgspec.Struct, frozen=True):
         return [tool["function"]["name"] for tool in self.tools]
 
     @property
-    def forced(self) -> bool:
-        """Whether the output has to be calls and nothing else."""
+    def must_call(self) -> bool:
+        """Whether the output is held to tool calls."""
         return self.required or bool(self.named)
 
 
 def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel: bool) -> ToolUse:
-    """The tools in use; none with the choice "none". Raises RequestError naming what is wrong."""
+    """Check tools and tool_choice; "none" returns no tools. Raises RequestError that names the field."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"{len(tools)} tools exceed {MAX_TOOLS}; send fewer", "tools")
     names = [_checked_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -44,7 +44,7 @@ def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel
     if not tools and (named or choice == "required"):
         raise RequestError("tool_choice needs tools; give at least one", "tool_choice")
     if named and named not in names:
-        raise RequestError(f"tool_choice names {named!r}, which is none of the tools; use {names[0]!r}", "tool_choice")
+        raise RequestError(f"tool_choice names {named!r}, which is not in tools; use {names[0]!r}", "tool_choice")
     if choice == "none":
         return ToolUse()
     return ToolUse(tuple(tools), choice == "required", named, parallel)
@@ -59,7 +59,7 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         remedy = "use up to 64 letters, digits, '_', '-' and '.'"
-        raise RequestError(f"{where}.function.name {name!r} is no name; {remedy}", where)
+        raise RequestError(f"{where}.function.name {name!r} is not a valid name; {remedy}", where)
     if not isinstance(function.get("description"), str | None):
         raise RequestError(f"{where}.function.description must be a string", where)
     if not isinstance(function.get("strict"), bool | None):
@@ -71,7 +71,7 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
 
 
 def _named(choice: str | dict[str, Any]) -> str:
-    """The function that a choice names; empty for the modes."""
+    """Return the function that tool_choice names; empty for a mode."""
     if isinstance(choice, str):
         if choice not in _MODES:
             raise RequestError(

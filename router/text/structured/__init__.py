@@ -1,6 +1,6 @@
-"""Outputs that have to follow a schema, a regex, a choice or a grammar.
+"""Structured outputs: outputs that follow a JSON schema, regex, choice or grammar.
 
-request ──► formats.py   what the fields ask for, as one grammar of llguidance
-        ──► checker.py   asks worker.py, a process of its own, whether it compiles: else a 400 that names the field
-        ──► nodes        mask what does not follow it (engine/scheduler/grammar_workers.py)
+request ──► structured_outputs.py   the fields as one grammar of llguidance
+        ──► grammar_checker.py      compiles it in grammar_worker.py, a separate process; on failure: 400
+        ──► nodes                   mask the tokens that it excludes (engine/scheduler/grammar_workers.py)
 """

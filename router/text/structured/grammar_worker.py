@@ -1,10 +1,10 @@
 """Compiles grammars for the router: ``python -m router.text.structured.grammar_worker``.
 
     stdin:  the tokenizer's JSON, then grammars             one per line, each as a JSON string
-    stdout: what is wrong with it, "" for nothing           one per line, each as a JSON string
+    stdout: the problem of each, "" for none                one per line, each as a JSON string
 
-A process of its own, so that a grammar that takes too long can be stopped, and one that takes too much cannot harm the
-router. It ends with its standard input.
+A separate process, so that a grammar that compiles too long can be killed and one that needs too much memory does not
+harm the router. It exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEMORY = 4 << 30  # bytes of address space
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the router's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles Ctrl-C
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, most))
     ended = threading.Event()

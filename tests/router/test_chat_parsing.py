@@ -193,11 +193,11 @@ def test_a_continued_message_may_be_in_the_middle_of_reasoning(
     [
         ({"tools": [{"type": "web_search"}]}, "only 'function'"),
         ({"tools": [{"type": "function"}]}, "function is missing"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "is no name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "is not a valid name"),
         ({"tools": [*TOOLS, *TOOLS]}, "two tools have the name 'f'"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "an object"),
         ({"tools": TOOLS, "tool_choice": "any"}, "none, auto, required"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "not in tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice must be"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"functions": [{"name": "f"}]}, "use tools instead"),

@@ -1,8 +1,7 @@
-"""From the fields of a request to a grammar as llguidance serializes it: OpenAI's response_format, vLLM's
-structured_outputs, and the guided_* fields of older clients.
+"""Converts structured-output fields to grammars of llguidance: OpenAI's response_format, vLLM's structured_outputs, and
+the older guided_* fields.
 
-``json_schema_grammar`` and its siblings are for whoever else needs a grammar, such as tool calls. None of them says
-whether a grammar is valid: ``GrammarChecker`` does.
+The functions do not check that a grammar is valid; ``GrammarChecker`` does.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pdserve.errors import RequestError
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's field; exactly one of the first six."""
+    """vLLM's field; exactly one of the first six is set."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -30,22 +29,22 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     whitespace_pattern: str | None = None  # between the parts of JSON
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """A grammar, and the field that asks for it; both empty for none."""
+class OutputGrammar(msgspec.Struct, frozen=True):
+    """A grammar and the request field that it comes from; both empty for none."""
 
-    grammar: str = ""
+    text: str = ""
     field: str = ""
 
 
-NOTHING = Wanted()
+NO_GRAMMAR = OutputGrammar()
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None = None) -> str:
-    """JSON that follows a schema, given as an object or as its text; ``whitespace`` is a regex, "" for none at all.
+    """JSON that follows a schema, given as an object or its text; ``whitespace`` is a regex, "" for no white space.
 
-    Raises RequestError when the text is no JSON, or no object.
+    Raises RequestError for text that is not a JSON object.
     """
     if isinstance(schema, str):
         try:
@@ -58,7 +57,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
 
 
 def regex_grammar(regex: str) -> str:
-    """Text that a regex matches as a whole."""
+    """Text that a regex matches completely."""
     return grammars.from_regex(regex)
 
 
@@ -68,14 +67,14 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """llguidance's variant of Lark; GBNF and other EBNF (``root ::= …``) is translated. Raises RequestError."""
+    """llguidance's Lark variant; GBNF and other EBNF (``root ::= …``) is translated. Raises RequestError."""
     return grammars.from_ebnf(text) if "::=" in text else text
 
 
 def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
-    """Free text in which what follows a trigger is one of the structures, each a begin, a schema and an end.
+    """Free text in which a trigger starts one of the structures: a begin, JSON of a schema, an end.
 
-    vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
+    Takes vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
     """
     try:
         spec = (
@@ -107,30 +106,30 @@ class _StructuralTag(msgspec.Struct, frozen=True):
     triggers: list[str]
 
 
-def wanted_of(
+def requested_grammar(
     response_format: dict[str, Any],
     structured_outputs: StructuredOutputs | None,
     guided: dict[str, Any],
-) -> Wanted:
-    """What the fields ask for together. ``guided`` holds the guided_* fields that are given, without that prefix.
+) -> OutputGrammar:
+    """Return the grammar of a request. ``guided`` holds the given guided_* fields by name without that prefix.
 
-    Raises RequestError that names the field: for two of them, for what is malformed, for what is not known.
+    Raises RequestError that names the field: if two are given, or if one is malformed or unknown.
     """
-    asked: list[tuple[str, Callable[[], str]]] = []
+    given: list[tuple[str, Callable[[], str]]] = []
     if response_format.get("type", "text") != "text":
-        asked.append(("response_format", lambda: _of_response_format(response_format)))
+        given.append(("response_format", lambda: _response_format_grammar(response_format)))
     if structured_outputs is not None:
-        asked.append(("structured_outputs", lambda: _of_structured_outputs(structured_outputs)))
+        given.append(("structured_outputs", lambda: _structured_outputs_grammar(structured_outputs)))
     for name, value in guided.items():
-        asked.append((f"guided_{name}", lambda name=name, value=value: _GUIDED[name](value)))  # type: ignore[misc]
-    if not asked:
-        return NOTHING
-    if len(asked) > 1:
-        names = " and ".join(name for name, _ in asked)
-        raise RequestError(f"{names} exclude each other; give one of them", asked[-1][0])
-    field, make = asked[0]
+        given.append((f"guided_{name}", lambda name=name, value=value: _GUIDED[name](value)))  # type: ignore[misc]
+    if not given:
+        return NO_GRAMMAR
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise RequestError(f"{names} exclude each other; give one of them", given[-1][0])
+    field, make = given[0]
     try:
-        return Wanted(make(), field)
+        return OutputGrammar(make(), field)
     except RequestError as exc:
         raise RequestError(f"{field}: {exc}", field) from exc
 
@@ -143,7 +142,7 @@ _GUIDED: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _of_response_format(value: dict[str, Any]) -> str:
+def _response_format_grammar(value: dict[str, Any]) -> str:
     match value:
         case {"type": "json_object"}:
             return json_schema_grammar(ANY_OBJECT)
@@ -157,7 +156,7 @@ def _of_response_format(value: dict[str, Any]) -> str:
             raise RequestError(f"type {value['type']!r} is not known; use text, json_object or json_schema")
 
 
-def _of_structured_outputs(value: StructuredOutputs) -> str:
+def _structured_outputs_grammar(value: StructuredOutputs) -> str:
     whitespace = "" if value.disable_any_whitespace else value.whitespace_pattern
     makers: dict[str, Callable[[], str]] = {
         "json": lambda: json_schema_grammar({} if value.json is None else value.json, whitespace=whitespace),
@@ -176,5 +175,5 @@ def _of_structured_outputs(value: StructuredOutputs) -> str:
 
 def _choice(choices: Sequence[str]) -> str:
     if not choices or "" in choices:
-        raise RequestError("choice must be a list of at least one text, none of them empty")
+        raise RequestError("choice must be a list of at least one string, none of them empty")
     return choice_grammar(choices)

@@ -16,9 +16,9 @@ from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary
 from router.completions_api.request_bodies import parse_chat
-from router.text.chat.forced_calls import Marker, after_reasoning, forced_calls_grammar
+from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
-from router.text.structured.output_formats import json_schema_grammar, regex_grammar
+from router.text.structured.structured_outputs import json_schema_grammar, regex_grammar
 
 COLOUR = {"enum": ["red", "green"]}
 PAINT: Any = {
@@ -80,7 +80,7 @@ CALL = '{"name": "paint", "arguments": {"colour": "red", "again": true}}'
 def test_what_has_to_be_called(
     vocabulary: GrammarVocabulary, choice: Any, parallel: bool, text: str, allowed: bool
 ) -> None:
-    grammar = forced_calls_grammar(tool_use([PAINT, STOP], choice, parallel))
+    grammar = tool_call_grammar(tool_use([PAINT, STOP], choice, parallel))
     assert allows(vocabulary, grammar, text) == allowed
 
 
@@ -96,7 +96,7 @@ SPELT = (Marker("(think)"), Marker("(done)"))
         (json_schema_grammar(COLOUR), '"red"'),
         (regex_grammar("[0-9]+"), "123"),
         ('start: "yes" | "no"', "yes"),
-        (forced_calls_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
+        (tool_call_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
     ],
 )
 def test_a_grammar_begins_after_reasoning(

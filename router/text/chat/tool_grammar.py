@@ -1,4 +1,4 @@
-"""Grammars of outputs that have to be tool calls, and of outputs that are held to a grammar only after reasoning."""
+"""Grammars that force tool calls, and grammars that begin after reasoning."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A text in the output; ``token_id`` is that of its token, where it is one that was added to the vocabulary.
+    """A text in the output; ``token_id`` is set where the text is an added token of the vocabulary.
 
-    llguidance takes such tokens for special, and special tokens match no text.
+    llguidance treats added tokens as special, and special tokens match no text.
     """
 
     text: str
@@ -23,14 +23,14 @@ class Marker(msgspec.Struct, frozen=True):
 
     @property
     def term(self) -> str:
-        """In llguidance's Lark."""
+        """The marker in llguidance's Lark."""
         return json.dumps(self.text) if self.token_id is None else f"<[{self.token_id}]>"
 
 
-def forced_calls_grammar(use: ToolUse) -> str:
-    """Lark for what ``tool_choice`` demands: the arguments of the named function, or a list of calls.
+def tool_call_grammar(use: ToolUse) -> str:
+    """Return Lark for the arguments of the named function, or for a list of calls.
 
-    Each function's schema is a document of its own, so that its references are to itself.
+    Each function's schema is a separate document, so that its references stay inside it.
     """
     if use.named:
         function = next(tool["function"] for tool in use.tools if tool["function"]["name"] == use.named)
@@ -51,9 +51,9 @@ def _schema(function: dict[str, Any]) -> str:
 
 
 def after_reasoning(grammar: str, start: Marker, end: Marker, opened: bool) -> str:
-    """``grammar`` where reasoning may come first: from ``start`` to ``end``, or to ``end`` if the prompt opened it.
+    """Let reasoning precede ``grammar``: from ``start`` to ``end``, or up to ``end`` if the prompt ``opened`` it.
 
-    Newlines may follow the end, as the templates of such models write them.
+    Up to two newlines may follow the end, as in the templates of such models.
     """
     body = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
     first, *others = body["grammars"]

@@ -8,30 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.chat.dialect import TOOL_FORMATS
-from router.text.chat.pieces import Message, OutputParser, message_of
-from router.text.chat.reasoning import PlainText, ReasoningReader
-from router.text.chat.tool_calls import ListReader, NamedReader
+from router.text.chat.output_parser import Message, OutputParser, join_deltas
+from router.text.chat.parsers import TOOL_PARSERS
+from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
+from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
 
 NAMES = ("f", "get_weather")
-HERMES, LLAMA, MISTRAL = (TOOL_FORMATS[name].reader for name in ("hermes", "llama3_json", "mistral"))
+HERMES, LLAMA, MISTRAL = (TOOL_PARSERS[name].parser for name in ("hermes", "llama3_json", "mistral"))
 
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     "hermes": lambda: HERMES(NAMES, True),
     "llama": lambda: LLAMA(NAMES, True),
     "mistral": lambda: MISTRAL(NAMES, True),
-    "list": lambda: ListReader(NAMES),
-    "named": lambda: NamedReader(["f"]),
+    "list": lambda: RequiredToolParser(NAMES),
+    "named": lambda: NamedToolParser(["f"]),
     "one call": lambda: HERMES(NAMES, False),
-    "think": lambda: ReasoningReader("<think>", "</think>", False, PlainText()),
-    "opened": lambda: ReasoningReader("<think>", "</think>", True, HERMES(NAMES, True)),
-    "think and call": lambda: ReasoningReader("<think>", "</think>", False, LLAMA(NAMES, True)),
+    "think": lambda: ReasoningParser("<think>", "</think>", False, PlainTextParser()),
+    "opened": lambda: ReasoningParser("<think>", "</think>", True, HERMES(NAMES, True)),
+    "think and call": lambda: ReasoningParser("<think>", "</think>", False, LLAMA(NAMES, True)),
 }
 
 
 def parse(parser: OutputParser, texts: Sequence[str]) -> Message:
     pieces = [piece for text in texts for piece in parser.push(text)]
-    return message_of([*pieces, *parser.flush()])
+    return join_deltas([*pieces, *parser.flush()])
 
 
 def calls(message: Message) -> list[tuple[str, str]]:
@@ -119,7 +119,7 @@ def test_a_call_after_reasoning() -> None:
 
 def test_a_name_is_told_before_the_arguments_are_there() -> None:
     pieces = PARSERS["hermes"]().push('<tool_call>{"name": "f", "arguments": {"a": "long')
-    assert calls(message_of(pieces)) == [("f", '{"a": "long')]
+    assert calls(join_deltas(pieces)) == [("f", '{"a": "long')]
 
 
 # Pieces of all the formats, right and wrong; "0" … "9" stand nowhere in their syntax.

@@ -1,0 +1,62 @@
+"""Selects the tool parser and the reasoning parser of a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from pdserve.errors import RequestError
+from router.text.chat.output_parser import OutputParser
+from router.text.chat.parsers import ModelParsers, ReasoningState
+from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
+from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
+from router.text.chat.tools import ToolUse
+
+
+class OutputParsing(msgspec.Struct, frozen=True):
+    """How the outputs of a request are parsed."""
+
+    new_parser: Callable[[], OutputParser]
+    new_call_id: Callable[[], str]
+    markers: tuple[str, ...]  # special tokens that the parser must see as text
+    include_reasoning: bool = True
+
+
+def select_parsing(
+    use: ToolUse, parsers: ModelParsers, state: ReasoningState, include_reasoning: bool
+) -> OutputParsing | None:
+    """Return None where all output is plain text. Raises RequestError for tools without a tool parser."""
+    if use.tools and parsers.tools is None and not use.must_call:
+        remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
+        raise RequestError(f"the router knows no tool parser for this model; {remedy}", "tools")
+    if state.markers is None and not use.tools:
+        return None
+    markers = parsers.tools.markers if parsers.tools and use.tools else ()
+    if state.markers is not None:
+        markers = (*markers, state.markers.start, state.markers.end)
+    return OutputParsing(
+        new_parser=lambda: _new_parser(use, parsers, state),
+        new_call_id=parsers.new_call_id,
+        markers=markers,
+        include_reasoning=include_reasoning,
+    )
+
+
+def plain_text_parsing(parsers: ModelParsers) -> OutputParsing:
+    """Parsing of plain text, for responses that are written from deltas."""
+    return OutputParsing(PlainTextParser, parsers.new_call_id, markers=())
+
+
+def _new_parser(use: ToolUse, parsers: ModelParsers, state: ReasoningState) -> OutputParser:
+    parser: OutputParser = PlainTextParser()
+    if use.named:
+        parser = NamedToolParser([use.named])
+    elif use.required:
+        parser = RequiredToolParser(use.names, use.parallel)
+    elif use.tools:
+        assert parsers.tools is not None
+        parser = parsers.tools.parser(use.names, use.parallel)
+    if state.markers is None:
+        return parser
+    return ReasoningParser(state.markers.start, state.markers.end, state.opened, parser)

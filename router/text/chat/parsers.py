@@ -1,0 +1,125 @@
+"""The tool parsers and reasoning parsers by name: chosen by a flag, or detected in the model's chat template."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from uuid import uuid4
+
+import msgspec
+
+from pdserve.errors import ConfigError
+from router.text.chat.tool_parsers import HermesToolParser, LlamaToolParser, MistralToolParser, ToolParser
+
+logger = logging.getLogger(__name__)
+
+AUTO, NONE = "auto", "none"
+
+
+class ToolFormat(msgspec.Struct, frozen=True):
+    """``markers`` are texts that the model writes as special tokens; ``sign`` identifies templates of the family."""
+
+    parser: Callable[[Collection[str], bool], ToolParser]
+    markers: tuple[str, ...]
+    sign: str
+    short_ids: bool = False  # Mistral's templates accept only call ids of nine letters and digits
+
+
+class ReasoningMarkers(msgspec.Struct, frozen=True):
+    """The texts before and after reasoning."""
+
+    start: str
+    end: str
+
+
+class ReasoningState(msgspec.Struct, frozen=True):
+    """Whether an output may begin with reasoning (None: it may not), and whether the prompt ``opened`` it."""
+
+    markers: ReasoningMarkers | None = None
+    opened: bool = False
+
+
+TOOL_PARSERS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(HermesToolParser, ("<tool_call>", "</tool_call>"), "<tool_call>"),
+    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), "<|python_tag|>"),
+    "mistral": ToolFormat(MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", short_ids=True),
+}
+REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+}
+# vLLM's names of equal formats
+_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "qwen": "hermes", "llama3": "llama3_json"}
+# Families that put another syntax into Hermes' tags
+_NOT_HERMES = ("<function=", "<arg_key>")
+# How Llama 3's templates request calls, even those without the tag
+_LLAMA_WORDS = '{"name": function name, "parameters": dictionary'
+
+
+class ModelParsers(msgspec.Struct, frozen=True):
+    """The formats of a model's tool calls and reasoning; None: not parsed."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningMarkers | None = None
+
+    def state_after(self, prompt: str, continued: str | None = None) -> ReasoningState:
+        """Return the state after a rendered chat. ``continued``: content of a last message that the output continues.
+
+        Templates of models that always reason end the prompt with the start marker; with reasoning switched off they
+        write an empty, closed one. Markers elsewhere in the prompt are user text.
+        """
+        markers = self.reasoning
+        if markers is None:
+            return ReasoningState()
+        if continued is not None:
+            opened = continued.rfind(markers.start) > continued.rfind(markers.end)
+            return ReasoningState(markers, opened=True) if opened else ReasoningState()
+        end = prompt.rstrip()
+        return ReasoningState() if end.endswith(markers.end) else ReasoningState(markers, end.endswith(markers.start))
+
+    def new_call_id(self) -> str:
+        short = self.tools is not None and self.tools.short_ids
+        return uuid4().hex[:9] if short else "call_" + uuid4().hex[:24]
+
+
+def select_parsers(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> ModelParsers:
+    """Return the parsers of the model with this chat template. Names are of the tables above, "auto" or "none"."""
+    tools = _detect_tool_parser(template) if tool_parser == AUTO else tool_parser
+    reasoning = _detect_reasoning_parser(template) if reasoning_parser == AUTO else reasoning_parser
+    for flag, name, requested in (
+        ("--tool-call-parser", tools, tool_parser),
+        ("--reasoning-parser", reasoning, reasoning_parser),
+    ):
+        why = "as requested" if requested != AUTO else "from the chat template"
+        logger.info(
+            "%s: %s (%s)", flag, name, why if name != NONE or requested != AUTO else "the chat template has none"
+        )
+    return ModelParsers(TOOL_PARSERS.get(tools), REASONING_PARSERS.get(reasoning))
+
+
+def tool_parser_name(text: str) -> str:
+    """Check a command-line value. Raises ConfigError for an unknown name."""
+    return _checked(text, TOOL_PARSERS, "--tool-call-parser")
+
+
+def reasoning_parser_name(text: str) -> str:
+    return _checked(text, REASONING_PARSERS, "--reasoning-parser")
+
+
+def _checked(text: str, table: Collection[str], flag: str) -> str:
+    known = [AUTO, NONE, *table]
+    name = text if text in known else _ALIASES.get(text, text)
+    if name not in known:
+        raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
+    return name
+
+
+def _detect_tool_parser(template: str) -> str:
+    for name, form in TOOL_PARSERS.items():
+        if form.sign in template and not (name == "hermes" and any(other in template for other in _NOT_HERMES)):
+            return name
+    return "llama3_json" if _LLAMA_WORDS in template else NONE
+
+
+def _detect_reasoning_parser(template: str) -> str:
+    return next((name for name, markers in REASONING_PARSERS.items() if markers.end in template), NONE)
