@@ -109,8 +109,8 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         load_model_config(directory),
         TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
     )
-    world = ParallelState(choose_split(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
-    model = decoder_class(config.architecture)(config, world, placement)
+    parallel = ParallelState(choose_split(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
+    model = decoder_class(config.architecture)(config, parallel, placement)
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shard.full_shape, generator=generator).mul_(STANDARD_DEVIATION).bfloat16()

@@ -75,7 +75,7 @@ class SimulatedRunner:
             self._sequences[new.seq] = SimulatedSequence(new)
             self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
-        samples = tuple(sample for item in plan.scheduled for sample in self._draw(item, masks.get(item.seq)))
+        samples = tuple(sample for item in plan.scheduled for sample in self._sample(item, masks.get(item.seq)))
         self._busy_until = max(self._busy_until, time.monotonic()) + self._costs.of_step(plan.scheduled)
         scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
         return SimulatedStep(StepOutput(plan.step, samples, prompt_logprobs=scored), self._busy_until)
@@ -86,10 +86,10 @@ class SimulatedRunner:
     def close(self) -> None:
         self._sequences.clear()
 
-    def _draw(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
+    def _sample(self, item: ScheduledSequence, vocabulary: SimulatedVocabulary | None) -> tuple[Sample, ...]:
         if not item.num_samples:
             return ()
-        return self._sequences[item.seq].draw(item.num_samples, vocabulary or self._vocabulary)
+        return self._sequences[item.seq].sample(item.num_samples, vocabulary or self._vocabulary)
 
     def _score(self, targets: Targets) -> PromptLogprobs:
         """Return each token as the best one; the ids after it come next."""
@@ -142,14 +142,14 @@ class SimulatedSequence:
         self._sampling = new.sampling
         self._choice = new.choice
 
-    def draw(self, num_samples: int, vocabulary: SimulatedVocabulary) -> tuple[Sample, ...]:
+    def sample(self, num_samples: int, vocabulary: SimulatedVocabulary) -> tuple[Sample, ...]:
         """Sample one token, or the first of each choice; the sequence continues with the first sample."""
         choices = range(num_samples) if num_samples > 1 else (self._choice,)
-        samples = tuple(self._sample(choice, vocabulary) for choice in choices)
+        samples = tuple(self._sample_choice(choice, vocabulary) for choice in choices)
         self._digest.update(array("I", (samples[0].token_id,)).tobytes())
         return samples
 
-    def _sample(self, choice: int, vocabulary: SimulatedVocabulary) -> Sample:
+    def _sample_choice(self, choice: int, vocabulary: SimulatedVocabulary) -> Sample:
         digest = self._digest.copy()
         if not self._sampling.greedy:
             digest.update(f" {self._sampling.seed} {choice}".encode())

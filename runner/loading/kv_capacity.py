@@ -21,7 +21,7 @@ _FRAGMENTATION = 512 << 20  # bytes
 
 
 def layout_that_fits(
-    config: NodeConfig, world: ParallelState, try_out: Callable[[NodeConfig, KVLayout], int]
+    config: NodeConfig, parallel: ParallelState, try_out: Callable[[NodeConfig, KVLayout], int]
 ) -> KVLayout:
     """The largest KV cache that leaves room for every step, on a GPU whose weights are loaded.
 
@@ -30,7 +30,7 @@ def layout_that_fits(
     rest of this process and other processes use. All ranks of a node get as many blocks, so the one with the least room
     decides. Raises CapacityError when a sequence of ``max_model_len`` tokens does not fit in what is left.
     """
-    device = world.device
+    device = parallel.device
     few = -(-config.max_batch_tokens // config.kv_layout.block_size)
     small = msgspec.structs.replace(config.kv_layout, num_blocks=few)
     torch.cuda.empty_cache()
@@ -43,7 +43,7 @@ def layout_that_fits(
     others = total - free - torch.cuda.memory_reserved(device)
     usable = int(total * config.gpu_memory_utilization)
     left = max(usable - others - peak - kept - _FRAGMENTATION, 0)
-    num_blocks = world.all_reduce_min(left // config.kv_layout.block_bytes)
+    num_blocks = parallel.all_reduce_min(left // config.kv_layout.block_bytes)
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
         "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "

@@ -20,16 +20,16 @@ from runner.placement import TensorPlacement, compute_dtype
 class LoadedModel:
     """The decoder of one rank, and the placement of its tensors."""
 
-    def __init__(self, config: NodeConfig, world: ParallelState, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
         """Raise CapacityError before, CheckpointError while reading the weights."""
         dtype: torch.dtype = getattr(torch, config.dtype)
-        self.device = world.device
+        self.device = parallel.device
         self.placement = TensorPlacement(
             self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
         )
-        self._config, self._parallel = config, world
+        self._config, self._parallel = config, parallel
         if self.placement.use_triton:
-            world.enable_fused_all_reduce(config.model.hidden_size)
+            parallel.enable_fused_all_reduce(config.model.hidden_size)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         layout = None if config.measure_kv_memory else config.kv_layout

@@ -39,9 +39,9 @@ class _Part(StepPart["HostBatch"]):
     def before_forward(self, batch: HostBatch) -> None:
         for message in self.token_return.due(self.plan.scheduled):
             with self.token_return.take() as tokens:
-                drawn = tokens.cpu().numpy()[message.wanted]
+                token_ids = tokens.cpu().numpy()[message.wanted]
             rows, positions = message.rows[message.wanted], message.positions[message.wanted]
-            self.sequences.token_ids[rows, positions] = drawn
+            self.sequences.token_ids[rows, positions] = token_ids
 
     def after_forward(self, batch: HostBatch, hidden: Tensor) -> None:
         rows = batch.sampling_rows

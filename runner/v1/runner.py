@@ -80,18 +80,21 @@ class RunnerV1(BaseModelRunner[HostBatch]):
     def _sample(self, plan: StepPlan, batch: HostBatch, logits: Tensor) -> PendingStep:
         table = self._sequences
         masks = {mask.seq: mask.words for mask in plan.masks}
-        draws: list[HostSamplingRow] = []
-        first_draws = []  # of each sequence: the sample that continues it
+        sampling_rows: list[HostSamplingRow] = []
+        first_samples = []  # by sequence: the sample that continues it
         for logits_row, i in enumerate(batch.sampling):
             row, num_samples = batch.rows[i], plan.scheduled[i].num_samples
             record = table.record(row)
             tokens = table.token_ids[row, : table.num_tokens[row]]
             choices = range(num_samples) if num_samples > 1 else (record.choice,)
             mask = masks.get(record.seq)
-            first_draws.append(len(draws))
-            draws += [HostSamplingRow(logits_row, record.sampling, c, tokens, record.prompt_len, mask) for c in choices]
-        samples = self._sampler.sample(logits, draws)
-        next_tokens = [samples[first].token_id for first in first_draws]
+            first_samples.append(len(sampling_rows))
+            for choice in choices:
+                sampling_rows.append(
+                    HostSamplingRow(logits_row, record.sampling, choice, tokens, record.prompt_len, mask)
+                )
+        samples = self._sampler.sample(logits, sampling_rows)
+        next_tokens = [samples[first].token_id for first in first_samples]
         for row, token_id in zip(batch.sampling_rows, next_tokens, strict=True):
             table.append(row, token_id)
         if self._stages.tokens_out is not None:
@@ -99,7 +102,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         return FinishedStep(StepOutput(plan.step, tuple(samples)))
 
     def _skip_sampling(self, batch: HostBatch) -> None:
-        self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage draws them
+        self._sequences.num_tokens[batch.sampling_rows] += 1  # the last stage samples them
 
     def _forward(self, batch: HostBatch, wanted: NDArray[np.int64] | None) -> Tensor:
         """Compute the next ``lengths`` tokens of each sequence.

@@ -93,7 +93,7 @@ class RequestStates:
         query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         sampling = np.flatnonzero(samples)
-        drawn = samples > 0 if self._is_last_stage else np.False_
+        samples_here = samples > 0 if self._is_last_stage else np.False_
         indices = BatchIndices(
             slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
             lengths=lengths.astype(np.int32),
@@ -101,7 +101,7 @@ class RequestStates:
             sampling=sampling,
             sampled=tuple(s for s in scheduled if s.num_samples),
             last_tokens=query_starts[1:][sampling] - 1,
-            sample_of_row=np.where(drawn, samples.cumsum() - samples, -1).astype(np.int32),
+            sample_of_row=np.where(samples_here, samples.cumsum() - samples, -1).astype(np.int32),
         )
         self._recent.append((scheduled, indices))
         return indices

@@ -27,10 +27,10 @@ from runner.v2.runner import RunnerV2
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is on where no GPU is")
 
-# What can run here, in Triton's interpreter where it has to, and what needs a GPU.
+# Runners and backends that run on a CPU (Triton in its interpreter), and those that run on a GPU.
 HERE = [("V1", "torch"), ("V1", "triton"), ("V2", "triton")]
 ON_A_GPU = [("V1", "torch"), ("V1", "triton"), ("V1", "flashinfer"), ("V2", "triton"), ("V2", "flashinfer")]
-BLOCK_SIZES = {16: 16, 32: 32, 48: 16, 64: 64, 96: 32, 128: 64}  # tokens, with the page that follows
+BLOCK_SIZES = {16: 16, 32: 32, 48: 16, 64: 64, 96: 32, 128: 64}  # tokens: the kernel page
 NUM_BLOCKS = 5
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
 NEW = 6  # tokens, half of them before the end of a page and of a block
@@ -71,14 +71,14 @@ def built(config: NodeConfig) -> Iterator[RunnerV1 | RunnerV2]:
 
 
 def read_block(region: KVRegion, layout: KVLayout, block: int) -> Tensor:
-    """What a peer would read: [pages of a block, elements of a page]."""
+    """Return the bytes that a peer reads: [pages of a block, elements of a page]."""
     data = ctypes.string_at(region.address + block * layout.block_bytes, layout.block_bytes)
     dtype: torch.dtype = getattr(torch, layout.dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).view(layout.pages_per_block, -1)
 
 
 @pytest.mark.parametrize(("block_size", "page"), BLOCK_SIZES.items())
-def test_all_resolve_to_one_layout(checkpoint: Path, block_size: int, page: int) -> None:
+def test_every_runner_and_backend_resolves_to_one_layout(checkpoint: Path, block_size: int, page: int) -> None:
     layouts = [configure(checkpoint, "cuda", *each, block_size).kv_layout for each in ON_A_GPU]
     layouts += [configure(checkpoint, "cpu", *each, block_size).kv_layout for each in HERE]
     pages = NUM_BLOCKS * block_size // page
@@ -91,7 +91,9 @@ def test_all_resolve_to_one_layout(checkpoint: Path, block_size: int, page: int)
 @interpreted
 @pytest.mark.parametrize(("version", "backend"), HERE)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_what_is_registered_is_that_layout(checkpoint: Path, version: str, backend: str, block_size: int) -> None:
+def test_the_registered_memory_has_the_resolved_layout(
+    checkpoint: Path, version: str, backend: str, block_size: int
+) -> None:
     config = configure(checkpoint, "cpu", version, backend, block_size)
     with built(config) as model_runner:
         layout, region, cache = model_runner.kv_layout, model_runner.kv_region, model_runner._cache.tensor
@@ -110,8 +112,8 @@ def test_what_is_registered_is_that_layout(checkpoint: Path, version: str, backe
 
 @interpreted
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_a_step_leaves_the_same_bytes_everywhere(checkpoint: Path, block_size: int) -> None:
-    """Keys and values of every layer, head and token lie where the others have them."""
+def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: Path, block_size: int) -> None:
+    """Keys and values of every layer, head and token have the same offsets."""
     ends = (BLOCK_SIZES[block_size], block_size)  # of a page, of a block
     lengths = [end + NEW // 2 for end in ends]
     new = tuple(
@@ -132,8 +134,8 @@ def test_a_step_leaves_the_same_bytes_everywhere(checkpoint: Path, block_size: i
 
 @interpreted
 @pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V2", "triton")])
-def test_digests_are_of_what_a_peer_would_read(checkpoint: Path, version: str, backend: str) -> None:
-    """Of the same step's tokens, too; a step that computes nothing can be asked for them as well."""
+def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, version: str, backend: str) -> None:
+    """They include the tokens of the same step; a step that computes nothing can order digests as well."""
     config = configure(checkpoint, "cpu", version, backend, 16)
     order = DigestOrder((3, 1), 16 + NEW)
     new = NewSequence(0, pack_tokens(range(3, 3 + 16 + NEW)), 16 + NEW, 0, (3, 1), GREEDY)
