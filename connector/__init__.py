@@ -1,13 +1,13 @@
-"""Worker side of the KV connector: it moves blocks between the KV caches of two nodes and says when they have arrived.
+"""Worker side of the KV connector: moves KV blocks between nodes. Its scheduler side is in engine/kv_cache/.
 
-``build`` gives one of four connectors, all with the Protocol ``pdserve.protocols.KVConnector``:
+``build`` returns a connector of one of these kinds, all with the Protocol ``pdserve.protocols.KVConnector``:
 
-    nixl    one-sided reads over UCX, between processes and machines        worker.py, connection.py, link.py, nixl.py
-    local   copies within this process: tests, colocated nodes              local.py
-    simulated    nothing is moved, but takes its time                       simulated.py
-    none    no peers, for a node that exchanges nothing                     null.py
+    nixl        one-sided reads over UCX, between processes and hosts     backends/nixl/
+    local       copies within one process, for tests                      backends/local.py
+    simulated   moves nothing, takes the time of a cost model             backends/simulated.py
+    none        no peers                                                  backends/null.py
 
-Imports of NIXL happen when a connector is registered, not before.
+NIXL is imported when a connector is registered, not before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def build(
     rank: int = 0,
     costs: SimulatedCosts | None = None,
 ) -> KVConnector:
-    """A connector of ``kind`` that is known to its peers as ``agent``, a name that no other life of a node ever uses.
+    """Build the connector of rank ``rank`` of a node whose ranks hold ``shares``; no shares: a node of one rank.
 
-    It is that of rank number ``rank`` of a node whose ranks hold ``shares``; without, of a node of one rank. Each rank
-    has an agent of its own, and reads by itself what it holds, from whichever ranks of a peer have it. Raises
-    ConfigError for an unknown kind. ``costs`` are those of simulated reads.
+    Peers know it as ``agent``, a name that no other epoch of a node uses. ``costs`` are for simulated reads. Raises
+    ConfigError for an unknown kind.
     """
     if kind not in KINDS:
         raise ConfigError(f"connector {kind!r} is not one of {', '.join(KINDS)}")
@@ -43,15 +42,15 @@ def build(
         return SimulatedConnector(agent, costs or SimulatedCosts())
     from connector.planning.rank_mapping import LocalRank
 
-    own = LocalRank(shares, rank)
+    local_rank = LocalRank(shares, rank)
     if kind == "nixl":
         from connector.backends.nixl.nixl_connector import NixlConnector
 
-        return NixlConnector(agent, timing, own)
+        return NixlConnector(agent, timing, local_rank)
     if kind == "local":
         from connector.backends.local import LocalConnector
 
-        return LocalConnector(agent, own)
+        return LocalConnector(agent, local_rank)
     from connector.backends.null import NullConnector
 
-    return NullConnector(agent, own)
+    return NullConnector(agent, local_rank)

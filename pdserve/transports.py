@@ -1,4 +1,4 @@
-"""Kinds of connections between nodes, and how they compare."""
+"""Transports between nodes and their order by speed."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import msgspec
 
-KINDS = ("tcp", "shm", "rdma", "nvlink")  # from the slowest on; a kind meets a requirement for itself and those before
+TRANSPORTS = ("tcp", "shm", "rdma", "nvlink")  # slowest first; each also meets the requirements of slower ones
 REQUIRABLE = ("rdma", "nvlink", "shm")
 UNKNOWN = "unknown"
 
 
 class Connected(msgspec.Struct, frozen=True, array_like=True):
-    """A connection to one life of a peer, and the way its bytes take: one of KINDS or UNKNOWN."""
+    """A connection to one epoch of a peer, and its transport: one of TRANSPORTS or UNKNOWN."""
 
     epoch: str
     transport: str
-    lanes: str = ""  # what that was told from, in the words of the library below
+    lanes: str = ""  # UCX's list of the transports it may use
 
     def meets(self, required: str) -> bool:
-        """Whether it is of kind ``required`` or of a faster one."""
-        return self.transport in KINDS and KINDS.index(self.transport) >= KINDS.index(required)
+        """Whether the transport is ``required`` or a faster one."""
+        return self.transport in TRANSPORTS and TRANSPORTS.index(self.transport) >= TRANSPORTS.index(required)
 
 
-def joined(parts: Sequence[Connected]) -> Connected:
-    """Connections between ranks of two nodes, all of one epoch, as one: it is what the slowest of them is."""
-    (epoch,) = {part.epoch for part in parts}
-    kinds = [part.transport for part in parts]
-    transport = UNKNOWN if UNKNOWN in kinds else min(kinds, key=KINDS.index)
-    return Connected(epoch, transport, " | ".join(dict.fromkeys(part.lanes for part in parts)))
+def combine(ranks: Sequence[Connected]) -> Connected:
+    """Combine the connections between the ranks of two nodes, all of one epoch: the slowest transport counts."""
+    (epoch,) = {rank.epoch for rank in ranks}
+    transports = [rank.transport for rank in ranks]
+    transport = UNKNOWN if UNKNOWN in transports else min(transports, key=TRANSPORTS.index)
+    return Connected(epoch, transport, " | ".join(dict.fromkeys(rank.lanes for rank in ranks)))

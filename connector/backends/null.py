@@ -1,4 +1,4 @@
-"""The connector of a node that exchanges KV with nobody."""
+"""The connector of a node that exchanges no KV."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV
 
 
 class NullConnector:
-    """Connecting fails, reading is an error; everything else does nothing."""
+    """Connections and reads fail; all other calls do nothing."""
 
     def __init__(self, agent: str = "", rank: LocalRank = SINGLE_RANK) -> None:
         self._agent = agent
         self._local_rank = rank
-        self._outbox = CompletionQueue()
+        self._completions = CompletionQueue()
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
-        self._outbox.on_progress = on_progress
+        self._completions.on_progress = on_progress
         return RankKV(self._agent, b"", region, layout, self._local_rank.share)
 
     def connect(self, peer: Peer) -> None:
-        self._outbox.failed(peer.epoch, "this node was started without a KV connector")
+        self._completions.peer_failed(peer.epoch, "this node was started without a KV connector")
 
     def disconnect(self, epoch: str) -> None:
         pass
 
     def read(self, read: KVRead) -> None:
-        self._outbox.refused(read, "this node was started without a KV connector")
+        self._completions.read_refused(read, "this node was started without a KV connector")
 
     def poll(self) -> KVConnectorOutput:
-        return self._outbox.drain()
+        return self._completions.drain()
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The connector of simulated nodes: reads end when their time is over, and move nothing."""
+"""The connector of simulated nodes: reads end after the time that their cost model says, and move nothing."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, R
 from pdserve.transports import UNKNOWN, Connected
 
 
-class _Timed(NamedTuple):
+class _TimedRead(NamedTuple):
     read: KVRead
     seconds: float
     ends_at: float  # of time.monotonic
 
 
 class SimulatedConnector:
-    """Reads go one after the other over this node's link, from whichever peer; what a peer sends at once is no limit.
+    """Reads one after the other, from all peers; a peer's sending rate is not limited.
 
-    It cannot see whether a peer lives, and connects to all. That is the front's to notice, whose stream to the peer
-    breaks: it disconnects then, and uses nothing that the peer's lease does not stand for.
+    It cannot see a dead peer and connects to all. The frontend notices the broken stream to the peer, disconnects, and
+    uses no KV without a lease that stood.
     """
 
     def __init__(self, agent: str, costs: SimulatedCosts) -> None:
         self._agent = agent
         self._costs = costs
-        self._outbox = CompletionQueue()
+        self._completions = CompletionQueue()
         self._layout: KVLayout | None = None
+        self._changed = threading.Condition()  # guards the fields below
         self._epochs: set[str] = set()
-        self._reads: deque[_Timed] = deque()  # in the order of their ends
-        self._changed = threading.Condition()  # guards all that follows, and the two above
+        self._reads: deque[_TimedRead] = deque()  # by time of their end
         self._busy_until = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
-        self._outbox.on_progress = on_progress
+        self._completions.on_progress = on_progress
         self._layout = layout
         self._thread.start()
         return RankKV(self._agent, b"simulated", region, layout)
@@ -49,30 +49,30 @@ class SimulatedConnector:
     def connect(self, peer: Peer) -> None:
         with self._changed:
             self._epochs.add(peer.epoch)
-        self._outbox.connected(Connected(peer.epoch, UNKNOWN, "simulated"))
+        self._completions.connected(Connected(peer.epoch, UNKNOWN, "simulated"))
 
     def disconnect(self, epoch: str) -> None:
         with self._changed:
             self._epochs.discard(epoch)
-            given_up = [timed for timed in self._reads if timed.read.epoch == epoch]
+            cancelled = [timed.read for timed in self._reads if timed.read.epoch == epoch]
             self._reads = deque(timed for timed in self._reads if timed.read.epoch != epoch)
-        for timed in given_up:
-            self._outbox.refused(timed.read, f"the connection to epoch {epoch} was given up")
+        for read in cancelled:
+            self._completions.read_refused(read, f"the connection to epoch {epoch} was given up")
 
     def read(self, read: KVRead) -> None:
         assert self._layout is not None
         with self._changed:
-            known = read.epoch in self._epochs
-            if known:
+            is_connected = read.epoch in self._epochs
+            if is_connected:
                 seconds = self._costs.of_read(len(read.local_blocks) * self._layout.block_size)
                 self._busy_until = max(self._busy_until, time.monotonic()) + seconds
-                self._reads.append(_Timed(read, seconds, self._busy_until))
+                self._reads.append(_TimedRead(read, seconds, self._busy_until))
                 self._changed.notify()
-        if not known:
-            self._outbox.refused(read, f"no connection to epoch {read.epoch}; connect to it first")
+        if not is_connected:
+            self._completions.read_refused(read, f"no connection to epoch {read.epoch}; connect to it first")
 
     def poll(self) -> KVConnectorOutput:
-        return self._outbox.drain()
+        return self._completions.drain()
 
     def close(self) -> None:
         with self._changed:
@@ -86,10 +86,10 @@ class SimulatedConnector:
         while (timed := self._next_ended()) is not None:
             num_blocks = len(timed.read.local_blocks)
             num_bytes = num_blocks * self._layout.block_bytes
-            self._outbox.ended(ReadResult(timed.read.read_id, "", num_bytes, num_blocks, timed.seconds))
+            self._completions.read_ended(ReadResult(timed.read.read_id, "", num_bytes, num_blocks, timed.seconds))
 
-    def _next_ended(self) -> _Timed | None:
-        """Wait for the end of a read; None when the connector is closed."""
+    def _next_ended(self) -> _TimedRead | None:
+        """Wait for the end of a read; return None when the connector is closed."""
         with self._changed:
             while not self._closed:
                 wait = self._reads[0].ends_at - time.monotonic() if self._reads else None

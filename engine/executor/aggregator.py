@@ -26,7 +26,7 @@ from pdserve.records import (
     StepOutput,
     StepPlan,
 )
-from pdserve.transports import Connected, joined
+from pdserve.transports import Connected, combine
 
 
 class OutputAggregator:
@@ -99,7 +99,7 @@ class OutputAggregator:
             return
         ranks[rank] = connection
         if len(ranks) == len(self._ranks):
-            self._merged["connected"].append(joined([ranks[each] for each in self._ranks]))
+            self._merged["connected"].append(combine([ranks[each] for each in self._ranks]))
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed

@@ -8,9 +8,9 @@ import pytest
 from kv_nodes import Reader, Source
 
 from connector.backends.nixl.nixl_connector import NixlConnector
-from connector.backends.nixl.transport import kind_of
+from connector.backends.nixl.transport import transport_of
 from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.transports import KINDS, UNKNOWN, Connected, joined
+from pdserve.transports import TRANSPORTS, UNKNOWN, Connected, combine
 
 LAYOUT = KVLayout(
     num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")
@@ -32,13 +32,13 @@ LOOPBACK = "rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)"
     ],
 )
 def test_the_fastest_lane_that_can_carry_the_memory_counts(lanes: str, device: str, kind: str) -> None:
-    assert kind_of(lanes, device) == kind
+    assert transport_of(lanes, device) == kind
 
 
 def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
-    for index, required in enumerate(KINDS):
-        met = [kind for kind in (*KINDS, "unknown") if Connected("e", kind).meets(required)]
-        assert met == list(KINDS[index:])
+    for index, required in enumerate(TRANSPORTS):
+        met = [kind for kind in (*TRANSPORTS, "unknown") if Connected("e", kind).meets(required)]
+        assert met == list(TRANSPORTS[index:])
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
     [(["tcp"], "tcp"), (["nvlink", "shm", "rdma"], "shm"), (["nvlink", UNKNOWN], UNKNOWN), (["shm", "shm"], "shm")],
 )
 def test_connections_of_several_ranks_are_as_slow_as_the_slowest(kinds: list[str], kind: str) -> None:
-    assert joined([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
+    assert combine([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
 
 
 def test_lanes_that_are_the_same_are_named_once() -> None:
     parts = [Connected("e", "shm", lanes) for lanes in ("a/x", "b/y", "a/x")]
-    assert joined(parts) == Connected("e", "shm", "a/x | b/y")
+    assert combine(parts) == Connected("e", "shm", "a/x | b/y")
 
 
 @pytest.mark.parametrize(("tls", "kind"), [(None, "shm"), ("tcp", "tcp")])

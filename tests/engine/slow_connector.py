@@ -37,17 +37,17 @@ class SlowConnector:
         self._epoch = epoch
         self._source_of = source_of
         self._peers: set[str] = set()
-        self._outbox = CompletionQueue()
+        self._completions = CompletionQueue()
 
     # ------------------------------------------------------------ a KVConnector
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
-        self._outbox.on_progress = on_progress
+        self._completions.on_progress = on_progress
         return RankKV(self._epoch, b"slow", region, layout)
 
     def connect(self, peer: Peer) -> None:
         self._peers.add(peer.epoch)
-        self._outbox.connected(Connected(peer.epoch, "shm"))
+        self._completions.connected(Connected(peer.epoch, "shm"))
 
     def disconnect(self, epoch: str) -> None:
         self._peers.discard(epoch)
@@ -57,13 +57,13 @@ class SlowConnector:
     def read(self, read: KVRead) -> None:
         source = self._source_of(read.epoch)
         if read.epoch not in self._peers or source is None:
-            self._outbox.refused(read, f"no connection to {read.epoch}")
+            self._completions.read_refused(read, f"no connection to {read.epoch}")
             return
         missing = deque(zip(read.local_blocks, read.remote_blocks, strict=True))
         self.transfers[read.read_id] = Transfer(read, source, missing)
 
     def poll(self) -> KVConnectorOutput:
-        return self._outbox.drain()
+        return self._completions.drain()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -79,8 +79,8 @@ class SlowConnector:
         elif transfer.doomed:
             self.fail(read_id)
         else:
-            self._outbox.ended(ReadResult(self.transfers.pop(read_id).order.read_id))
+            self._completions.read_ended(ReadResult(self.transfers.pop(read_id).order.read_id))
 
     def fail(self, read_id: int) -> None:
         """It ends with an error, whatever has landed; from now on nothing does."""
-        self._outbox.refused(self.transfers.pop(read_id).order, "the connection broke")
+        self._completions.read_refused(self.transfers.pop(read_id).order, "the connection broke")

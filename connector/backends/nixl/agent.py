@@ -1,7 +1,7 @@
-"""NIXL, and the only place that imports it: an agent with typed calls, our errors, and memory checked beforehand.
+"""NIXL: an agent with typed calls and our errors. No other file imports NIXL.
 
-All calls on one ``Agent`` are made from one thread. The bindings are used directly: the Python wrapper around them
-fixes the progress thread's delay at 0, which burns a core on an idle node.
+All calls on one ``NixlAgent`` come from one thread. The bindings are used directly: their Python wrapper fixes the
+progress thread's delay at 0, which uses a core on an idle node.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)
 
-# The progress thread sleeps in poll() and wakes when something arrives; this only bounds a wake-up that was missed.
+# The progress thread sleeps in poll() and wakes when data arrives; this only bounds a missed wake-up.
 PROGRESS_DELAY_US = 10_000
 
 
 class Disconnected(PeerError):
-    """The endpoint is dead: nothing that was posted to this peer can land any more."""
+    """The endpoint is dead: no posted transfer of this peer can land any more."""
 
 
 class NixlAgent:
-    """A NIXL agent with the UCX back end. Raises ConfigError without NIXL, CapacityError when it cannot start."""
+    """A NIXL agent with the UCX back end. Raises ConfigError without NIXL, CapacityError if it cannot start."""
 
     def __init__(self, name: str, timing: PeerTiming = DEFAULT_TIMING) -> None:
         with ucx.settings(timing):
@@ -52,7 +52,7 @@ class NixlAgent:
         self._registered: list[Any] = []
 
     def register(self, region: KVRegion) -> None:
-        """Let peers read, and transfers write, this memory. Raises CapacityError."""
+        """Register memory that peers may read and transfers may write. Raises CapacityError."""
         entry = (region.address, region.num_bytes, region.device_id, "")
         descriptors = self._lib.nixlRegDList(self._memory_type(region), [entry])
         try:
@@ -65,38 +65,38 @@ class NixlAgent:
         self._registered.append(descriptors)
 
     def metadata(self) -> bytes:
-        """What a peer needs to connect: addresses and the keys of registered memory."""
+        """Return what a peer needs to connect: addresses and keys of registered memory."""
         return bytes(self._agent.getLocalMD())
 
     def add(self, metadata: bytes) -> str:
-        """Connect to the agent described by ``metadata``; returns its name. Blocks for seconds. Raises PeerError."""
+        """Connect to the agent with this metadata and return its name. Blocks for seconds. Raises PeerError."""
         with self._translated("connecting"):
             return bytes(self._agent.loadRemoteMD(metadata)).decode(errors="replace")
 
     def remove(self, peer: str) -> None:
-        """Forget a peer. Transfers in flight would go on unseen, so none may be. Holds the GIL."""
+        """Forget a peer without transfers in flight: these would go on unseen. Holds the GIL."""
         with self._translated(f"removing {peer}"):
             self._agent.invalidateRemoteMD(peer)
 
-    def prepare(self, peer: str | None, region: KVRegion, side: BlockRanges) -> int:
-        """Descriptors of one side of a cut; ``peer`` None for our own memory. Raises PeerError."""
-        strided = np.empty((len(side.offsets), 5), dtype=np.uint64)
-        strided[:, 0] = np.uint64(region.address) + side.offsets.astype(np.uint64)
-        strided[:, 1] = side.num_bytes
-        strided[:, 2:] = region.device_id, side.block_bytes, side.num_blocks
+    def prepare(self, peer: str | None, region: KVRegion, ranges: BlockRanges) -> int:
+        """Prepare the descriptors of all blocks; ``peer`` None is our own memory. Raises PeerError."""
+        strided = np.empty((len(ranges.offsets), 5), dtype=np.uint64)
+        strided[:, 0] = np.uint64(region.address) + ranges.offsets.astype(np.uint64)
+        strided[:, 1] = ranges.num_bytes
+        strided[:, 2:] = region.device_id, ranges.block_bytes, ranges.num_blocks
         owner = self._lib.NIXL_INIT_AGENT if peer is None else peer
         with self._translated("preparing block descriptors"):
             return int(self._agent.prepXferDlist(owner, self._memory_type(region), strided, [self._backend]))
 
     def release(self, prepared: int) -> None:
-        """Give back what ``prepare`` returned."""
+        """Free descriptors made by ``prepare``."""
         with self._translated("releasing block descriptors"):
             self._agent.releasedDlistH(prepared)
 
     def read(
         self, local: int, local_ids: NDArray[np.int32], remote: int, remote_ids: NDArray[np.int32]
     ) -> NixlTransfer:
-        """A transfer, not yet posted, between prepared descriptors. NIXL merges adjacent ones. Raises PeerError."""
+        """Create a transfer between prepared descriptors; NIXL merges adjacent ones. Raises PeerError."""
         with self._translated("creating a transfer"):
             handle = self._agent.makeXferReq(
                 self._lib.NIXL_READ, local, local_ids, remote, remote_ids, "", [self._backend], False
@@ -124,7 +124,7 @@ class NixlAgent:
 
 
 class NixlTransfer:
-    """One posted piece of a read. Its memory is in use until ``done`` says so or Disconnected is raised."""
+    """A transfer. Its local memory is in use until ``done`` returns True or raises Disconnected."""
 
     def __init__(self, agent: NixlAgent, handle: int) -> None:
         self._agent = agent
@@ -132,20 +132,20 @@ class NixlTransfer:
         self._released = False
 
     def __repr__(self) -> str:
-        return f"Transfer({self._handle:#x}, released={self._released})"
+        return f"NixlTransfer({self._handle:#x}, released={self._released})"
 
     def post(self) -> bool:
-        """Start. True when it is done already: copies within a host happen in this call. Raises PeerError."""
+        """Start, and return whether it is done: copies within a host happen in this call. Raises PeerError."""
         with self._agent._translated("posting a read"):
             return self._is_done(self._agent._agent.postXferReq(self._handle, ""))
 
     def done(self) -> bool:
-        """Whether all bytes have arrived. Raises Disconnected, or PeerError when that is not to be known."""
+        """Whether all bytes have arrived. Raises Disconnected, or PeerError if the state is unknown."""
         with self._agent._translated("reading"):
             return self._is_done(self._agent._agent.getXferStatus(self._handle))
 
     def release(self) -> None:
-        """Give the handle back, once the transfer has ended. Idempotent."""
+        """Free the handle of an ended transfer. Idempotent."""
         if not self._released:
             self._released = True
             with self._agent._translated("releasing a transfer"):
@@ -160,7 +160,7 @@ class NixlTransfer:
 
 
 def _library() -> Any:
-    """The bindings for the CUDA at hand. The package ``nixl`` would import torch; these do not."""
+    """Import the bindings for the installed CUDA. The package ``nixl`` would import torch; these do not."""
     names = ["nixl_cu12", "nixl_cu13"]
     if _cuda_driver() >= 13_000:
         names.reverse()
@@ -170,7 +170,7 @@ def _library() -> Any:
             continue
         try:
             bindings = importlib.import_module(f"{name}._bindings")
-        except ImportError as error:  # its CUDA libraries are missing; the other build may do
+        except ImportError as error:  # its CUDA libraries are missing; the other build may work
             reasons.append(f"{name}: {error}")
             continue
         logger.debug("using %s", name)
@@ -179,13 +179,13 @@ def _library() -> Any:
 
 
 def _errors(bindings: Any) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions, which have no base class, and what the bindings make of C++ exceptions."""
+    """Return NIXL's exceptions, which have no base class, and those the bindings make of C++ exceptions."""
     names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return (*(getattr(bindings, name) for name in names), RuntimeError, ValueError, MemoryError)
 
 
 def _cuda_driver() -> int:
-    """Version of the newest CUDA the driver supports, 12080 for 12.8; 0 without a driver."""
+    """Return the newest CUDA version of the driver, 12080 for 12.8; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no GPU driver on this machine

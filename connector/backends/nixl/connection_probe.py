@@ -1,16 +1,15 @@
-"""Trying out a peer before the agent that carries the traffic connects to it.
+"""Connection probe: try a new peer on a separate agent and thread before the traffic's agent connects to it.
 
-Connecting to a host that does not answer blocks for seconds, and NIXL holds the lock of the agent's UCX worker all
-that time: reads from every other peer would stand still. An agent of its own, on a thread of its own, takes that wait.
+Connecting to an unresponsive host blocks for seconds, and NIXL holds the lock of the agent's UCX worker all that time:
+reads from all other peers would stand still.
 
-It is another agent for every rank of a peer, since UCX names the lanes of a connection only where it is the worker's
-first one with these lanes. The traffic's agent will get the same: both run in one process with one configuration.
+Each rank of a peer is probed by an agent of its own: UCX logs the lanes of a connection only if they are the first such
+lanes of its worker. The traffic's agent gets the same lanes: both run in one process with one configuration.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -22,35 +21,33 @@ from pdserve.errors import PdserveError, PeerError
 from pdserve.records import Peer, RankKV
 from pdserve.rpc.timeouts import PeerTiming
 
-logger = logging.getLogger(__name__)
-
 Sources = tuple[SourceRank, ...]
-Lanes = tuple[str, ...]  # UCX's, by source; "" where unknown
-Report = Callable[[Peer, Sources, Lanes, str], None]  # the last is the reason it failed, or ""
+Lanes = tuple[str, ...]  # UCX's, by source; "" if unknown
+OnProbed = Callable[[Peer, Sources, Lanes, str], None]  # the last is the reason of a failure, or ""
 
-_LINGER_SECONDS = 1.0  # the peer connects back meanwhile; if it found nobody there, it would log a warning
+_LINGER_SECONDS = 1.0  # the peer connects back meanwhile; without an agent it would log a warning
 
-_numbers = itertools.count()  # within the process, as is UCX's log
+_numbers = itertools.count()  # unique in the process, as UCX's log is
 
 
 class ConnectionProbe:
-    """Connects to peers one after the other and reports; lets go of each connection at once."""
+    """Connects to peers one after the other, reports each, and closes the connection at once."""
 
-    def __init__(self, name: str, timing: PeerTiming, report: Report) -> None:
+    def __init__(self, name: str, timing: PeerTiming, on_probed: OnProbed) -> None:
         self._name = name
         self._timing = timing
-        self._report = report
-        self._orders: queue.SimpleQueue[tuple[Peer, Sources] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"kv-scout-{name}", daemon=True)
+        self._on_probed = on_probed
+        self._peers: queue.SimpleQueue[tuple[Peer, Sources] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-probe-{name}", daemon=True)
         self._thread.start()
 
-    def visit(self, peer: Peer, sources: Sources) -> None:
-        """Order a visit to these ranks of a peer; ``report`` is called from the scout's thread, once."""
-        self._orders.put((peer, sources))
+    def probe(self, peer: Peer, sources: Sources) -> None:
+        """Queue a probe of these ranks of a peer; the probe's thread calls ``on_probed`` once."""
+        self._peers.put((peer, sources))
 
     def close(self, timeout: float) -> None:
-        """Stop, waiting at most ``timeout`` seconds for a visit under way."""
-        self._orders.put(None)
+        """Stop, waiting at most ``timeout`` seconds for a probe under way."""
+        self._peers.put(None)
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -58,23 +55,23 @@ class ConnectionProbe:
         while (order := self._next_order(agents)) is not None:
             peer, sources = order
             try:
-                lanes = tuple(self._visit(peer, source.rank, agents) for source in sources)
+                lanes = tuple(self._connect(peer, source.rank, agents) for source in sources)
             except PdserveError as error:
-                self._report(peer, sources, (), str(error))
+                self._on_probed(peer, sources, (), str(error))
             else:
-                self._report(peer, sources, lanes, "")
+                self._on_probed(peer, sources, lanes, "")
         _close(agents)
 
     def _next_order(self, agents: list[NixlAgent]) -> tuple[Peer, Sources] | None:
         try:
-            return self._orders.get(timeout=_LINGER_SECONDS if agents else None)
+            return self._peers.get(timeout=_LINGER_SECONDS if agents else None)
         except queue.Empty:
             _close(agents)
-            return self._orders.get()
+            return self._peers.get()
 
-    def _visit(self, peer: Peer, rank: RankKV, agents: list[NixlAgent]) -> str:
-        """The lanes of a connection to that rank. The agent that made it is added to ``agents``."""
-        worker = f"scout-{next(_numbers)} "  # in front: UCX cuts names off at 31 characters
+    def _connect(self, peer: Peer, rank: RankKV, agents: list[NixlAgent]) -> str:
+        """Connect to a rank and return the lanes. The agent is added to ``agents``."""
+        worker = f"probe-{next(_numbers)} "  # a prefix: UCX cuts names off at 31 characters
         agents.append(NixlAgent(worker + self._name, self._timing))
         with naming_rank(peer, rank):
             try:

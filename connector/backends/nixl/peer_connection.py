@@ -1,10 +1,10 @@
-"""A connected peer: a link to each of its ranks that hold something of ours, and the reads over all of them.
+"""Connection to a peer: one RankConnection per source rank, and the reads over all of them.
 
-    a read ──planned for each──► Link to rank 1 ──pieces──► ┐
-                                 Link to rank 3 ──pieces──► ┴ all have ended: the read has ended, in one ReadResult
+    a read ──planned for each──► rank 1 ──chunks──► ┐
+                                 rank 3 ──chunks──► ┴ all have ended: the read has ended, with one ReadResult
 
-It stands and falls as one. It is connected when all links are; where one breaks the others are given up, since no read
-could end well any more. Their pieces in flight are waited for all the same.
+It is connected when all its ranks are. If one rank fails, the others are given up, since no read could succeed; their
+chunks in flight are still polled to their end.
 """
 
 from __future__ import annotations
@@ -14,139 +14,145 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from connector.backends.nixl import transport, ucx
-from connector.backends.nixl.rank_link import Home, Pull, RankLink
-from connector.backends.nixl.traffic import LinkTraffic
+from connector.backends.nixl import ucx
+from connector.backends.nixl.rank_connection import PendingRead, RankConnection, TransferContext
+from connector.backends.nixl.transfer_stats import TransferStats
+from connector.backends.nixl.transport import transport_of
 from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import SourceRank, error_prefix, naming_rank
 from pdserve.errors import PeerError
 from pdserve.records import KVRead, Peer, ReadResult
-from pdserve.transports import Connected, joined
+from pdserve.transports import Connected, combine
 
 logger = logging.getLogger(__name__)
 
 
 class PeerConnection:
-    """Used on the owner thread only. ``lanes`` are UCX's, by source.
+    """Used on the owner thread only. ``lanes`` has UCX's lanes for each source.
 
-    Raises PeerError when a rank cannot be connected to, or its memory is not what it says. The outbox learns that the
-    peer is connected once a first small read from every rank has succeeded; and once if that does not last.
+    Raises PeerError if a rank cannot be connected to or its memory is not what it announced. ``completions`` gets the
+    connection after a first small read from every rank, and its failure once if it fails later.
     """
 
     def __init__(
-        self, home: Home, outbox: CompletionQueue, peer: Peer, sources: Sequence[SourceRank], lanes: Sequence[str]
+        self,
+        context: TransferContext,
+        completions: CompletionQueue,
+        peer: Peer,
+        sources: Sequence[SourceRank],
+        lanes: Sequence[str],
     ) -> None:
-        self.connected = joined([_way(home, peer, *pair) for pair in zip(sources, lanes, strict=True)])
+        self.connected = combine(
+            [_connected(context, peer, source, of_source) for source, of_source in zip(sources, lanes, strict=True)]
+        )
         self.ready = False
-        self.lost = ""  # why, once nothing is read any more
-        self.lost_at = 0.0
+        self.failure = ""  # reason, once nothing is read any more
+        self.failed_at = 0.0
         self._name = f"{peer.node_id} (epoch {peer.epoch})"
-        self._outbox = outbox
-        self._traffic = LinkTraffic()
+        self._completions = completions
+        self._stats = TransferStats()
         self._block_bytes = sum(source.slices.num_bytes for source in sources)
         self._num_ranges = sum(source.slices.num_ranges for source in sources)
-        self._links: list[RankLink] = []
+        self._ranks: list[RankConnection] = []
         try:
             for source in sources:
                 with naming_rank(peer, source.rank):
-                    self._links.append(RankLink(home, source, error_prefix(peer, source.rank), self._break))
+                    prefix = error_prefix(peer, source.rank)
+                    self._ranks.append(RankConnection(context, source, prefix, self._report_failure))
         except PeerError:
-            self._close_links()
+            self._close_ranks()
             raise
-        greeting = Pull(len(self._links), self._greeted)
-        for link in self._links:
-            link.greet(greeting)
+        test = PendingRead(len(self._ranks), self._tested)
+        for rank in self._ranks:
+            rank.test_read(test)
 
     @property
     def busy(self) -> bool:
-        return any(link.busy for link in self._links)
+        return any(rank.busy for rank in self._ranks)
 
     @property
     def drained(self) -> bool:
-        """Nothing of this peer can land any more, nor will be posted."""
-        return bool(self.lost) and all(link.drained for link in self._links)
+        """Whether nothing from this peer can land any more or will be posted."""
+        return bool(self.failure) and all(rank.drained for rank in self._ranks)
 
     def submit(self, read: KVRead, ordered_at: float) -> None:
-        """Queue a read; one that cannot be done ends at once. Its time counts from ``ordered_at``."""
+        """Queue a read; an impossible one ends at once. Its time counts from ``ordered_at``."""
         try:
-            if self.lost:
-                raise PeerError(self.lost)
-            plans = [link.plan(read) for link in self._links]
+            if self.failure:
+                raise PeerError(self.failure)
+            plans = [rank.plan(read) for rank in self._ranks]
         except PeerError as error:
-            self._outbox.refused(read, f"{self._name}: {error}")
+            self._completions.read_refused(read, f"{self._name}: {error}")
             return
-        self._traffic.begin(ordered_at)
-        num_descriptors = sum(piece.num_ranges for pieces in plans for piece in pieces)
+        self._stats.begin(ordered_at)
+        num_descriptors = sum(chunk.num_ranges for chunks in plans for chunk in chunks)
         end = partial(self._end, read, num_descriptors)
-        pull = Pull(sum(map(len, plans)), end)
+        pending = PendingRead(sum(map(len, plans)), end)
         if not read.local_blocks:
             end("")
-        for link, pieces in zip(self._links, plans, strict=True):
-            link.submit(pull, pieces)
+        for rank, chunks in zip(self._ranks, plans, strict=True):
+            rank.submit(pending, chunks)
 
     def advance(self) -> bool:
-        """Let every link take a step; True when anything moved."""
-        moved = [link.advance() for link in self._links]  # all, so no any(…) around it
-        return True in moved
+        """Advance all ranks. Return whether anything moved."""
+        moved = [rank.advance() for rank in self._ranks]  # a list: any() would stop at the first
+        return any(moved)
 
-    def give_up(self, reason: str) -> None:
-        """Read nothing more. Reads end with ``reason`` as soon as nothing of theirs is in flight."""
-        if self.lost:
+    def fail(self, reason: str) -> None:
+        """Read nothing more. Reads end with ``reason`` once none of their chunks is in flight."""
+        if self.failure:
             return
-        self.lost, self.lost_at = reason, time.monotonic()
-        for link in self._links:
-            link.give_up(reason)
+        self.failure, self.failed_at = reason, time.monotonic()
+        for rank in self._ranks:
+            rank.fail(reason)
 
-    def abandon(self) -> None:
-        """Make what is in flight end now."""
-        for link in self._links:
-            link.abandon()
+    def abort(self) -> None:
+        """Make the transfers in flight end now."""
+        for rank in self._ranks:
+            rank.abort()
 
     def close(self) -> None:
-        """Let the agent forget this peer; only once drained, or when the agent is destroyed right after."""
-        logger.info("connection to %s closed (%s): %s", self._name, self.lost or "node stopped", self._traffic)
-        self._close_links()
+        """Forget this peer in the agent; only once drained, or right before the agent is destroyed."""
+        logger.info("connection to %s closed (%s): %s", self._name, self.failure or "node stopped", self._stats)
+        self._close_ranks()
 
-    def _close_links(self) -> None:
-        for link in self._links:
-            link.close()
+    def _close_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.close()
 
-    def _break(self, reason: str) -> None:
-        """A link broke."""
-        if not self.lost:
-            self.give_up(reason)
-            self._outbox.failed(self.connected.epoch, f"{self._name}: {reason}")
+    def _report_failure(self, reason: str) -> None:
+        if not self.failure:
+            self.fail(reason)
+            self._completions.peer_failed(self.connected.epoch, f"{self._name}: {reason}")
 
-    def _greeted(self, error: str) -> None:
-        if error:  # a link broke, and that was told
+    def _tested(self, error: str) -> None:
+        if error:  # a rank failed, and reported that
             return
         self.ready = True
-        ucx.log().pass_on()
+        ucx.log().forward()
         logger.info(
             "connected to %s over %s, ranks: %d, ranges of bytes per block: %d (UCX lanes: %s)",
-            *(self._name, self.connected.transport, len(self._links), self._num_ranges),
-            self.connected.lanes or "unknown, its log is not ours",
+            *(self._name, self.connected.transport, len(self._ranks), self._num_ranges),
+            self.connected.lanes or "unknown, UCX_LOG_FILE or UCX_LOG_LEVEL is set",
         )
-        self._outbox.connected(self.connected)
+        self._completions.connected(self.connected)
 
     def _end(self, read: KVRead, num_descriptors: int, error: str) -> None:
         if error:
-            seconds = self._traffic.end(0, 0, failed=True)
-            result = ReadResult(read.read_id, f"{self._name}: {error}", seconds=seconds)
-            self._outbox.ended(result)
+            seconds = self._stats.end(0, 0, failed=True)
+            self._completions.read_ended(ReadResult(read.read_id, f"{self._name}: {error}", seconds=seconds))
             return
         num_bytes = len(read.local_blocks) * self._block_bytes
-        seconds = self._traffic.end(num_bytes, num_descriptors, failed=False)
-        self._outbox.ended(ReadResult(read.read_id, "", num_bytes, num_descriptors, seconds))
-        if self._traffic.num_reads == 1 and self.connected.transport == "tcp":
+        seconds = self._stats.end(num_bytes, num_descriptors, failed=False)
+        self._completions.read_ended(ReadResult(read.read_id, "", num_bytes, num_descriptors, seconds))
+        if self._stats.num_reads == 1 and self.connected.transport == "tcp":
             logger.warning(
                 "KV of %s comes over TCP, at %.2f GB/s; check UCX_TLS and UCX_NET_DEVICES, or refuse that with "
                 "--require-transport (UCX lanes: %s)",
-                *(self._name, self._traffic.rate, self.connected.lanes),
+                *(self._name, self._stats.rate, self.connected.lanes),
             )
 
 
-def _way(home: Home, peer: Peer, source: SourceRank, lanes: str) -> Connected:
-    """Which way the bytes of one link take."""
-    devices = home.region.device, source.rank.region.device
-    return Connected(peer.epoch, transport.kind_of(lanes, "cuda" if "cuda" in devices else "cpu"), lanes)
+def _connected(context: TransferContext, peer: Peer, source: SourceRank, lanes: str) -> Connected:
+    devices = context.region.device, source.rank.region.device
+    return Connected(peer.epoch, transport_of(lanes, "cuda" if "cuda" in devices else "cpu"), lanes)

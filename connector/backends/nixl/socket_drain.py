@@ -1,10 +1,10 @@
-"""Connections that were cut because the peer hangs: what it still sends when it wakes up is read, and thrown away.
+"""Read and discard what a hung peer still sends on a connection that was shut.
 
-UCX ends a process that has reads to answer on a connection that is gone ("Fatal: unexpected error"): a peer that hung
-for a moment would not survive that we gave up on it. Therefore only our reading end is shut:
+UCX ends a process that answers reads on a connection that is gone ("Fatal: unexpected error"): a peer that hung for a
+moment would not survive. Therefore only our reading end is shut:
 
     our UCX ──╳ end of stream: endpoint dead, nothing can land any more
-              └── a duplicate of the socket: the peer's answers end here ◄── the peer, when it wakes up
+              └── a duplicate of the socket reads the answers ◄── the peer, when it continues
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import socket
 import threading
 import time
 
-_KEEP_SECONDS = 300.0  # for a peer to wake up
-_QUIET_SECONDS = 1.0  # after something came, until that was all
-_NAP = 0.02  # seconds
+_KEEP_SECONDS = 300.0  # time for a peer to continue
+_QUIET_SECONDS = 1.0  # silence after data, until all has been sent
+_POLL_SECONDS = 0.02
 _BUFFER_BYTES = 1 << 18
 _ESTABLISHED = 1  # tcpi_state of tcp(7)
 
 
-class _Remnant:
+class _DrainedSocket:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._until = time.monotonic() + _KEEP_SECONDS
 
     def drain(self, buffer: bytearray) -> bool:
-        """Throw away what has come; False when nothing more is to be expected, and the socket is closed."""
+        """Discard received data. Return False once no more is expected; the socket is then closed."""
         try:
             while self._connection.recv_into(buffer, 0, socket.MSG_DONTWAIT):
                 self._until = time.monotonic() + _QUIET_SECONDS
@@ -44,30 +44,30 @@ class _Remnant:
 
 
 class SocketDrain:
-    """One for the process. Its thread lives while there is something to wait for."""
+    """One per process. Its thread lives while there are sockets to drain."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._remnants: list[_Remnant] = []
+        self._sockets: list[_DrainedSocket] = []
 
-    def take(self, connection: socket.socket) -> bool:
-        """Shut the reading end of a connection down, and keep the socket. False when it was broken already."""
+    def add(self, connection: socket.socket) -> bool:
+        """Shut the reading end of a connection and drain the socket. Return False if it was already broken."""
         try:
             connection.shutdown(socket.SHUT_RD)
         except OSError:
             connection.close()
             return False
         with self._lock:
-            self._remnants.append(_Remnant(connection))
-            if len(self._remnants) == 1:
-                threading.Thread(target=self._run, name="kv-drain", daemon=True).start()
+            self._sockets.append(_DrainedSocket(connection))
+            if len(self._sockets) == 1:
+                threading.Thread(target=self._run, name="kv-socket-drain", daemon=True).start()
         return True
 
     def _run(self) -> None:
         buffer = bytearray(_BUFFER_BYTES)
         while True:
-            time.sleep(_NAP)
+            time.sleep(_POLL_SECONDS)
             with self._lock:
-                self._remnants = [remnant for remnant in self._remnants if remnant.drain(buffer)]
-                if not self._remnants:
+                self._sockets = [each for each in self._sockets if each.drain(buffer)]
+                if not self._sockets:
                     return

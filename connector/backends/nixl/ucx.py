@@ -1,4 +1,4 @@
-"""UCX, the library under NIXL: its settings, its log, and the sockets it opened."""
+"""UCX, the library under NIXL: its settings, its log, and its sockets."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from pdserve.rpc.timeouts import PeerTiming
 
 logger = logging.getLogger(__name__)
 
-DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # UCX takes SIGHUP otherwise
+DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # otherwise UCX handles SIGHUP
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
 _LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
-_LEVELS = {"FATAL": logging.CRITICAL, "ERROR": logging.WARNING, "WARN": logging.WARNING}  # errors are translated above
+_LEVELS = {
+    "FATAL": logging.CRITICAL,
+    "ERROR": logging.WARNING,
+    "WARN": logging.WARNING,
+}  # errors reach callers as exceptions
 
 
 class UcxLog:
-    """What UCX writes to its log, passed on to ``logging``; from it we learn the lanes of connections.
+    """UCX's log, forwarded to ``logging``. It is the only source of the lanes of connections.
 
-    UCX opens its log once per process. An anonymous file in memory leaves nothing behind, whatever ends the process.
+    UCX opens its log once per process. An anonymous file in memory vanishes with the process.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, str] = {}  # of the newest kind of connection, by worker
+        self._lanes: dict[str, str] = {}  # of the latest new kind of connection, by worker
         self._file = os.memfd_create("ucx-log", os.MFD_CLOEXEC)
-        self._read = 0  # bytes passed on already
+        self._read = 0  # bytes forwarded so far
         self._lock = threading.Lock()
 
     @property
@@ -41,26 +45,26 @@ class UcxLog:
         return f"/proc/self/fd/{self._file}"
 
     def take_lanes(self, worker: str) -> str:
-        """Those of the connection that the worker whose name begins so made last, "" if unknown. Then forgets them.
+        """Remove and return the lanes of the last connection of a worker, given by a prefix of its name; "" if unknown.
 
-        A worker names the lanes of a connection only where it has none with the same lanes yet.
+        A worker logs the lanes of a connection only if they are the first such lanes.
         """
-        self.pass_on()
+        self.forward()
         with self._lock:
             names = [name for name in self._lanes if name.startswith(worker)]
             return [self._lanes.pop(name) for name in names][-1] if names else ""
 
-    def pass_on(self) -> None:
-        """Log what UCX has written since the last call."""
+    def forward(self) -> None:
+        """Log the lines that UCX has written since the last call."""
         with self._lock:
             ctypes.CDLL(None).fflush(None)  # UCX writes through a buffered stream
             data = os.pread(self._file, os.fstat(self._file).st_size - self._read, self._read)
             whole = data[: data.rfind(b"\n") + 1]
             self._read += len(whole)
             for line in whole.decode(errors="replace").splitlines():
-                self._take(line)
+                self._forward_line(line)
 
-    def _take(self, line: str) -> None:
+    def _forward_line(self, line: str) -> None:
         match = _LOG_LINE.match(line)
         if match is None:
             logger.debug("%s", line)
@@ -76,7 +80,7 @@ _log_lock = threading.Lock()
 
 
 def log() -> UcxLog:
-    """The log of this process."""
+    """Return the log of this process."""
     global _log
     with _log_lock:
         if _log is None:
@@ -86,9 +90,9 @@ def log() -> UcxLog:
 
 @contextmanager
 def settings(timing: PeerTiming) -> Iterator[None]:
-    """Sets what UCX reads from the environment while it starts, except where the user has set it.
+    """Set UCX's environment variables while it starts, except those that the user has set.
 
-    The environment is restored afterwards, so that processes started later do not take our settings for the user's.
+    They are removed afterwards: processes started later must not take them for the user's.
     """
     defaults = timing.ucx_settings | DEBUG_SIGNAL_OFF
     if "UCX_LOG_FILE" not in os.environ and "UCX_LOG_LEVEL" not in os.environ:
@@ -107,20 +111,20 @@ _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info, an ui
 
 
 def shut_sockets(metadata: bytes) -> int:
-    """Shut down the TCP connections of this process to the peer with this NIXL metadata; returns how many.
+    """Shut this process's TCP connections to the peer with this NIXL metadata; return how many.
 
-    The one way to end a transfer with a peer that hangs: UCX then sees the end of the stream, declares the endpoint
-    dead and fails what is under way, and no byte can arrive any more. Removing the agent or releasing the handle does
-    not do that: the bytes still land once the peer wakes up. Other transports do not need it, their reads do not
-    involve the peer's CPU. Towards the peer the connection stays open for a while (socket_drain.py).
+    No other way ends a transfer with a hung peer: UCX sees the end of the stream, declares the endpoint dead and fails
+    its transfers, and no byte can arrive any more. After removing the agent or releasing the handle, bytes would still
+    land once the peer continues. Other transports do not need this: their reads do not involve the peer's CPU. Towards
+    the peer the connection stays open for a while (socket_drain.py).
 
     UCX writes its listening ports, and addresses that are not loopback, into the metadata in network byte order.
     """
-    return sum(_drain.take(connection) for connection in _connections_to(metadata))
+    return sum(_drain.add(connection) for connection in _connections_to(metadata))
 
 
 def received_bytes(metadata: bytes) -> int:
-    """What has come so far over this process's TCP connections to the peer with this NIXL metadata; 0 if none is."""
+    """Return the bytes received over this process's open TCP connections to the peer with this NIXL metadata."""
     total = 0
     for connection in _connections_to(metadata):
         with connection:
@@ -130,7 +134,7 @@ def received_bytes(metadata: bytes) -> int:
 
 
 def _connections_to(metadata: bytes) -> Iterator[socket.socket]:
-    """Duplicates of those sockets: UCX may close its own. The caller closes them."""
+    """Yield duplicates of the sockets, which the caller closes: UCX may close its own."""
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
