@@ -78,7 +78,7 @@ async def cpu(process: psutil.Process, seconds: float, url: str | None) -> float
         async def turn() -> None:
             if url is not None:
                 answer = (await client.get(url, params=seen)).json()
-                seen["life"], seen["second"] = answer["life"], (answer["history"]["seconds"] or [seen["second"]])[-1]
+                seen["epoch"], seen["second"] = answer["epoch"], (answer["history"]["seconds"] or [seen["second"]])[-1]
             await asyncio.sleep(1.0)
 
         for _ in range(3):  # all nodes have been asked twice
@@ -110,7 +110,7 @@ async def run(num_nodes: int, seconds: float) -> None:
 
 
 def latest(report: dict[str, Any]) -> dict[str, Any]:
-    return {"life": report["life"], "second": report["history"]["seconds"][-1]}
+    return {"epoch": report["epoch"], "second": report["history"]["seconds"][-1]}
 
 
 def main() -> None:

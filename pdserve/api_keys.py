@@ -1,7 +1,6 @@
-"""API keys: how one is made, and what is kept of it.
+"""API keys and their hashes.
 
-Only hashes are stored. A key is 256 random bits, so that a plain SHA-256 of it cannot be searched; passwords would need
-a slow hash.
+Only hashes are stored. A key has 256 random bits, so a plain SHA-256 suffices; passwords would need a slow hash.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import hashlib
 import re
 import secrets
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # fit for logs, labels and TOML
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # valid in logs, metrics labels and TOML
 
 
 def new_key() -> str:
@@ -23,5 +22,5 @@ def key_digest(key: bytes) -> bytes:
 
 
 def key_entry(name: str, key: str) -> str:
-    """What the file of ``--api-keys`` says of a key."""
+    """The entry of a key in the file of ``--api-keys``."""
     return f'[keys."{name}"]\nsha256 = "{key_digest(key.encode()).hex()}"\n'

@@ -1,6 +1,6 @@
-"""What a router tells at ``/dashboard/state``: its page and ``pdserve top`` show it. A rate is per second.
+"""The JSON of ``/dashboard/state``, for the dashboard's page and ``pdserve top``. Rates are per second.
 
-What is None is not known, or nothing of the kind has happened.
+None means unknown, or no event of that kind.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class LiveTraffic(msgspec.Struct, frozen=True):
-    """Of the router's clients. Rates are of the last 10 s, all else of the last minute."""
+    """The router's clients. Rates cover the last 10 s, other counts and quantiles the last minute."""
 
     running: int  # requests now
-    waiting: int  # requests now, for a place (--max-inflight)
-    request_rate: float  # that have ended
-    failure_rate: float  # of these, by no fault of the client
+    waiting: int  # requests now, for a slot (--max-inflight)
+    request_rate: float  # finished requests
+    failure_rate: float  # finished requests that failed, client errors excluded
     prompt_token_rate: float
     output_token_rate: float
-    cached_share: float | None  # of prompt tokens, in a prefix cache
-    outcomes: dict[str, int]  # how requests have ended: ok, disconnected, or the kind of error
+    cached_share: float | None  # share of prompt tokens found in a prefix cache
+    outcomes: dict[str, int]  # finished requests by ok, disconnected, or error type
     ttft: Quantiles
     itl: Quantiles
 
 
 class LiveModel(msgspec.Struct, frozen=True):
-    """How many of its nodes are ready, of how many."""
+    """Ready and total nodes of a model."""
 
     name: str
     prefill_ready: int
@@ -42,40 +42,39 @@ class LiveModel(msgspec.Struct, frozen=True):
     decode: int
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """What only the node knows, asked for while somebody looks; rates of some 10 s."""
+class LiveNodeStats(msgspec.Struct, frozen=True):
+    """Statistics that the router polls from a node while a dashboard is open; rates over about 10 s."""
 
     leased_blocks: int
     prompt_token_rate: float
     output_token_rate: float
-    cached_share: float | None  # of prompt tokens, in its prefix cache
+    cached_share: float | None  # share of prompt tokens in the node's prefix cache
 
 
 class LiveNode(msgspec.Struct, frozen=True):
-    """``state`` is one of the node's own (loading, connecting, ready, stuck, draining), or one that the router gives:
+    """``state`` is the node's own (loading, connecting, ready, stuck, draining), or the router's:
 
-    "lost" and "unreachable", whether it has been heard of or never was, and "unused", where it serves another model or
-    is of another role.
+    "lost" after contact, "unreachable" before any, "unused" for another model or role.
     """
 
-    name: str  # "" while it is not known
+    name: str  # "" before contact
     role: str  # prefill or decode
     address: str
     model: str
     state: str
-    lost_seconds: float | None = None  # since it was lost
+    lost_seconds: float | None = None
     running: int = 0
     waiting: int = 0
-    backlog_tokens: int = 0  # of prompts, to be computed here
-    backlog_seconds: float = 0.0  # that these will take
+    backlog_tokens: int = 0  # prompt tokens to compute
+    backlog_seconds: float = 0.0  # estimated time to compute them
     free_blocks: int = 0
     total_blocks: int = 0
-    step_seconds: float | None = None  # of a decode node, with as many sequences as run
-    measured: Measured | None = None
+    step_seconds: float | None = None  # estimated decode step at the current batch size
+    stats: LiveNodeStats | None = None
 
 
 class LiveHandoffs(msgspec.Struct, frozen=True):
-    """Of all decode nodes together, of some 10 s; ``exposed`` of the last minute in which somebody has looked."""
+    """All decode nodes together, over about 10 s; ``exposed`` covers the last minute of polling."""
 
     rate: float
     failure_rate: float
@@ -85,21 +84,21 @@ class LiveHandoffs(msgspec.Struct, frozen=True):
     exposed: Quantiles
 
 
-class LiveLink(msgspec.Struct, frozen=True):
-    """From a prefill node to a decode node, of some 10 s. Names are addresses where nothing better is known."""
+class LiveConnection(msgspec.Struct, frozen=True):
+    """KV reads of a decode node from a prefill node, over about 10 s. Nodes without a known name show an address."""
 
     prefill: str
     decode: str
-    transport: str  # "none" while not connected
+    transport: str  # "none": not connected
     byte_rate: float
-    speed: float | None  # bytes per second of those in which something was being read
+    throughput: float | None  # bytes per second of reading time
     read_failure_rate: float
 
 
 class LiveNow(msgspec.Struct, frozen=True):
-    """``links`` are those that are not connected, then the busiest of all ``num_links``, so many at most.
+    """``connections`` is a bounded part of all ``num_connections``: broken ones first, then the busiest.
 
-    ``handoffs`` is None until decode nodes have been asked twice.
+    ``handoffs`` is None until the decode nodes have been polled twice.
     """
 
     version: str
@@ -107,15 +106,15 @@ class LiveNow(msgspec.Struct, frozen=True):
     traffic: LiveTraffic
     nodes: list[LiveNode]
     handoffs: LiveHandoffs | None
-    links: list[LiveLink]
-    num_links: int
+    connections: list[LiveConnection]
+    num_connections: int
     num_connected: int
 
 
 class LiveHistory(msgspec.Struct, frozen=True):
-    """A point for each of ``seconds``, ascending, counted since the router's start.
+    """Parallel lists with one entry per second since the router's start, ascending.
 
-    Rates are of one second, times of the 10 s up to it, shares of KV blocks of ready nodes.
+    Rates cover one second, quantiles the last 10 s; ``kv_*`` are the used shares of the ready nodes' KV blocks.
     """
 
     seconds: list[int]
@@ -133,8 +132,11 @@ class LiveHistory(msgspec.Struct, frozen=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True):
-    """``history`` has the seconds after the one asked for, where ``life``, drawn at the router's start, is the same."""
+    """``history`` begins after the viewer's last second if the viewer names the current ``epoch``, else at the start.
 
-    life: str
+    ``epoch`` is a random id of the router process.
+    """
+
+    epoch: str
     now: LiveNow
     history: LiveHistory

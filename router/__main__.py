@@ -1,4 +1,4 @@
-"""``python -m router``: the router as a process of its own."""
+"""``python -m router``: the router process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from router.options import RouterOptions, parse_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes. A start that fails is one line on stderr and a non-zero status."""
+    """Serve until a signal. A failed start prints one line on stderr and returns a non-zero status."""
     return run_command(lambda: run(parse_options(argv)))
 
 
 def run(options: RouterOptions) -> int:
-    """Serve until a signal comes; raises, and tells the parent, when the router cannot start."""
+    """Serve until a signal. A failed start is reported to the parent and raised."""
     status = StatusWriter(options.status_fd)
     watch_lifeline(options.lifeline_fd)
     setup_logging("router", options.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # Read when gRPC starts. What a router forks executes another program at once; with gRPC's handlers around a fork
-    # the new process's pipe was closed now and then (4 of 28, on busy cores).
+    # gRPC reads this at start. The router's child processes exec at once; gRPC's fork handlers sometimes closed the
+    # child's pipe (4 of 28 starts on busy cores).
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    from router.server import serve  # imported here: a wrong flag is found without waiting for FastAPI
+    from router.server import serve  # a late import: a wrong flag is reported without loading FastAPI
 
     try:
         serve(options, status)

@@ -1,4 +1,4 @@
-"""What the router exports to Prometheus."""
+"""The router's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-disable_created_metrics()  # a second series for each, of when it began, that nobody looks at
+disable_created_metrics()  # no creation timestamps
 
 
 class RouterMetrics:
-    """One set per router, in a registry of its own. Series of known labels are there from the start, at 0."""
+    """One set per router, in its own registry. Series of known labels start at 0."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -34,85 +34,69 @@ class RouterMetrics:
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter(
             "pdserve_requests",
-            "Generating requests by endpoint and outcome (ok, disconnected, or the kind of error).",
+            "Generating requests by endpoint and outcome (ok, disconnected, or the error type).",
             ["endpoint", "outcome"],
         )
-        self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests now.")
+        self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests in progress.")
+        self.waiting = gauge("pdserve_requests_waiting", "Generating requests that wait for a slot.")
         self.prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
-        self.cached_tokens = counter(
-            "pdserve_cached_prompt_tokens", "Prompt tokens that a prefix cache had.", registry=self.registry
+        self.cached_tokens = counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
+        self.expected_cached_tokens = counter(
+            "pdserve_expected_cached_prompt_tokens",
+            "Prompt tokens expected in a prefix cache; compare pdserve_cached_prompt_tokens.",
         )
         self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
         self.ttft = FastHistogram(
             "pdserve_time_to_first_token_seconds",
-            "From the request's arrival to the first token of each prompt.",
+            "Time from the request's arrival to the first token of each prompt.",
             _TTFT_BUCKETS,
         )
-        self.registry.register(self.ttft)
         self.itl = FastHistogram(
-            "pdserve_inter_token_latency_seconds", "Between two tokens of a choice, as received.", _ITL_BUCKETS
+            "pdserve_inter_token_latency_seconds", "Time between two tokens of a choice, as received.", _ITL_BUCKETS
         )
+        self.registry.register(self.ttft)
         self.registry.register(self.itl)
         self.prepared = histogram(
             "pdserve_prepare_seconds",
-            "From a request's arrival to its prompts as tokens, when it begins to wait for a place.",
+            "Time from a request's arrival to its tokenized prompts, when it starts to wait for a slot.",
             buckets=_TTFT_BUCKETS,
         )
+        self.queued = histogram("pdserve_queue_seconds", "Time that requests waited for a slot.", buckets=_TTFT_BUCKETS)
         self.duration = histogram(
             "pdserve_request_duration_seconds",
-            "From a request's arrival to the end of its response.",
+            "Time from a request's arrival to the end of its response.",
             ["endpoint"],
             buckets=_DURATION_BUCKETS,
         )
-        self.waiting = gauge("pdserve_requests_waiting", "Of these, waiting for a place.")
-        self.queued = histogram(
-            "pdserve_queue_seconds",
-            "How long requests waited for a place.",
-            buckets=_TTFT_BUCKETS,
-        )
-        self.unauthorized = counter(
-            "pdserve_unauthorized_requests", "Requests without a known API key.", registry=self.registry
-        )
+        self.unauthorized = counter("pdserve_unauthorized_requests", "Requests without a valid API key.")
         self.key_reloads = counter(
             "pdserve_key_file_reloads",
-            "Changes of the file of API keys, by whether they took effect (ok, failed).",
+            "Changes of the API key file, by whether they took effect (ok, failed).",
             ["outcome"],
         )
-        for outcome in ("ok", "failed"):
-            self.key_reloads.labels(outcome)
         self.key_requests = counter(
-            "pdserve_key_requests",
-            "Generating requests by name of the API key and outcome.",
-            ["key", "outcome"],
+            "pdserve_key_requests", "Generating requests by API key name and outcome.", ["key", "outcome"]
         )
         self.key_tokens = counter(
-            "pdserve_key_tokens",
-            "Tokens by name of the API key and kind (prompt, output).",
-            ["key", "kind"],
+            "pdserve_key_tokens", "Tokens by API key name and kind (prompt, output).", ["key", "kind"]
         )
         self.migrations = counter(
             "pdserve_migrations",
-            "Prompts that went on at another decode node, by reason (lost: the node is dead, hung or restarted; "
-            "failed: it said so; drained: it was told to end).",
+            "Prompts moved to another decode node, by reason (lost: the node died, hung or restarted; failed: it "
+            "reported a failure; drained: it is draining).",
             ["reason"],
         )
-        for reason in ("lost", "failed", "drained"):
-            self.migrations.labels(reason)
-        self.replayed_tokens = counter(
-            "pdserve_replayed_tokens", "Output tokens sent along with these.", registry=self.registry
-        )
+        self.replayed_tokens = counter("pdserve_replayed_tokens", "Output tokens sent along with migrated prompts.")
         self.placements = counter(
             "pdserve_placements",
-            "Prompts sent to nodes, by policy and by where they are prefilled (local: on the decode node).",
+            "Prompts sent to nodes, by policy and place of the prefill (local: on the decode node).",
             ["policy", "prefill"],
         )
-        self.expected_cached_tokens = counter(
-            "pdserve_expected_cached_prompt_tokens",
-            "Prompt tokens that a prefix cache was expected to have; pdserve_cached_prompt_tokens is what it had.",
-        )
-        self.nodes_ready = gauge(
-            "pdserve_nodes_ready", "Nodes that are ready.", ["role", "model"], registry=self.registry
-        )
+        self.nodes_ready = gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
+        for outcome in ("ok", "failed"):
+            self.key_reloads.labels(outcome)
+        for reason in ("lost", "failed", "drained"):
+            self.migrations.labels(reason)
 
     def export(self) -> bytes:
         return generate_latest(self.registry)

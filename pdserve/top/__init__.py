@@ -1,1 +1,1 @@
-"""``pdserve top``: a router's dashboard for terminals. ``command.py`` runs it, ``screen.py`` is what it looks like."""
+"""``pdserve top``: the router's dashboard for terminals. ``command.py`` is its loop, ``screen.py`` its layout."""

@@ -1,4 +1,4 @@
-"""The loop of ``pdserve top``: ask, show, wait a second or for a key."""
+"""The loop of ``pdserve top``: fetch a report, render it, wait a second or for a key."""
 
 from __future__ import annotations
 
@@ -24,82 +24,84 @@ from pdserve.top.screen import screen
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
 _PERIOD = 1.0  # seconds
-_PATIENCE = 4.0  # seconds that an answer may take
-_KEPT = 300  # seconds of history
-_RATES_AFTER = 1.5  # seconds until nodes have been asked twice
+_TIMEOUT = 4.0  # seconds per request
+_HISTORY = 300  # seconds
+_RATES_AFTER = 1.5  # seconds until the router has polled its nodes twice
 
 
 def top(args: argparse.Namespace) -> int:
-    """0 when it was told to end. Raises ConfigError or NodeError when the router does not tell anything."""
-    router = _Router(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
+    """Show the dashboard until the user quits. Raises ConfigError or NodeError if the router sends no report."""
+    router = _RouterState(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
     if args.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        return asyncio.run(_once(router))
-    asyncio.run(_live(router))
+        return asyncio.run(_print_once(router))
+    asyncio.run(_show_live(router))
     return 0
 
 
-class _Router:
-    """What is known of one."""
+class _RouterState:
+    """The latest report of a router and its history."""
 
     def __init__(self, url: str, key: str) -> None:
-        self.where = url if "://" in url else f"http://{url}"
-        self.where = self.where.rstrip("/").removesuffix("/dashboard")
+        self.url = url if "://" in url else f"http://{url}"
+        self.url = self.url.rstrip("/").removesuffix("/dashboard")
         if not key.isascii() or not key.isprintable():
-            raise ConfigError("the API key holds what is not printable ASCII; check --api-key")
+            raise ConfigError("the API key is not printable ASCII; check --api-key")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=_PATIENCE)
+        self._client = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT)
         self.report: LiveReport | None = None
-        self.trouble = ""  # why the report is an old one
+        self.error = ""  # why the report is outdated
 
-    async def ask(self) -> LiveReport:
-        """The latest report, with all of the history that is kept. Raises ConfigError or NodeError."""
-        known = self.report
-        seen = {"life": known.life, "second": str(known.history.seconds[-1])} if known else {}
+    async def fetch(self) -> LiveReport:
+        """Fetch a report and join its history with the earlier one. Raises ConfigError or NodeError."""
+        last = self.report
+        seen = {"epoch": last.epoch, "second": str(last.history.seconds[-1])} if last else {}
         try:
-            response = await self._client.get(self.where + STATE_PATH, params=seen)
+            response = await self._client.get(self.url + STATE_PATH, params=seen)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
-            raise ConfigError(f"{self.where} is no URL of a router: {exc}; write http://HOST:PORT") from exc
+            raise ConfigError(f"{self.url} is not the URL of a router: {exc}; write http://HOST:PORT") from exc
         except httpx.TransportError as exc:
-            reason = str(exc) or "it took too long"
-            raise NodeError(f"no answer from {self.where}: {reason}; check its address, and that it runs") from exc
-        report = _read(response, self.where)
-        if known is not None and known.life == report.life:
-            report = msgspec.structs.replace(report, history=_joined(known.history, report.history))
+            reason = str(exc) or "timeout"
+            raise NodeError(
+                f"no answer from {self.url}: {reason}; check the address, and that the router runs"
+            ) from exc
+        report = _decode(response, self.url)
+        if last is not None and last.epoch == report.epoch:
+            report = msgspec.structs.replace(report, history=_joined(last.history, report.history))
         self.report = report
         return report
 
 
-def _read(response: httpx.Response, where: str) -> LiveReport:
+def _decode(response: httpx.Response, url: str) -> LiveReport:
     match response.status_code:
         case 401:
-            raise ConfigError(f"{where} wants an API key that it knows; give it by {KEY_VARIABLE} or --api-key")
+            raise ConfigError(f"{url} requires a valid API key; give it by {KEY_VARIABLE} or --api-key")
         case 404:
-            raise ConfigError(f"{where} shows no dashboard: it is no router, or was started with --no-dashboard")
+            raise ConfigError(f"{url} has no dashboard: it is not a router, or was started with --no-dashboard")
         case status if status != 200:
-            raise NodeError(f"{where} answered with status {status}; its log says why")
+            raise NodeError(f"{url} answered with status {status}; see its log")
     try:
         return msgspec.json.decode(response.content, type=LiveReport)
     except msgspec.DecodeError as exc:
-        raise NodeError(f"{where} tells what this version does not know: {exc}; use the router's version") from exc
+        raise NodeError(f"{url} sent an unknown format: {exc}; use the same version as the router") from exc
 
 
 def _joined(earlier: LiveHistory, later: LiveHistory) -> LiveHistory:
-    columns = {name: (getattr(earlier, name) + getattr(later, name))[-_KEPT:] for name in LiveHistory.__struct_fields__}
-    return LiveHistory(**columns)
+    names = LiveHistory.__struct_fields__
+    return LiveHistory(**{name: (getattr(earlier, name) + getattr(later, name))[-_HISTORY:] for name in names})
 
 
-async def _once(router: _Router) -> int:
-    """Plain text, as wide as the terminal, or as COLUMNS says, or 80."""
-    await router.ask()
+async def _print_once(router: _RouterState) -> int:
+    """Print plain text as wide as the terminal, COLUMNS or 80."""
+    await router.fetch()
     await asyncio.sleep(_RATES_AFTER)
-    report = await router.ask()
+    report = await router.fetch()
     console = Console(highlight=False)
-    console.print(screen(report, router.where, console.width))
+    console.print(screen(report, router.url, console.width))
     return 0
 
 
-async def _live(router: _Router) -> None:
-    """Until q, Ctrl-C or SIGTERM."""
+async def _show_live(router: _RouterState) -> None:
+    """Refresh the screen until q, Ctrl-C or SIGTERM."""
     changed, ended = asyncio.Event(), False
 
     def end() -> None:
@@ -111,49 +113,49 @@ async def _live(router: _Router) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGWINCH, changed.set)
-    await router.ask()  # what is wrong from the beginning is an error, and no screen
+    await router.fetch()  # a first failure ends the command
     console = Console(highlight=False)
-    with _keys("qQ\x03\x04", end), Live(console=console, screen=True, auto_refresh=False) as live:
-        asking = asyncio.create_task(_follow(router, changed.set))
+    with _on_keys("qQ\x03\x04", end), Live(console=console, screen=True, auto_refresh=False) as live:
+        refresher = asyncio.create_task(_refresh(router, changed.set))
         while not ended:
             changed.clear()
-            live.update(_whole(router, console), refresh=True)
+            live.update(_full_screen(router, console), refresh=True)
             await changed.wait()
-        asking.cancel()
+        refresher.cancel()
 
 
-async def _follow(router: _Router, changed: Callable[[], None]) -> None:
+async def _refresh(router: _RouterState, changed: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(_PERIOD)
         try:
-            await router.ask()
-            router.trouble = ""
+            await router.fetch()
+            router.error = ""
         except (NodeError, ConfigError) as exc:
-            router.trouble = str(exc)
+            router.error = str(exc)
         changed()
 
 
-def _whole(router: _Router, console: Console) -> Group:
+def _full_screen(router: _RouterState, console: Console) -> Group:
     assert router.report is not None
-    last = Text(router.trouble, "bold red") if router.trouble else Text("q ends", "dim")
-    last.no_wrap, last.overflow = True, "ellipsis"
-    return Group(screen(router.report, router.where, console.width, console.height - 2), Text(), last)
+    footer = Text(router.error, "bold red") if router.error else Text("q quits", "dim")
+    footer.no_wrap, footer.overflow = True, "ellipsis"
+    return Group(screen(router.report, router.url, console.width, console.height - 2), Text(), footer)
 
 
 @contextlib.contextmanager
-def _keys(ends: str, end: Callable[[], None]) -> Iterator[None]:
-    """Keys are read as they are pressed, and not shown; each of ``ends`` ends."""
+def _on_keys(keys: str, callback: Callable[[], None]) -> Iterator[None]:
+    """Read keys unbuffered and without echo; call ``callback`` on any of ``keys`` and at the end of input."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     loop = asyncio.get_running_loop()
 
-    def pressed() -> None:
-        keys = os.read(descriptor, 64).decode(errors="replace")
-        if not keys or any(key in ends for key in keys):
-            end()
+    def on_readable() -> None:
+        pressed = os.read(descriptor, 64).decode(errors="replace")
+        if not pressed or any(key in keys for key in pressed):
+            callback()
 
     tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, pressed)
+    loop.add_reader(descriptor, on_readable)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Numbers as people read them, each with its unit; a dash is what is not known. The page's are in format.js."""
+"""Format numbers with units; a dash means unknown. The page has the same in format.js."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def count(value: float) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Of something per second: 0, 0.3, 14, 1,668, 12.3 k"""
+    """A rate per second: 0, 0.3, 14, 1,668, 12.3 k"""
     if value is None:
         return UNKNOWN
     return count(value) if value >= 99.5 else _digits(value)
@@ -30,7 +30,7 @@ def seconds(value: float | None) -> str:
 
 
 def age(value: float) -> str:
-    """Of whole seconds, at least one, or minutes, or hours."""
+    """A duration in whole seconds (at least 1), minutes or hours."""
     if value < 119.5:
         return f"{max(1, value):.0f} s"
     return f"{value / 60:.0f} min" if value < 7170 else f"{value / 3600:,.0f} h"
@@ -47,7 +47,7 @@ def percent(share: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three of them or so."""
+    """About three significant digits."""
     if value >= 9.95 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 0.0995 else f"{value:.2f}"

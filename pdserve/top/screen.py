@@ -1,4 +1,4 @@
-"""What ``pdserve top`` shows of a report: rows that fit into 80 columns, and use more where there are more."""
+"""The layout of ``pdserve top``: rows that fit into 80 columns and use more if available."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.live import LiveHistory, LiveLink, LiveModel, LiveNode, LiveNow, LiveReport, Quantiles
+from pdserve.live import LiveConnection, LiveHistory, LiveModel, LiveNode, LiveNow, LiveReport, Quantiles
 from pdserve.top.numbers import UNKNOWN, age, bytes_per_second, count, percent, rate, seconds
 
-# A shape beside each word: colour is for those who see it.
+# State marks differ in shape, not only in colour.
 _MARKS = {
     "ready": ("●", "green"),
     "loading": ("○", "yellow"),
@@ -24,33 +24,33 @@ _MARKS = {
     "unreachable": ("✖", "bold red"),
     "unused": ("–", "dim"),
 }
-_LOW = 24  # lines, below which nodes matter more than the past
+_MIN_HISTORY_HEIGHT = 24  # lines; a lower screen shows no history
 _GONE = ("lost", "unreachable")
 _BARS = "▁▂▃▄▅▆▇█"
 
 Item = TypeVar("Item")
 
 
-def screen(report: LiveReport, where: str, width: int, height: int | None = None) -> RenderableType:
-    """All of a report; ``height`` is how many lines there are, None: as many as it takes."""
+def screen(report: LiveReport, url: str, width: int, height: int | None = None) -> RenderableType:
+    """Render a report in ``height`` lines; None: unlimited."""
     now = report.now
-    head = _head(now, where)
-    if height is None or height >= _LOW:
-        head += _lines(report.history, width)
+    head = _header(now, url)
+    if height is None or height >= _MIN_HISTORY_HEIGHT:
+        head += _sparklines(report.history, width)
     prefills, decodes = ([node for node in now.nodes if node.role == role] for role in ("prefill", "decode"))
-    wanted = [len(prefills), len(decodes), len(now.links)]
+    wanted = [len(prefills), len(decodes), len(now.connections)]
     lengths = wanted if height is None else fit(wanted, height - len(head) - 2 * len(wanted))  # a title and a blank
     several = len(now.models) > 1
     tables = (
         _nodes("prefill", prefills, several, lengths[0]),
         _nodes("decode", decodes, several, lengths[1]),
-        _links(now.links, lengths[2]),
+        _connections(now.connections, lengths[2]),
     )
     return Group(*head, *(part for table in tables for part in (Text(), table)))
 
 
 def fit(wanted: Sequence[int], room: int) -> list[int]:
-    """How many lines each table gets: what it wants, or the longest ones less. One each at least."""
+    """Lines per table: as wanted, or fewer for the longest tables; at least one each."""
     lengths = [max(1, length) for length in wanted]
     while sum(lengths) > max(room, len(lengths)):
         lengths[lengths.index(max(lengths))] -= 1
@@ -58,30 +58,30 @@ def fit(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def clean(text: str) -> str:
-    """A name that a node has given itself must not move the cursor."""
+    """Replace control characters: nodes choose their own names."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
-def _head(now: LiveNow, where: str) -> list[Text]:
+def _header(now: LiveNow, url: str) -> list[Text]:
     traffic, handoffs = now.traffic, now.handoffs
     ready = sum(node.state == "ready" for node in now.nodes)
-    well = "green" if ready == len(now.nodes) > 0 else "bold yellow"
-    title = Text.assemble(("pdserve", "bold"), f"  {where}  ", (f"{ready} of {len(now.nodes)} nodes ready", well))
+    style = "green" if ready == len(now.nodes) > 0 else "bold yellow"
+    title = Text.assemble(("pdserve", "bold"), f"  {url}  ", (f"{ready} of {len(now.nodes)} nodes ready", style))
     requests = f"requests {traffic.running} running, {traffic.waiting} waiting, {rate(traffic.request_rate)}/s finished"
     tokens = f"tokens {rate(traffic.output_token_rate)}/s out, {rate(traffic.prompt_token_rate)}/s in"
     kinds = ", ".join(f"{number} {name}" for name, number in traffic.outcomes.items() if name != "ok")
     failed = Text.assemble((f"failed   {rate(traffic.failure_rate)}/s", "bold red" if traffic.failure_rate else ""))
     failed.append(f", in a minute {kinds or 'none'}")
-    hands = UNKNOWN
+    handoff = UNKNOWN
     if handoffs is not None:
-        hands = f"{_times(handoffs.exposed)}   {rate(handoffs.rate)}/s, {rate(handoffs.failure_rate)}/s failed"
+        handoff = f"{_times(handoffs.exposed)}   {rate(handoffs.rate)}/s, {rate(handoffs.failure_rate)}/s failed"
     return [
         _line(title),
         *(_line(_model(model)) for model in now.models),
         _line(Text(f"{requests}   {tokens}")),
         _line(failed),
         _line(Text(f"first    {_times(traffic.ttft)}   next {_times(traffic.itl)}")),
-        _line(Text(f"handoff  {hands}")),
+        _line(Text(f"handoff  {handoff}")),
     ]
 
 
@@ -105,17 +105,17 @@ def _times(times: Quantiles) -> str:
     return f"p50 {seconds(times.p50)}, p99 {seconds(times.p99)}"
 
 
-def _lines(history: LiveHistory, width: int) -> list[Text]:
-    """The time until now, a character for some seconds of it."""
+def _sparklines(history: LiveHistory, width: int) -> list[Text]:
+    """Sparklines of the history."""
     if len(history.seconds) < 2:
         return []
     columns = width - 34
-    shown = (
+    rows = (
         ("output tokens/s", history.output_tokens, rate),
         ("first token p99", history.ttft_p99, seconds),
     )
     found = []
-    for title, values, text in shown:
+    for title, values, text in rows:
         line, most = sparkline(values, columns)
         label = f"  up to {text(most)}" if most else ""
         found.append(_line(Text.assemble(f"{title:16}", (line, "cyan"), _part(label))))
@@ -123,9 +123,9 @@ def _lines(history: LiveHistory, width: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]:
-    """The highest values of even parts of the time, as bars, and the highest of all. Nothing is a blank."""
+    """Bars of the maxima of equal parts of the time, and the overall maximum. A blank means no value."""
     size = max(1, -(-len(values) // columns))
-    end = len(values) % size or size  # the first part may be smaller: the last one ends now
+    end = len(values) % size or size  # only the first part may be smaller
     cuts = [0, *range(end, len(values), size), len(values)]
     parts = [[v for v in values[low:high] if v is not None] for low, high in pairwise(cuts)]
     highest = [max(part) if part else None for part in parts]
@@ -138,41 +138,41 @@ def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]
 def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int) -> Table:
     last = ("prompt/s", "backlog") if role == "prefill" else ("output/s", "step")
     table = _table(f"{role} nodes", "state", "run", "wait", "KV", *last, "cached")
-    for node in _shown(nodes, length):
+    for node in _visible(nodes, length):
         mark, style = _MARKS.get(node.state, ("?", "yellow"))
         state = node.state if node.lost_seconds is None else f"{node.state} {age(node.lost_seconds)}"
         name = clean(node.name or node.address) + (f" ({clean(node.model)})" if shows_model and node.model else "")
         table.add_row(Text(name), Text(f"{mark} {clean(state)}", style), *_figures(node))
-    _end(table, nodes, length)
+    _add_footer(table, nodes, length)
     return table
 
 
 def _figures(node: LiveNode) -> list[str]:
     if node.state in _GONE:
         return [UNKNOWN] * 6
-    its = node.measured
+    stats = node.stats
     used = 1 - node.free_blocks / node.total_blocks if node.total_blocks else None
     if node.role == "prefill":
-        last = [rate(its.prompt_token_rate if its else None), count(node.backlog_tokens)]
+        last = [rate(stats.prompt_token_rate if stats else None), count(node.backlog_tokens)]
     else:
-        last = [rate(its.output_token_rate if its else None), seconds(node.step_seconds)]
-    cached = percent(its.cached_share if its else None)
+        last = [rate(stats.output_token_rate if stats else None), seconds(node.step_seconds)]
+    cached = percent(stats.cached_share if stats else None)
     return [count(node.running), count(node.waiting), percent(used), *last, cached]
 
 
-def _links(links: Sequence[LiveLink], length: int) -> Table:
+def _connections(connections: Sequence[LiveConnection], length: int) -> Table:
     table = _table("handoffs", "transport", "traffic", "while reading")
-    for link in _shown(links, length):
-        connected = link.transport != "none"
+    for each in _visible(connections, length):
+        connected = each.transport != "none"
         mark, style = _MARKS["ready" if connected else "lost"]
-        text = {"none": "not connected", "unknown": "connected"}.get(link.transport, clean(link.transport))
+        text = {"none": "not connected", "unknown": "connected"}.get(each.transport, clean(each.transport))
         table.add_row(
-            Text(f"{clean(link.prefill)} → {clean(link.decode)}"),
+            Text(f"{clean(each.prefill)} → {clean(each.decode)}"),
             Text(f"{mark} {text}", style),
-            bytes_per_second(link.byte_rate),
-            bytes_per_second(link.speed),
+            bytes_per_second(each.byte_rate),
+            bytes_per_second(each.throughput),
         )
-    _end(table, links, length)
+    _add_footer(table, connections, length)
     return table
 
 
@@ -185,13 +185,13 @@ def _table(first: str, second: str, *numbers: str) -> Table:
     return table
 
 
-def _shown(items: Sequence[Item], length: int) -> Sequence[Item]:
-    """The first ones, which are those that are not well, with a line left for ``_end`` where it needs one."""
+def _visible(items: Sequence[Item], length: int) -> Sequence[Item]:
+    """The first items, with a line left for the footer if items are hidden. Nodes that are not ready come first."""
     return items if len(items) <= length else items[: length - 1]
 
 
-def _end(table: Table, items: Sequence[object], length: int) -> None:
+def _add_footer(table: Table, items: Sequence[object], length: int) -> None:
     if not items:
         table.add_row(Text("none", "dim"))
-    elif hidden := len(items) - len(_shown(items, length)):
+    elif hidden := len(items) - len(_visible(items, length)):
         table.add_row(Text(f"… and {hidden} more", "dim"))

@@ -1,8 +1,8 @@
-"""The live page of a router, and what it shows: a second's look at clients and nodes.
+"""The live dashboard of a router.
 
-    Metrics ──each second──► TrafficLog ──┐
-    NodeClient (Watch) ───────────────────┼──► DashboardState ──► /dashboard/state ──► page/, pdserve top
-    Node.Status ──while somebody looks──► Asking
+    RouterMetrics ──each second──────► TrafficLog ──┐
+    NodeClient (Watch) ─────────────────────────────┼──► DashboardState ──► /dashboard/state ──► page/, pdserve top
+    Node.Status ──while viewed──► StatusPoller ─────┘
 
-``page/`` is what browsers get, as it is: no build step, no other origin.
+Browsers get the files in ``page/`` unchanged: no build step, no other origin.
 """

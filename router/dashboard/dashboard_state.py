@@ -1,4 +1,4 @@
-"""What there is to see of a router and its fleet, once a second."""
+"""The state of a router and its fleet, sampled once a second."""
 
 from __future__ import annotations
 
@@ -12,67 +12,65 @@ import msgspec
 from prometheus_client import metrics as prometheus
 
 from pdserve import live
-from router.dashboard.node_queries import Key, NodeQueries
-from router.dashboard.node_rates import handoffs_of
+from router.dashboard.node_rates import NodeHistory, sum_handoffs
+from router.dashboard.status_poller import Key, StatusPoller
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import NodeView
 from router.metrics import RouterMetrics
 
-_LINKS = 50  # that are told of
+_MAX_CONNECTIONS = 50  # in a report
 _VERSION = version("pdserve")
 
 
 class _Report(msgspec.Struct):
-    """A ``live.Report`` of which a part is JSON already."""
+    """A LiveReport with pre-encoded ``now``."""
 
-    life: str
+    epoch: str
     now: msgspec.Raw
     history: live.LiveHistory
 
 
 class DashboardState:
-    """Samples each second from ``start`` on, and asks nodes while ``report`` is called."""
+    """Samples each second after ``start``, and polls nodes while ``report`` is called."""
 
     def __init__(self, metrics: RouterMetrics, nodes: Nodes, models: Collection[str]) -> None:
         self._metrics = metrics
         self._nodes = nodes
         self._models = models
-        self._asking = NodeQueries(nodes)
+        self._poller = StatusPoller(nodes)
         self._traffic = TrafficLog(metrics.ttft.fine_bounds, metrics.itl.fine_bounds)
-        self._life = secrets.token_hex(4)
-        self._heard: dict[Key, tuple[float, str, str]] = {}  # when a node was last there, its id and model
-        self._now = msgspec.Raw()  # JSON of a live.Now, as of the second:
-        self._now_at = -1
+        self._epoch = secrets.token_hex(4)
+        self._last_seen: dict[Key, tuple[float, str, str]] = {}  # time of last contact, node id, model
+        self._now = msgspec.Raw()  # JSON of the LiveNow of second ``_now_second``
+        self._now_second = -1
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._sample(0)
-        self._task = asyncio.create_task(self._run(), name="samples")
+        self._task = asyncio.create_task(self._run(), name="dashboard samples")
 
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._asking.close()
+        self._poller.close()
 
-    def report(self, life: str = "", second: int = -1) -> bytes:
-        """A ``live.Report``, as JSON, for somebody who has seen the history of that life up to that second."""
-        self._asking.look()
-        if self._now_at != self._traffic.second:  # all who look in the same second see the same
-            self._now = msgspec.Raw(msgspec.json.encode(self._look()))
-            self._now_at = self._traffic.second
-        history = self._traffic.history(second if life == self._life else -1)
-        return msgspec.json.encode(_Report(self._life, self._now, history))
-
-    # ------------------------------------------------------------ each second
+    def report(self, epoch: str = "", second: int = -1) -> bytes:
+        """Encode a LiveReport for a viewer with the history of ``epoch`` up to ``second``."""
+        self._poller.on_view()
+        if self._now_second != self._traffic.second:  # shared by all viewers of this second
+            self._now = msgspec.Raw(msgspec.json.encode(self._live_now()))
+            self._now_second = self._traffic.second
+        history = self._traffic.history(second if epoch == self._epoch else -1)
+        return msgspec.json.encode(_Report(self._epoch, self._now, history))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        started = loop.time()
         while True:
-            second = int(loop.time() - began) + 1
-            await asyncio.sleep(began + second - loop.time())
+            second = int(loop.time() - started) + 1
+            await asyncio.sleep(started + second - loop.time())
             self._sample(second)
 
     def _sample(self, second: int) -> None:
@@ -93,50 +91,48 @@ class DashboardState:
         )
         self._traffic.add(second, sample)
         listed = {(node.role, node.address): node for node in self._nodes}
-        self._heard = {key: heard for key, heard in self._heard.items() if key in listed}
+        self._last_seen = {key: seen for key, seen in self._last_seen.items() if key in listed}
         for key, node in listed.items():
             if node.description is not None:
-                self._heard[key] = now, node.description.node_id, node.description.model
+                self._last_seen[key] = now, node.description.node_id, node.description.model
 
-    # ------------------------------------------------------------ when somebody looks
-
-    def _look(self) -> live.LiveNow:
-        nodes = [self._node(node) for node in self._nodes]
+    def _live_now(self) -> live.LiveNow:
+        nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
         names = {node.address: node.name or node.address for node in nodes if node.role == "prefill"}
-        links: list[live.LiveLink] = []
-        decodes = []
-        for (role, address), answers in self._asking.answers.items():
-            if role == "decode" and answers.known:
-                decodes.append(answers)
-                _, name, _ = self._heard.get((role, address), (0.0, address, ""))
-                links += answers.links(name, names)
-        links.sort(key=lambda link: (link.transport != "none", -link.byte_rate, link.prefill, link.decode))
-        exposed = self._asking.exposed.quantiles()
+        connections: list[live.LiveConnection] = []
+        decodes: list[NodeHistory] = []
+        for (role, address), history in self._poller.histories.items():
+            if role == "decode" and history.has_rates:
+                decodes.append(history)
+                _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
+                connections += history.connections(name, names)
+        connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
+        exposed = self._poller.exposed.quantiles()
         return live.LiveNow(
             version=_VERSION,
-            models=[_model(name, nodes) for name in self._models],
+            models=[_live_model(name, nodes) for name in self._models],
             traffic=self._traffic.traffic(),
             nodes=nodes,
-            handoffs=handoffs_of(decodes, links, exposed) if decodes else None,
-            links=links[:_LINKS],
-            num_links=len(links),
-            num_connected=sum(link.transport != "none" for link in links),
+            handoffs=sum_handoffs(decodes, connections, exposed) if decodes else None,
+            connections=connections[:_MAX_CONNECTIONS],
+            num_connections=len(connections),
+            num_connected=sum(each.transport != "none" for each in connections),
         )
 
-    def _node(self, node: NodeClient) -> live.LiveNode:
+    def _live_node(self, node: NodeClient) -> live.LiveNode:
         key = node.role, node.address
         view, description = node.view(), node.description
         if view is None or description is None:
-            if key not in self._heard:
+            if key not in self._last_seen:
                 return live.LiveNode("", node.role, node.address, "", "unreachable")
-            at, name, model = self._heard[key]
-            silent = max(0.0, asyncio.get_running_loop().time() - at)
-            return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=silent)
+            at, name, model = self._last_seen[key]
+            lost_seconds = max(0.0, asyncio.get_running_loop().time() - at)
+            return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
-        answers, load = self._asking.answers.get(key), view.load
+        history, load = self._poller.histories.get(key), view.load
         running = load.requests - load.waiting
-        decodes = node.role == "decode" and bool(view.throughput.decode)
+        has_step = node.role == "decode" and bool(view.throughput.decode)
         return live.LiveNode(
             name=view.node_id,
             role=node.role,
@@ -149,17 +145,16 @@ class DashboardState:
             backlog_seconds=view.throughput.prompt.at(load.backlog) if load.backlog else 0.0,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
-            step_seconds=view.throughput.decode.at(max(1, running)) if decodes else None,
-            measured=answers.measured() if answers is not None and answers.known else None,
+            step_seconds=view.throughput.decode.at(max(1, running)) if has_step else None,
+            stats=history.stats() if history is not None and history.has_rates else None,
         )
 
 
-def _model(name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
-    count = Counter(
-        (node.role, node.state == "ready") for node in nodes if node.model == name and node.state != "unused"
-    )
-    prefill, decode = (count[role, True] for role in ("prefill", "decode"))
-    return live.LiveModel(name, prefill, prefill + count["prefill", False], decode, decode + count["decode", False])
+def _live_model(name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
+    used = [node for node in nodes if node.model == name and node.state != "unused"]
+    total = Counter(node.role for node in used)
+    ready = Counter(node.role for node in used if node.state == "ready")
+    return live.LiveModel(name, ready["prefill"], total["prefill"], ready["decode"], total["decode"])
 
 
 def _kv_share(views: Iterable[NodeView]) -> float | None:
@@ -169,12 +164,12 @@ def _kv_share(views: Iterable[NodeView]) -> float | None:
 
 
 def _value(metric: prometheus.Counter | prometheus.Gauge) -> float:
-    """Of one without labels."""
+    """The value of a metric without labels."""
     return float(next(sample.value for family in metric.collect() for sample in family.samples))
 
 
 def _outcomes(requests: prometheus.Counter) -> Counter[str]:
-    """How requests have ended, at all endpoints."""
+    """Finished requests by outcome, over all endpoints."""
     found: Counter[str] = Counter()
     for family in requests.collect():
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""What two answers of a node's Status say together: rates. Pure; names are those of docs/metrics.md."""
+"""Rates between two Status responses of a node. Pure; counter names are those of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from math import inf
 
 import msgspec
 
-from pdserve.live import LiveHandoffs, LiveLink, Measured, Quantiles
+from pdserve.live import LiveConnection, LiveHandoffs, LiveNodeStats, Quantiles
 from pdserve.metrics import labels_of, quantile
 from pdserve.pb import pdserve_pb2 as pb
 
-_WINDOW = 10.0  # seconds that rates are of, where answers come each second
+_WINDOW = 10.0  # seconds of a rate, with a sample per second
 _MINUTE = 60.0
 
 _EXPOSED = "pdserve_handoff_exposed_seconds_bucket"
-_PLAIN = {
+_NODE_COUNTERS = {
     f"pdserve_{name}_total": name
     for name in (
         *("admitted_prompt_tokens", "prefix_cached_tokens", "sampled_tokens"),
         *("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills"),
     )
 }
-_PEER = {f"pdserve_kv_read_{name}_total": name for name in ("bytes", "seconds", "failures")}
+_PEER_COUNTERS = {f"pdserve_kv_read_{name}_total": name for name in ("bytes", "seconds", "failures")}
 _CONNECTED = "pdserve_peer_connected"
-NAMES = frozenset({*_PLAIN, *_PEER, _CONNECTED, _EXPOSED.removesuffix("_bucket")})  # all that is looked at
+NAMES = frozenset({*_NODE_COUNTERS, *_PEER_COUNTERS, _CONNECTED, _EXPOSED.removesuffix("_bucket")})  # all in use
 
 
 class PeerCounters(msgspec.Struct):
-    """Of a decode node: what it has read from a prefill node."""
+    """KV reads of a decode node from one prefill node."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -37,98 +37,97 @@ class PeerCounters(msgspec.Struct):
     transport: str = "none"
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What a node has said at a time, in seconds; all counted since its ``epoch`` began."""
+class StatusSample(msgspec.Struct, frozen=True):
+    """A node's Status at a time in seconds; counters since the start of its ``epoch``."""
 
     at: float
     epoch: str
     leased_blocks: int
     counters: Mapping[str, float]
-    exposed: Mapping[float, float]  # of handoffs, how many took so many seconds at most
+    exposed: Mapping[float, float]  # handoffs by upper bound of their exposed seconds, cumulative
     peers: Mapping[str, PeerCounters]  # by address
 
 
-def read_answer(at: float, epoch: str, status: pb.NodeStatus) -> Answer:
-    counters = dict.fromkeys(_PLAIN.values(), 0.0)
+def parse_status(at: float, epoch: str, status: pb.NodeStatus) -> StatusSample:
+    counters = dict.fromkeys(_NODE_COUNTERS.values(), 0.0)
     exposed: dict[float, float] = {}
     peers: dict[str, PeerCounters] = {}
     for key, value in status.counters.items():
         name, _, labels = key.partition("{")
-        if name in _PLAIN:
-            counters[_PLAIN[name]] = value
+        if name in _NODE_COUNTERS:
+            counters[_NODE_COUNTERS[name]] = value
         elif name == _EXPOSED:
             exposed[float(labels_of(labels)["le"])] = value
-        elif name in _PEER:
-            setattr(peers.setdefault(labels_of(labels)["peer"], PeerCounters()), _PEER[name], value)
+        elif name in _PEER_COUNTERS:
+            setattr(peers.setdefault(labels_of(labels)["peer"], PeerCounters()), _PEER_COUNTERS[name], value)
         elif name == _CONNECTED and value:
             found = labels_of(labels)
             peers.setdefault(found["peer"], PeerCounters()).transport = found["transport"]
-    return Answer(at, epoch, status.leased_blocks, counters, exposed, peers)
+    return StatusSample(at, epoch, status.leased_blocks, counters, exposed, peers)
 
 
-class Answers:
-    """Of one node, through one of its lives at a time."""
+class NodeHistory:
+    """The latest samples of one node, all of one epoch."""
 
     def __init__(self) -> None:
-        self._answers: deque[Answer] = deque()
+        self._samples: deque[StatusSample] = deque()
 
-    def add(self, answer: Answer) -> Mapping[float, float]:
-        """Returns the handoffs, by the most seconds that they took, that have come since the last answer."""
-        if self._answers and self._answers[-1].epoch != answer.epoch:
-            self._answers.clear()
-        before = self._answers[-1].exposed if self._answers else answer.exposed
-        self._answers.append(answer)
-        while len(self._answers) > 2 and answer.at - self._answers[0].at > _WINDOW:
-            self._answers.popleft()
-        return {bound: count - before.get(bound, 0.0) for bound, count in answer.exposed.items()}
+    def add(self, sample: StatusSample) -> Mapping[float, float]:
+        """Return the handoffs since the last sample, by upper bound of their exposed seconds."""
+        if self._samples and self._samples[-1].epoch != sample.epoch:
+            self._samples.clear()
+        before = self._samples[-1].exposed if self._samples else sample.exposed
+        self._samples.append(sample)
+        while len(self._samples) > 2 and sample.at - self._samples[0].at > _WINDOW:
+            self._samples.popleft()
+        return {bound: count - before.get(bound, 0.0) for bound, count in sample.exposed.items()}
 
     @property
-    def known(self) -> bool:
-        """Whether there are rates."""
-        return len(self._answers) > 1
+    def has_rates(self) -> bool:
+        return len(self._samples) > 1
 
     def rate(self, counter: str) -> float:
-        then, now = self._answers[0], self._answers[-1]
-        return max(0.0, now.counters[counter] - then.counters[counter]) / (now.at - then.at)
+        first, last = self._samples[0], self._samples[-1]
+        return max(0.0, last.counters[counter] - first.counters[counter]) / (last.at - first.at)
 
-    def measured(self) -> Measured:
+    def stats(self) -> LiveNodeStats:
         prompts = self.rate("admitted_prompt_tokens")
-        return Measured(
-            leased_blocks=self._answers[-1].leased_blocks,
+        return LiveNodeStats(
+            leased_blocks=self._samples[-1].leased_blocks,
             prompt_token_rate=prompts,
             output_token_rate=self.rate("sampled_tokens"),
             cached_share=min(1.0, self.rate("prefix_cached_tokens") / prompts) if prompts else None,
         )
 
-    def links(self, decode: str, names: Mapping[str, str]) -> list[LiveLink]:
-        """From each peer to ``decode``; ``names`` are those of prefill nodes, by address."""
-        then, now = self._answers[0], self._answers[-1]
-        passed = now.at - then.at
-        found: list[LiveLink] = []
-        for address, peer in now.peers.items():
-            before = then.peers.get(address, PeerCounters())
+    def connections(self, decode: str, names: Mapping[str, str]) -> list[LiveConnection]:
+        """Connections of the decode node ``decode``; ``names`` are prefill nodes' names by address."""
+        first, last = self._samples[0], self._samples[-1]
+        elapsed = last.at - first.at
+        found: list[LiveConnection] = []
+        for address, peer in last.peers.items():
+            before = first.peers.get(address, PeerCounters())
             num_bytes, seconds = peer.bytes - before.bytes, peer.seconds - before.seconds
             found.append(
-                LiveLink(
+                LiveConnection(
                     prefill=names.get(address, address),
                     decode=decode,
                     transport=peer.transport,
-                    byte_rate=max(0.0, num_bytes) / passed,
-                    speed=num_bytes / seconds if num_bytes > 0 and seconds > 0 else None,
-                    read_failure_rate=max(0.0, peer.failures - before.failures) / passed,
+                    byte_rate=max(0.0, num_bytes) / elapsed,
+                    throughput=num_bytes / seconds if num_bytes > 0 and seconds > 0 else None,
+                    read_failure_rate=max(0.0, peer.failures - before.failures) / elapsed,
                 )
             )
         return found
 
 
-class Exposed:
-    """What handoffs have cost in the last minute, of all decode nodes together."""
+class ExposedLatency:
+    """Exposed seconds of all handoffs in the last minute."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, Mapping[float, float]]] = deque()  # when, and how many by the most seconds
+        self._counts: deque[tuple[float, Mapping[float, float]]] = deque()  # time; handoffs by upper bound
 
     def add(self, at: float, counts: Mapping[float, float]) -> None:
-        """Counts are cumulative, as Prometheus has them."""
+        """``counts`` are cumulative over the bounds, like Prometheus buckets."""
         if any(counts.values()):
             self._counts.append((at, counts))
         while self._counts and at - self._counts[0][0] > _MINUTE:
@@ -139,22 +138,24 @@ class Exposed:
         for _, counts in self._counts:
             totals.update(counts)
         bounds = sorted(totals)
-        each = [totals[high] - totals[low] for low, high in zip([-inf, *bounds], bounds, strict=False)]
+        per_bucket = [totals[high] - totals[low] for low, high in zip([-inf, *bounds], bounds, strict=False)]
         finite = [bound for bound in bounds if bound < inf]
-        return Quantiles(quantile(finite, each, 0.5), quantile(finite, each, 0.99)) if finite else Quantiles()
+        return Quantiles(*(quantile(finite, per_bucket, share) for share in (0.5, 0.99))) if finite else Quantiles()
 
 
-def handoffs_of(decodes: Sequence[Answers], links: Sequence[LiveLink], exposed: Quantiles) -> LiveHandoffs:
-    """Of decode nodes of which rates are known."""
+def sum_handoffs(
+    decodes: Sequence[NodeHistory], connections: Sequence[LiveConnection], exposed: Quantiles
+) -> LiveHandoffs:
+    """Handoffs of all decode nodes; each history must have rates."""
 
     def rate(counter: str) -> float:
-        return sum(answers.rate(counter) for answers in decodes)
+        return sum(history.rate(counter) for history in decodes)
 
     return LiveHandoffs(
         rate=rate("handoffs"),
         failure_rate=rate("handoff_failures"),
         recompute_rate=rate("handoff_recomputes"),
         local_rate=rate("local_prefills"),
-        byte_rate=sum(link.byte_rate for link in links),
+        byte_rate=sum(connection.byte_rate for connection in connections),
         exposed=exposed,
     )

@@ -1,4 +1,4 @@
-"""The page's files, which tell nothing of anybody, and what it shows."""
+"""Routes of the dashboard: the page's files, which hold no data, and its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.dashboard.dashboard_state import DashboardState
 PAGE_PATH = "/dashboard"
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-# Scripts, styles and data of this router only; no markup is made out of strings; no other page has this one in a frame.
+# Only scripts, styles and data of this router; no markup from strings; no framing by other pages.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -31,7 +31,7 @@ def _read_page() -> dict[str, Response]:
     for file in files("router.dashboard").joinpath("page").iterdir():
         path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"
         kind = _KINDS.get(file.name.rpartition(".")[2])
-        if kind is None:  # an editor's
+        if kind is None:  # an editor's backup
             continue
         found[path] = Response(file.read_bytes(), media_type=kind, headers={**_HEADERS, "cache-control": "no-cache"})
     return found
@@ -40,7 +40,7 @@ def _read_page() -> dict[str, Response]:
 PAGE = _read_page()
 
 
-def add_dashboard(app: FastAPI, observer: DashboardState) -> None:
+def add_dashboard(app: FastAPI, state: DashboardState) -> None:
     async def page(request: Request) -> Response:
         return PAGE[request.url.path]
 
@@ -48,8 +48,8 @@ def add_dashboard(app: FastAPI, observer: DashboardState) -> None:
         app.add_api_route(path, page, methods=["GET"])
 
     @app.get(STATE_PATH)
-    async def state(life: str = "", second: str = "") -> Response:
-        """``life`` and ``second`` come from the viewer's last report."""
+    async def dashboard_state(epoch: str = "", second: str = "") -> Response:
+        """``epoch`` and ``second`` come from the viewer's last report."""
         seen = int(second) if second.isdecimal() and len(second) < 12 else -1
-        body = observer.report(life, seen)
+        body = state.report(epoch, seen)
         return Response(body, media_type="application/json", headers={**_HEADERS, "cache-control": "no-store"})

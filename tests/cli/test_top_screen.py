@@ -1,4 +1,4 @@
-"""What ``pdserve top`` makes of a report, whatever it is."""
+"""Layout of ``pdserve top`` for arbitrary reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pdserve.live import LiveHistory, LiveLink, LiveModel, LiveNode, LiveNow, LiveReport, LiveTraffic, Quantiles
+from pdserve.live import LiveConnection, LiveHistory, LiveModel, LiveNode, LiveNow, LiveReport, LiveTraffic, Quantiles
 from pdserve.top.screen import clean, fit, screen, sparkline
 
 TRAFFIC = LiveTraffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())
@@ -26,15 +26,23 @@ nodes = st.builds(
     running=st.integers(0, 10**6),
     total_blocks=st.integers(0, 10**6),
 )
-links = st.builds(
-    LiveLink, texts, texts, st.sampled_from(["none", "unknown", "rdma"]), st.floats(0, 1e13), st.none(), st.just(0.0)
+connections = st.builds(
+    LiveConnection,
+    texts,
+    texts,
+    st.sampled_from(["none", "unknown", "rdma"]),
+    st.floats(0, 1e13),
+    st.none(),
+    st.just(0.0),
 )
 
 
-@given(st.lists(nodes, max_size=12), st.lists(links, max_size=12), st.integers(60, 200), st.integers(18, 60))
-def test_any_report_fits_the_terminal(some: list[LiveNode], ways: list[LiveLink], width: int, height: int) -> None:
+@given(st.lists(nodes, max_size=12), st.lists(connections, max_size=12), st.integers(60, 200), st.integers(18, 60))
+def test_any_report_fits_the_terminal(
+    some: list[LiveNode], reads: list[LiveConnection], width: int, height: int
+) -> None:
     models = [LiveModel("m", 0, 0, 0, 0)]
-    now = LiveNow("0", models, TRAFFIC, some, None, ways, len(ways), len(ways))
+    now = LiveNow("0", models, TRAFFIC, some, None, reads, len(reads), len(reads))
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(screen(LiveReport("", now, NO_HISTORY), "http://r", width, height))

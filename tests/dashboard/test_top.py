@@ -116,14 +116,14 @@ def test_top_updates_live_and_restores_the_terminal(fleet: Fleet, streams: Strea
         screen.read_until("d-one")
         assert "3 of 3 nodes ready" in screen.frame[0]
         assert max(map(len, screen.frame)) <= 80
-        assert "\x1b[2J" not in screen.said.split(_HOME, 2)[-1]  # which is in the name of a node
+        assert "\x1b[2J" not in screen.said.split(_HOME, 2)[-1]  # a node has it in its name
         screen.resize(60, 20)
-        screen.process.send_signal(signal.SIGWINCH)  # as a terminal does that is its own
+        screen.process.send_signal(signal.SIGWINCH)  # as the terminal itself does
         screen.read_until(lambda frame: 0 < max(map(len, frame)) <= 60)
         assert len(screen.frame) <= 20
         screen.press("q")
         assert screen.wait() == 0
-        assert "\x1b[?1049l" in screen.said  # back to what was on the screen before
+        assert "\x1b[?1049l" in screen.said  # leaves the alternate screen
         assert screen.settings == screen.before
 
 
@@ -132,7 +132,7 @@ def test_top_waits_for_a_lost_router_and_ends_on_a_signal(fleet: Fleet) -> None:
     with ExitStack() as after:
         with http_stub(200, report) as url:
             screen = after.enter_context(terminal(command(url)))
-            screen.read_until("q ends")
+            screen.read_until("q quits")
         screen.read_until("no answer from")
         screen.process.send_signal(signal.SIGINT)
         assert screen.wait() == 0
@@ -148,16 +148,16 @@ def test_piped_top_prints_once_as_plain_text(fleet: Fleet, streams: Streams) -> 
     decodes = [line.partition(" ● ")[2].split() for line in ended.stdout.splitlines() if line.startswith("d-")]
     assert [state for state, *_ in decodes] == ["ready", "ready"]
     assert sum(int(running) for _, running, *_ in decodes) == 2
-    assert not any("–" in line[:-1] for line in decodes)  # rates are known; nothing may have come from a cache
+    assert not any("–" in line[:-1] for line in decodes)  # rates are known; the cached share may be unknown
 
 
 @pytest.mark.parametrize(
     ("status", "body", "said"),
     [
-        (401, b"{}", "wants an API key"),
-        (404, b"{}", "shows no dashboard"),
+        (401, b"{}", "requires a valid API key"),
+        (404, b"{}", "has no dashboard"),
         (500, b"{}", "status 500"),
-        (200, b"<html>", "use the router's version"),
+        (200, b"<html>", "use the same version as the router"),
     ],
 )
 def test_unreachable_router_gives_one_line(
@@ -173,7 +173,7 @@ def test_unreachable_router_gives_one_line(
     ("argv", "said"),
     [
         (["http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["ftp://127.0.0.1:9"], "is no URL of a router"),
+        (["ftp://127.0.0.1:9"], "is not the URL of a router"),
         (["--api-key", "\x1b", "http://127.0.0.1:9"], "printable ASCII"),
     ],
 )

@@ -88,9 +88,9 @@ def test_requests_are_told_of_within_seconds(client: httpx.Client, scripted_node
     async def failing(conversation: Conversation) -> None:
         conversation.fail(pb.Failure.NODE_FAILED)
 
-    scripted_node.scripts |= {"board": script, "board-failing": failing}
+    scripted_node.scripts |= {"dashboard": script, "dashboard-failing": failing}
     before = look(client)
-    for salt in ("board", "board-failing"):
+    for salt in ("dashboard", "dashboard-failing"):
         client.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "cache_salt": salt})
     eventually(lambda: look(client).now.traffic.outcomes.get("node_error", 0) > 0)
     traffic = look(client).now.traffic
@@ -99,20 +99,20 @@ def test_requests_are_told_of_within_seconds(client: httpx.Client, scripted_node
     assert traffic.failure_rate > 0
     assert traffic.output_token_rate > 0
     assert traffic.ttft.p50 is not None
-    history = look(client, life=before.life, second=before.history.seconds[-1]).history
+    history = look(client, epoch=before.epoch, second=before.history.seconds[-1]).history
     assert history.seconds[0] == before.history.seconds[-1] + 1
     assert sum(history.requests) == pytest.approx(2, abs=0.1)
     assert sum(history.output_tokens) == pytest.approx(3, abs=0.1)
 
 
-@pytest.mark.parametrize("seen", [{"life": "another", "second": 10**6}, {"life": "", "second": "x"}, {}])
-def test_who_has_seen_another_life_gets_all_of_this_one(client: httpx.Client, seen: dict[str, str | int]) -> None:
+@pytest.mark.parametrize("seen", [{"epoch": "another", "second": 10**6}, {"epoch": "", "second": "x"}, {}])
+def test_viewer_of_another_epoch_gets_the_whole_history(client: httpx.Client, seen: dict[str, str | int]) -> None:
     seconds = look(client, **seen).history.seconds
     assert seconds == list(range(seconds[0], seconds[0] + len(seconds)))
     assert seconds[0] == 0 or len(seconds) == 300
 
 
-def test_nodes_that_cannot_be_used_say_why(tokenizer_dir: Path, other: ScriptedNode) -> None:
+def test_state_of_each_node_is_shown(tokenizer_dir: Path, other: ScriptedNode) -> None:
     mine = ScriptedNode(MODEL, node_id="mine")
     mine.load = pb.NodeLoad(free_blocks=30, total_blocks=40, waiting=2, running=3)
     flags = ["--decode", mine.address, "--decode", other.address, "--decode", "127.0.0.1:9"]
@@ -139,9 +139,9 @@ def test_nodes_that_cannot_be_used_say_why(tokenizer_dir: Path, other: ScriptedN
         mine.close()
 
 
-def test_without_nodes_there_is_a_page_all_the_same(tokenizer_dir: Path) -> None:
+def test_dashboard_works_without_nodes(tokenizer_dir: Path) -> None:
     with router_process(tokenizer_dir, [], until="loading") as router, client_of(router) as client:
         eventually(lambda: client.get("/version").status_code == 200)
         now = look(client).now
-        assert (now.nodes, now.links, now.handoffs) == ([], [], None)
+        assert (now.nodes, now.connections, now.handoffs) == ([], [], None)
         assert now.models[0].decode == 0

@@ -1,4 +1,4 @@
-"""Figures over windows: quantiles, rates of clients, rates of nodes."""
+"""Quantiles and rates over windows of samples."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from hypothesis import strategies as st
 
 from pdserve.metrics import FastHistogram, labels_of, quantile, series, subdivided
 from pdserve.pb import pdserve_pb2 as pb
-from router.dashboard.node_rates import NAMES, Answers, Exposed, handoffs_of, read_answer
+from router.dashboard.node_rates import NAMES, ExposedLatency, NodeHistory, parse_status, sum_handoffs
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)
 
 
 @given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
-def test_a_quantile_is_right_to_a_fine_bucket(values: list[float], share: float) -> None:
-    tally = FastHistogram("x", "", BOUNDS)
+def test_quantile_is_exact_to_a_fine_bucket(values: list[float], share: float) -> None:
+    histogram = FastHistogram("x", "", BOUNDS)
     for value in values:
-        tally.observe(value)
-    found = quantile(tally.fine_bounds, tally.counts, share)
+        histogram.observe(value)
+    found = quantile(histogram.fine_bounds, histogram.counts, share)
     exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
     assert found is not None
     assert found / exact < 10 ** (1 / 8) * 1.001 or found <= 0.001
     assert exact / found < 10 ** (1 / 8) * 1.001 or exact <= 0.001
 
 
-def test_quantiles_of_nothing_and_beyond_all_bounds() -> None:
+def test_quantiles_without_samples_and_beyond_all_bounds() -> None:
     assert quantile(BOUNDS, [0] * 5, 0.5) is None
     assert quantile(BOUNDS, [0, 0, 0, 0, 3], 0.5) == 1.0
     assert quantile(BOUNDS, [4, 0, 0, 0, 0], 0.5) == pytest.approx(0.0005)
 
 
-def test_what_is_exported_are_the_given_buckets() -> None:
-    tally = FastHistogram("x_seconds", "", BOUNDS)
+def test_exported_buckets_are_the_given_ones() -> None:
+    histogram = FastHistogram("x_seconds", "", BOUNDS)
     for value in (0.001, 0.0011, 0.05, 0.1, 5.0):
-        tally.observe(value)
-    (family,) = tally.collect()
+        histogram.observe(value)
+    (family,) = histogram.collect()
     buckets = [(s.labels["le"], s.value) for s in family.samples if s.name == "x_seconds_bucket"]
     assert buckets == [("0.001", 1), ("0.01", 2), ("0.1", 4), ("1.0", 4), ("+Inf", 5)]
     assert set(BOUNDS) < set(subdivided(BOUNDS, 8))
@@ -60,7 +60,7 @@ def sample(second: float, requests: int, tokens: int, itl: tuple[int, ...] = (0,
     )
 
 
-def test_rates_are_of_ten_seconds_and_the_rest_of_a_minute() -> None:
+def test_rates_cover_ten_seconds_and_counts_a_minute() -> None:
     log = TrafficLog((0.1, 1.0), (0.1, 1.0))
     for second in range(100):
         log.add(second, sample(second, 2 * min(second, 80), 8 * second))
@@ -74,7 +74,7 @@ def test_rates_are_of_ten_seconds_and_the_rest_of_a_minute() -> None:
     assert traffic.ttft.p50 == pytest.approx(0.05)
 
 
-def test_the_history_holds_five_minutes_and_tells_what_is_new() -> None:
+def test_history_holds_five_minutes() -> None:
     log = TrafficLog((0.1, 1.0), (0.1, 1.0))
     for second in range(400):
         log.add(second, sample(second, 2 * second, 8 * second, (0, second, 0)))
@@ -90,7 +90,7 @@ def test_the_history_holds_five_minutes_and_tells_what_is_new() -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]\w{0,8}", fullmatch=True), st.text(max_size=20), max_size=3))
-def test_labels_are_read_as_they_are_written(labels: dict[str, str]) -> None:
+def test_labels_survive_a_round_trip(labels: dict[str, str]) -> None:
     assert labels_of(series("pdserve_a_total", **labels)) == labels
 
 
@@ -110,43 +110,43 @@ def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool =
     return pb.NodeStatus(leased_blocks=7, counters=counters)
 
 
-def test_nodes_count_all_that_is_looked_at() -> None:
+def test_every_counter_in_use_is_documented() -> None:
     table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     assert {name for name in NAMES if f"| `{name}` |" not in table} == set()
 
 
-def test_two_answers_of_a_node_make_rates() -> None:
-    answers, exposed = Answers(), Exposed()
+def test_two_status_samples_give_rates() -> None:
+    history, exposed = NodeHistory(), ExposedLatency()
     for second in range(21):
-        exposed.add(second, answers.add(read_answer(second, "e", status(2 * second, handoffs=second))))
-    measured = answers.measured()
-    assert measured.output_token_rate == pytest.approx(200)
-    assert measured.cached_share == pytest.approx(0.4)
-    assert measured.leased_blocks == 7
-    (link,) = answers.links("d", {'p"1\\': "p-one"})
-    assert (link.prefill, link.decode, link.transport) == ("p-one", "d", "shm")
-    assert link.byte_rate == pytest.approx(2e9)
-    assert link.speed == pytest.approx(2e9)
-    handoffs = handoffs_of([answers], [link], exposed.quantiles())
+        exposed.add(second, history.add(parse_status(second, "e", status(2 * second, handoffs=second))))
+    stats = history.stats()
+    assert stats.output_token_rate == pytest.approx(200)
+    assert stats.cached_share == pytest.approx(0.4)
+    assert stats.leased_blocks == 7
+    (connection,) = history.connections("d", {'p"1\\': "p-one"})
+    assert (connection.prefill, connection.decode, connection.transport) == ("p-one", "d", "shm")
+    assert connection.byte_rate == pytest.approx(2e9)
+    assert connection.throughput == pytest.approx(2e9)
+    handoffs = sum_handoffs([history], [connection], exposed.quantiles())
     assert handoffs.rate == pytest.approx(1)
     assert handoffs.exposed.p50 == pytest.approx(0.01)
     assert handoffs.exposed.p99 == pytest.approx(0.0982)
 
 
-def test_a_node_that_starts_anew_counts_from_its_start() -> None:
-    answers = Answers()
-    answers.add(read_answer(1.0, "first", status(50, handoffs=50)))
-    assert not answers.known
-    assert set(answers.add(read_answer(2.0, "second", status(1, handoffs=1))).values()) == {0.0}
-    assert not answers.known
-    answers.add(read_answer(3.0, "second", status(2, connected=False)))
-    (link,) = answers.links("d", {})
-    assert (link.prefill, link.transport) == ('p"1\\', "none")
-    assert answers.rate("sampled_tokens") == pytest.approx(100)
+def test_another_epoch_resets_the_history() -> None:
+    history = NodeHistory()
+    history.add(parse_status(1.0, "first", status(50, handoffs=50)))
+    assert not history.has_rates
+    assert set(history.add(parse_status(2.0, "second", status(1, handoffs=1))).values()) == {0.0}
+    assert not history.has_rates
+    history.add(parse_status(3.0, "second", status(2, connected=False)))
+    (connection,) = history.connections("d", {})
+    assert (connection.prefill, connection.transport) == ('p"1\\', "none")
+    assert history.rate("sampled_tokens") == pytest.approx(100)
 
 
-def test_handoffs_of_more_than_a_minute_ago_are_forgotten() -> None:
-    exposed = Exposed()
+def test_sum_handoffs_more_than_a_minute_ago_are_forgotten() -> None:
+    exposed = ExposedLatency()
     exposed.add(0.0, {0.01: 1.0, inf: 1.0})
     assert exposed.quantiles().p50 == pytest.approx(0.005)
     exposed.add(61.0, {0.01: 0.0, inf: 0.0})

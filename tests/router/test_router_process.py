@@ -51,7 +51,7 @@ def test_wrong_flags_are_explained(flags: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["m", "--port", "none"], "'none' is no port"),
+        (["m", "--port", "none"], "'none' is not a port"),
         (["/nowhere/at/all", "--port", "0"], "/nowhere/at/all"),
         (["m", "--host", "203.0.113.7", "--port", "1"], "203.0.113.7"),
     ],

@@ -117,7 +117,7 @@ export class Charts {
     return this.history.seconds.at(-1) ?? -1;
   }
 
-  /** More of the same life of the router. */
+  /** Append history of the same router process. */
   add(more) {
     for (const name of Object.keys(this.history)) this.history[name].push(...more[name]);
     const old = this.history.seconds.findIndex((second) => second > this.second - SPAN);

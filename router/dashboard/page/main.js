@@ -11,7 +11,7 @@ const PATIENCE = 4000; // milliseconds that an answer may take
 const KEY = "pdserve-api-key"; // in the storage of this tab
 
 const charts = new Charts();
-let life = "";
+let epoch = "";
 let heardAt = null; // milliseconds, of performance.now
 let turns = 0; // only the latest one goes on
 let timer = 0;
@@ -19,7 +19,7 @@ let asking = null; // ends the request under way
 
 async function ask() {
   const url = new URL("dashboard/state", document.baseURI);
-  url.search = new URLSearchParams({life, second: charts.second});
+  url.search = new URLSearchParams({epoch, second: charts.second});
   const key = sessionStorage.getItem(KEY);
   asking = new AbortController();
   const signal = AbortSignal.any([asking.signal, AbortSignal.timeout(PATIENCE)]);
@@ -55,15 +55,15 @@ async function turn() {
   timer = setTimeout(turn, Math.max(0, began + PERIOD - performance.now()));
 }
 
-function show({life: told, now, history}) {
-  if (told !== life) charts.clear(); // another router, or this one started anew
-  life = told;
+function show({epoch: reported, now, history}) {
+  if (reported !== epoch) charts.clear(); // another router, or this one started anew
+  epoch = reported;
   heardAt = performance.now();
   charts.add(history);
   showTiles(now);
   showModels(now.models);
   showNodes(now);
-  say(find("version"), `pdserve ${now.version}, router ${life}`);
+  say(find("version"), `pdserve ${now.version}, router ${epoch}`);
   const ready = now.nodes.filter((node) => node.state === "ready").length;
   document.title = `${ready}/${now.nodes.length} ready · ${now.traffic.running} running · pdserve`;
   find("door").hidden = find("trouble").hidden = true;

@@ -11,7 +11,7 @@ const KINDS = {
 const kindOf = (node) => KINDS[node.state] ?? "ill";
 const present = (node) => node.state !== "lost" && node.state !== "unreachable";
 const told = (text) => (node) => (present(node) ? text(node) : UNKNOWN);
-const measured = (text) => told((node) => (node.measured ? text(node.measured) : UNKNOWN));
+const stat = (text) => told((node) => (node.stats ? text(node.stats) : UNKNOWN));
 
 function stateOf(node) {
   if (node.lost_seconds === null) return node.state;
@@ -44,45 +44,45 @@ const KV = {
     bar.firstChild.style.width = known ? `${(100 * used) / node.total_blocks}%` : "0";
     set(bar, "class", known && used > 0.9 * node.total_blocks ? "bar full" : "bar");
     say(text, percent(known ? used / node.total_blocks : null));
-    const leased = node.measured?.leased_blocks ? `, ${count(node.measured.leased_blocks)} leased` : "";
+    const leased = node.stats?.leased_blocks ? `, ${count(node.stats.leased_blocks)} leased` : "";
     say(more, known ? `${count(used)} of ${count(node.total_blocks)} blocks${leased}` : "");
   },
 };
 
 const RUNNING = column("Running", told((node) => count(node.running)));
 const WAITING = column("Waiting", told((node) => count(node.waiting)));
-const CACHED = column("From cache", measured((its) => percent(its.cached_share)));
+const CACHED = column("From cache", stat((its) => percent(its.cached_share)));
 
 const PREFILL = [
   NAME, STATE, RUNNING, WAITING, KV,
-  column("Prompt tokens/s", measured((its) => rate(its.prompt_token_rate))),
+  column("Prompt tokens/s", stat((its) => rate(its.prompt_token_rate))),
   column("Backlog, tokens", told((node) => count(node.backlog_tokens)),
     told((node) => (node.backlog_tokens ? seconds(node.backlog_seconds) : ""))),
   CACHED,
 ];
 const DECODE = [
   NAME, STATE, RUNNING, WAITING, KV,
-  column("Output tokens/s", measured((its) => rate(its.output_token_rate))),
+  column("Output tokens/s", stat((its) => rate(its.output_token_rate))),
   column("Step", told((node) => seconds(node.step_seconds))),
   CACHED,
 ];
-const LINKS = [
+const CONNECTIONS = [
   {
     title: "From → to",
     make: () => element("span"),
-    show: (made, link) => say(made, `${link.prefill} → ${link.decode}`),
+    show: (made, connection) => say(made, `${connection.prefill} → ${connection.decode}`),
   },
   {
     title: "Transport",
     kind: "state-column",
     make: newMark,
-    show: (made, link) => (link.transport === "none"
+    show: (made, connection) => (connection.transport === "none"
       ? mark(made, "gone", "not connected")
-      : mark(made, "good", link.transport === "unknown" ? "connected" : link.transport)),
+      : mark(made, "good", connection.transport === "unknown" ? "connected" : connection.transport)),
   },
-  column("Traffic", (link) => bytesPerSecond(link.byte_rate)),
-  column("While reading", (link) => bytesPerSecond(link.speed)),
-  column("Failed reads/s", (link) => rate(link.read_failure_rate)),
+  column("Traffic", (connection) => bytesPerSecond(connection.byte_rate)),
+  column("While reading", (connection) => bytesPerSecond(connection.throughput)),
+  column("Failed reads/s", (connection) => rate(connection.read_failure_rate)),
 ];
 
 const tables = {
@@ -91,7 +91,7 @@ const tables = {
   decode: new Table(find("decode-nodes"), "Decode nodes", DECODE,
     "No decode node is listed: every request gets a 503. --decode says where some are."),
 };
-const links = new Table(find("links"), "Handoffs between nodes", LINKS, "No decode node knows a prefill node yet.");
+const connections = new Table(find("connections"), "Handoffs between nodes", CONNECTIONS, "No decode node knows a prefill node yet.");
 
 let states = new Map();
 
@@ -123,9 +123,9 @@ function showHandoffs(now) {
     `${rate(handoffs.rate)}/s`, bytesPerSecond(handoffs.byte_rate), `${rate(handoffs.failure_rate)}/s failed`,
     `${rate(handoffs.recompute_rate)}/s computed again`, `${rate(handoffs.local_rate)}/s not handed off`,
   ];
-  if (now.num_links) parts.push(`${now.num_connected} of ${now.num_links} connected`);
-  if (now.links.length < now.num_links) parts.push(`the busiest ${now.links.length} are shown`);
+  if (now.num_connections) parts.push(`${now.num_connected} of ${now.num_connections} connected`);
+  if (now.connections.length < now.num_connections) parts.push(`the busiest ${now.connections.length} are shown`);
   say(find("handoffs-count"), parts.join(" · "));
-  links.show(now.links.map((link) => [`${link.prefill}\n${link.decode}`, link]),
-    (link) => (link.transport === "none" ? "gone" : ""));
+  connections.show(now.connections.map((connection) => [`${connection.prefill}\n${connection.decode}`, connection]),
+    (connection) => (connection.transport === "none" ? "gone" : ""));
 }
