@@ -1,4 +1,4 @@
-"""Runners of several ranks, each in a process of its own: ``answers_of_ranks`` starts them and asks what they drew.
+"""Runners of several ranks, each in its own process: ``answers_of_ranks`` starts them and returns their samples.
 
 Run as a script it is one rank: rank and cases come from stdin, answers go to stdout, as JSON.
 """
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 class Case(msgspec.Struct, frozen=True):
-    """Prompts that are run together, once for each kind of sampling."""
+    """Prompts that run together, once per set of sampling parameters."""
 
     config: NodeConfig  # of any rank
     prompts: tuple[tuple[int, ...], ...]
@@ -34,7 +34,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one prompt."""
+    """Result of one prompt."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -42,23 +42,23 @@ class Outcome(msgspec.Struct, frozen=True):
 
 class _Order(msgspec.Struct, frozen=True):
     rank: int
-    cases: tuple[tuple[str | int, Case], ...]  # with their meetings, for rank 0 as file descriptors
+    cases: tuple[tuple[str | int, Case], ...]  # with rendezvous addresses; rank 0 has file descriptors
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What one rank says of a case."""
+    """Result of one rank for a case."""
 
     num_blocks: int
     outcomes: tuple[Outcome, ...]  # for every sampling, one prompt after the other
 
 
-def answer_of(case: Case, rank: int = 0, meeting: str | int = "") -> Answer:
-    """That of this process as one of the case's ranks, each of which has a GPU of its own where they are on GPUs."""
+def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:
+    """Run a case as one of its ranks, in this process. On GPUs, each rank has its own."""
     device = case.config.device
     if device.kind == "cuda":
         device = msgspec.structs.replace(device, index=rank)
     config = case.config.for_rank(rank, device)
-    where = meeting if isinstance(meeting, str) else socket.socket(fileno=meeting)
+    where = rendezvous if isinstance(rendezvous, str) else socket.socket(fileno=rendezvous)
     model_runner = runner.build(config, lambda stage, fraction: None, where)
     stepper = Stepper(model_runner)
     found: list[Running] = []
@@ -71,7 +71,7 @@ def answer_of(case: Case, rank: int = 0, meeting: str | int = "") -> Answer:
 
 
 def answers_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Answer]]:
-    """For each case the answers of its ranks. On CPUs V2's kernels are interpreted. Fails where a rank does."""
+    """Return the answers of all ranks for each case; fail if a rank fails. On CPUs, V2's kernels are interpreted."""
     command = [sys.executable, __file__]
     environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if any(case.config.device.kind == "cpu" for case in cases):
@@ -99,7 +99,7 @@ def answers_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Answer]
 
 def _main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=_Order)
-    found = [answer_of(case, order.rank, meeting) for meeting, case in order.cases]
+    found = [answer_of(case, order.rank, rendezvous) for rendezvous, case in order.cases]
     sys.stdout.buffer.write(msgspec.json.encode(found))
 
 

@@ -1,4 +1,4 @@
-"""A node of several ranks without a front: the real scheduler here, each rank's runner in a process of its own.
+"""A node of several ranks without frontend: the real scheduler here, each rank's runner in its own process.
 
     with StagedNode(num_ranks) as node:
         tokens = generate(node.started(config), config, requests)
@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<I")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """``cancelled_after`` so many tokens of its first choice."""
+    """A request that is cancelled after ``cancelled_after`` tokens of its first choice."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -51,16 +51,16 @@ Outputs = dict[tuple[int, int], list[Sample]]  # by request and choice
 
 
 class _Order(msgspec.Struct, frozen=True, tag=True):
-    """Be this rank from now on."""
+    """Build the runner of this rank."""
 
     config: NodeConfig
-    meeting: str  # "" for rank 0, which opens one and says where
+    rendezvous: str  # host:port; "" for rank 0, which opens it and reports the address
 
 
 def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once: int = 1 << 30) -> Outputs:
-    """What all choices of all requests say; ``rank`` is an engine.executor.rank.Rank, or acts like one.
+    """Return the samples of all choices; ``rank`` is an engine.executor.rank.Rank or a StagedNode.
 
-    The first ``at_once`` requests are there from the beginning, the others come step by step.
+    The first ``at_once`` requests are submitted at the start, one more with each step.
     """
     scheduler = Scheduler(
         num_blocks=config.kv_layout.num_blocks,
@@ -75,9 +75,9 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
     pipeline = StepPipeline(rank)
     waiting = list(enumerate(requests))
     outputs: Outputs = defaultdict(list)
-    turns = 0
+    steps = 0
     while waiting or not (scheduler.idle and pipeline.empty):
-        while waiting and waiting[0][0] < at_once + turns:
+        while waiting and waiting[0][0] < at_once + steps:
             rid, request = waiting.pop(0)
             scheduler.submit(Submit(rid, pack_tokens(request.prompt), request.sampling, Mode.LOCAL))
         plan = scheduler.plan()
@@ -90,13 +90,13 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
             outputs[rid, choice].append(Sample(token_id, logprobs))
             if choice == 0 and len(outputs[rid, 0]) == requests[rid].cancelled_after:
                 scheduler.cancel(rid)
-        turns += 1
+        steps += 1
     assert scheduler.status().free == scheduler.status().total
     return dict(outputs)
 
 
 def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
-    """By one rank, in this process; nothing is cancelled."""
+    """Run the requests on one rank in this process, without cancelling any."""
     from connector.backends.null import NullConnector
 
     rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector())
@@ -106,7 +106,7 @@ def generate_alone(config: NodeConfig, requests: Sequence[Request]) -> Outputs:
 
 
 class StagedNode:
-    """Acts like a Rank, of ``num_ranks`` processes, each with a GPU of its own if there are any."""
+    """Implements Rank with ``num_ranks`` processes, each with its own GPU if there are any."""
 
     def __init__(self, num_ranks: int) -> None:
         environ = os.environ | {"PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -129,17 +129,17 @@ class StagedNode:
         self._ends.close()
 
     def started(self, config: NodeConfig) -> StagedNode:
-        """Have all ranks build their runners for a configuration; what they had before is gone."""
-        self._config, meeting = config, ""
+        """Have all ranks close their runners and build them for a configuration."""
+        self._config, rendezvous = config, ""
         for rank, process in enumerate(self._ranks):
             assert process.stdin is not None
             assert process.stdout is not None
             device = msgspec.structs.replace(config.device, index=rank)
-            _write(process.stdin, msgspec.msgpack.encode(_Order(config.for_rank(rank, device), meeting)))
+            _write(process.stdin, msgspec.msgpack.encode(_Order(config.for_rank(rank, device), rendezvous)))
             if rank == 0:
                 frame = _read(process.stdout)
                 assert frame is not None, "rank 0 has ended"
-                meeting = msgspec.msgpack.decode(frame, type=str)
+                rendezvous = msgspec.msgpack.decode(frame, type=str)
         return self
 
     @property
@@ -148,14 +148,14 @@ class StagedNode:
         return self._config.split.pp + (self._config.decision.runner == "V2")
 
     def launch(self, plan: StepPlan) -> StagedNode:
-        """Returns what has the result: results are taken in the order of launching."""
+        """Resteps what has the result: results are taken in the order of launching."""
         for process in self._ranks:
             assert process.stdin is not None
             _write(process.stdin, msgspec.msgpack.encode(plan))
         return self
 
     def result(self) -> ModelRunnerOutput:
-        """Of the oldest step. Only the last stage says what was drawn, all of its shards the same."""
+        """Return the output of the oldest step. Only the last stage samples, all of its shards the same."""
         assert self._config is not None
         found = []
         for process in self._ranks:
@@ -188,11 +188,11 @@ def _serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
             if current is not None:
                 current.close()
             order = msgspec.msgpack.decode(frame, type=_Order)
-            meeting: str | socket.socket = order.meeting
-            if not meeting:
-                meeting = socket.create_server(("127.0.0.1", 0))
-                _write(stdout, msgspec.msgpack.encode(f"127.0.0.1:{meeting.getsockname()[1]}"))
-            current = runner.build(order.config, lambda stage, fraction: None, meeting)
+            rendezvous: str | socket.socket = order.rendezvous
+            if not rendezvous:
+                rendezvous = socket.create_server(("127.0.0.1", 0))
+                _write(stdout, msgspec.msgpack.encode(f"127.0.0.1:{rendezvous.getsockname()[1]}"))
+            current = runner.build(order.config, lambda stage, fraction: None, rendezvous)
         else:
             assert current is not None
             launched.put(current.launch(msgspec.msgpack.decode(frame, type=StepPlan)))

@@ -2,8 +2,8 @@
 
     client ──► decode ──► proxy ──► prefill          KV travels directly between the two nodes
 
-What holds a request is the proxy, which does not pass on what comes next, or an engine that is stopped; nothing in the
-nodes knows of it. The stages are those of docs/structure.md, "The way of a request".
+The proxy holds a request by delaying the next message, or an engine is stopped; the nodes have no code for it. The
+stages are those of docs/structure.md, "The way of a request".
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
 from node_client import Generated, RouterClient, greedy
 
-BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens: of a block, a step of P, the prompt, and what follows
+BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens of a block, a step of P, the prompt, the output
 FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
 AHEAD = 4  # tokens after the first that P may sample
 PREFILL_FLAGS = ("--decode-ahead", str(AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
-GIVEN_BACK = 5.0  # seconds after a fault in which nobody may hold a block any more
+GIVEN_BACK = 5.0  # seconds after a fault until all blocks are free
 
 STAGES = (
-    "before Prefill",  # D has reserved blocks; P knows of nothing
-    "accepted",  # P has the prompt; D has not heard so
+    "before Prefill",  # D has reserved blocks; P has no request yet
+    "accepted",  # P has the prompt; its answer is held
     "computing",  # P is in its first step
-    "announced",  # P has leased a first part; D has not heard so
-    "reading",  # D's connector is to read a part
+    "announced",  # P has leased a first part; the announcement is held
+    "reading",  # D's connector has a part to read
     "last announced",  # P has leased everything, D has the first token
     "before Release",  # D has read everything; nothing is confirmed
-    "decoding",  # P is out of it
+    "decoding",  # P is not involved any more
 )
 
 PROMPT = random.Random(LENGTH).choices(range(3, 128), k=LENGTH)
@@ -49,7 +49,7 @@ class Pair:
     prefills: Fleet
     decodes: Fleet
     proxy: FaultProxy
-    num_tokens: int  # that are asked for
+    num_tokens: int  # requested output tokens
     expected: list[int] = field(default_factory=list)  # tokens that follow PROMPT, without a handoff
 
     @property
@@ -61,15 +61,15 @@ class Pair:
         return self.decodes.decode[0]
 
     def wait_connected(self) -> None:
-        """Wait until both are ready, and D is connected to the present life of P."""
+        """Wait until both are ready, and D is connected to P's current epoch."""
         nodes = (self.prefill, self.decode)
         self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
         self.decodes.wait_until(lambda: len(self.decode.describe().connected_peers) == 1, WAIT_SECONDS)
 
     def check_served(self) -> None:
-        """The next request is answered as ever, and handed off, and nothing is left of it.
+        """Check that the next request is handed off, has the right tokens, and leaves no blocks behind.
 
-        A D that was stopped says that it is connected until it has noticed that it is not.
+        A D that was stopped reports its connection until it has noticed the end of it.
         """
         self.wait_connected()
         end = time.monotonic() + GIVEN_BACK
@@ -92,7 +92,7 @@ def start_pair(
     decode_flags: Sequence[str] = (),
     num_tokens: int = OUTPUT,
 ) -> Iterator[Pair]:
-    """``flags`` are those of both nodes, where the usual ones will not do."""
+    """Start a pair; ``flags`` are for both nodes, beside the usual ones."""
     with Fleet() as prefills, Fleet() as decodes, FaultProxy() as proxy:
         proxy.target = prefills.start_prefill(checkpoint, [*FLAGS, *PREFILL_FLAGS, *flags, *prefill_flags]).address
         decodes.start_decode(checkpoint, [*FLAGS, *flags, *decode_flags, "--prefill", proxy.address])
@@ -107,7 +107,7 @@ def start_pair(
 
 @dataclass
 class Held:
-    """A request that has reached its stage, and stays there until ``release``."""
+    """A request that stays at its stage until ``release``."""
 
     client: RouterClient
     result: Generated
@@ -116,7 +116,7 @@ class Held:
 
 @contextmanager
 def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
-    """A request that is held at ``stage``. Afterwards it is let go and the proxy interferes no more."""
+    """Hold a request at ``stage``. Afterwards it continues, and the proxy is reset."""
     gate = _Gate(pair, stage)
     with RouterClient(pair.decode.address) as client:
         result = send_prompt(client, pair, timeout_ms)
@@ -134,7 +134,7 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
 
 
 class _Gate:
-    """Holds what passes through the proxy, from the event on that marks the stage, until it is opened."""
+    """Holds messages at the proxy, from the event that marks the stage until ``open``."""
 
     def __init__(self, pair: Pair, stage: str) -> None:
         self.reached = threading.Event()
@@ -152,7 +152,7 @@ class _Gate:
             pair.proxy.before_prefill = lambda: pair.prefill.stop("engine")
 
     def open(self) -> None:
-        """Let everything go on that was made to wait here. Idempotent."""
+        """Continue everything that was held. Idempotent."""
         if not self._opened.is_set():
             self._opened.set()
             if self._stage == "computing":
@@ -183,12 +183,12 @@ class _Gate:
 
 
 def send_prompt(client: RouterClient, pair: Pair, timeout_ms: int = 0) -> Generated:
-    """The prompt, in no cache of either node."""
+    """Send the prompt, which neither node has cached."""
     salt = f"held {next(_salts)}"
     return client.send(PROMPT, greedy(pair.num_tokens), pair.prefill.address, cache_salt=salt, timeout_ms=timeout_ms)
 
 
 def is_prefix(result: Generated, expected: list[int]) -> bool:
-    """Whether all tokens that came, if any, are the right ones."""
+    """Whether all received tokens, if any, are the expected ones."""
     tokens = result.choices.get(0, [])
     return tokens == expected[: len(tokens)]

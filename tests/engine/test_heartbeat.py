@@ -1,54 +1,54 @@
-"""Whether an engine counts as alive, by its beats and the front's own time."""
+"""Liveness of an engine, by its heartbeats and the time of the monitoring process."""
 
 from __future__ import annotations
 
 from engine.ipc.messages import Heartbeat
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 
-PATIENCE = 2.0
-NAP = 0.02
+TIMEOUT = 2.0
+INTERVAL = 0.02
 
 
-def listen(monitor: HeartbeatMonitor, seconds: float) -> None:
-    for _ in range(round(seconds / NAP)):
-        monitor.pass_time(NAP)
+def stay_silent(monitor: HeartbeatMonitor, seconds: float) -> None:
+    for _ in range(round(seconds / INTERVAL)):
+        monitor.pass_time(INTERVAL)
 
 
-def test_silence_is_trouble_until_the_next_beat() -> None:
-    monitor = HeartbeatMonitor(PATIENCE)
-    listen(monitor, PATIENCE * 0.9)
+def test_silence_is_trouble_until_the_next_heartbeat() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    stay_silent(monitor, TIMEOUT * 0.9)
     assert not monitor.trouble
-    listen(monitor, PATIENCE * 0.2)
+    stay_silent(monitor, TIMEOUT * 0.2)
     assert "sent no heartbeat for 2 s" in monitor.trouble
     monitor.receive(Heartbeat(0.0, 0.0, 0.0))
     assert not monitor.trouble
 
 
-def test_time_in_which_the_front_was_stopped_does_not_count() -> None:
-    monitor = HeartbeatMonitor(PATIENCE)
-    listen(monitor, PATIENCE * 0.5)
+def test_time_in_which_the_monitoring_process_was_stopped_is_no_silence() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    stay_silent(monitor, TIMEOUT * 0.5)
     monitor.pass_time(3600.0)
     assert not monitor.trouble
 
 
-def test_a_step_without_end_is_trouble_though_the_process_lives() -> None:
-    monitor = HeartbeatMonitor(PATIENCE)
+def test_an_endless_step_is_trouble_despite_heartbeats() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
     monitor.receive(Heartbeat(0.0, 0.0, 60.0))
-    assert not monitor.trouble, "large steps on slow machines are none"
+    assert not monitor.trouble, "a large step on a slow machine is none"
     monitor.receive(Heartbeat(0.0, 0.0, 121.0))
     assert "in one step for 121 s" in monitor.trouble
     monitor.receive(Heartbeat(0.0, 0.0, 0.0))
     assert not monitor.trouble
 
 
-def test_other_ranks_are_named_once_they_are_silent_or_waited_for_long() -> None:
-    monitor = HeartbeatMonitor(PATIENCE)
+def test_silent_ranks_and_ranks_waited_for_long_are_named() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
     monitor.receive(Heartbeat(0.0, 0.0, 0.0, silent_ranks="rank 1 is silent"))
     assert monitor.trouble == "rank 1 is silent"
     monitor.receive(Heartbeat(0.0, 0.0, 0.1, waiting_for="rank 1 has not ended step 7"))
     assert (monitor.trouble, monitor.waiting_for) == ("", "")
     monitor.receive(Heartbeat(0.0, 0.0, 0.1, waiting_for="rank 1 has not ended step 8"))
-    assert monitor.waiting_for == "", "steps go on"
+    assert monitor.waiting_for == "", "steps make progress"
     monitor.receive(Heartbeat(0.0, 0.0, 121.0, waiting_for="rank 1 has not ended step 8"))
     assert monitor.trouble == "the engine has been in one step for 121 s: rank 1 has not ended step 8"
     monitor.receive(Heartbeat(0.0, 0.0, 0.0))

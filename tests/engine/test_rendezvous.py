@@ -1,4 +1,4 @@
-"""Ranks of other hosts come to their leader, over real sockets; whoever else comes holds nothing up."""
+"""Ranks of other hosts join their leader over real sockets; other connections do not delay them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hello(rank: int, **changes: object) -> Hello:
 
 
 class Gathering:
-    """A leader that has rank 0 and misses ranks 1 … 3, in a thread."""
+    """A leader with rank 0 that waits for ranks 1 … 3, in a thread."""
 
     def __init__(self, seconds: float = 30.0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -56,7 +56,7 @@ class Gathering:
         sock.sendall(data)
         return sock
 
-    def enter(self, hello: Hello) -> socket.socket:
+    def join(self, hello: Hello) -> socket.socket:
         sock = connect_leader(self.address)
         try:
             join(sock, hello, TIMING)
@@ -76,9 +76,9 @@ class Gathering:
 @pytest.fixture
 def gathering() -> Iterator[Gathering]:
     gathering = Gathering()
-    ranks = [gathering.enter(hello(rank)) for rank in (3, 1)]
+    ranks = [gathering.join(hello(rank)) for rank in (3, 1)]
     yield gathering
-    ranks.append(gathering.enter(hello(2)))
+    ranks.append(gathering.join(hello(2)))
     assert gathering.finish() == [1, 2, 3]
     for sock in ranks:
         sock.close()
@@ -96,9 +96,9 @@ def gathering() -> Iterator[Gathering]:
         (make_hello(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
     ],
 )
-def test_a_rank_that_does_not_fit_is_told_why(gathering: Gathering, wrong: Hello, words: list[str]) -> None:
+def test_a_mismatching_rank_is_rejected_with_the_reason(gathering: Gathering, wrong: Hello, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        gathering.enter(wrong)
+        gathering.join(wrong)
     for word in words:
         assert word in str(refused.value)
 
@@ -108,13 +108,13 @@ def test_a_rank_that_does_not_fit_is_told_why(gathering: Gathering, wrong: Hello
     [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x05\0\0\0hello", framed(hello(2))[:50] + b"\0" * 4000],
     ids=["http", "too long", "no msgpack", "broken"],
 )
-def test_garbage_is_shown_out(gathering: Gathering, data: bytes) -> None:
+def test_a_connection_that_sends_garbage_is_closed(gathering: Gathering, data: bytes) -> None:
     with gathering.send(data) as sock:
         sock.settimeout(5.0)
         assert sock.recv(1) == b""
 
 
-def test_callers_who_say_nothing_keep_nobody_out(gathering: Gathering) -> None:
+def test_silent_connections_do_not_keep_ranks_out(gathering: Gathering) -> None:
     silent = [gathering.send(b"") for _ in range(100)]
     silent.append(gathering.send(framed(hello(2))[:20]))
     with closing(gathering.send(b"")):
@@ -123,61 +123,61 @@ def test_callers_who_say_nothing_keep_nobody_out(gathering: Gathering) -> None:
         sock.close()
 
 
-class HangsUpAsTheNextOneCalls(socket.socket):
-    """A listener whose first caller hangs up when one more has come than may wait, before any of that is seen."""
+class ListenerWithEndingConnections(socket.socket):
+    """A listener whose oldest connection ends when one more than MAX_PENDING arrives, before either is noticed."""
 
-    callers: list[socket.socket]
+    connections: list[socket.socket]
 
     def accept(self) -> tuple[socket.socket, object]:
         accepted = super().accept()
-        if len(self.callers) == MAX_PENDING:
-            self.callers[0].close()
-        if len(self.callers) <= MAX_PENDING:
-            self.callers.append(connect_leader(f"127.0.0.1:{self.getsockname()[1]}"))
+        if len(self.connections) == MAX_PENDING:
+            self.connections[0].close()
+        if len(self.connections) <= MAX_PENDING:
+            self.connections.append(connect_leader(f"127.0.0.1:{self.getsockname()[1]}"))
         return accepted
 
 
-def test_a_caller_may_hang_up_at_the_moment_another_takes_its_place() -> None:
-    with HangsUpAsTheNextOneCalls(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
-        listener.callers = [connect_leader(f"127.0.0.1:{listener.getsockname()[1]}")]
+def test_a_connection_may_end_at_the_moment_another_replaces_it() -> None:
+    with ListenerWithEndingConnections(fileno=socket.create_server(("127.0.0.1", 0)).detach()) as listener:
+        listener.connections = [connect_leader(f"127.0.0.1:{listener.getsockname()[1]}")]
         with pytest.raises(NodeError, match="have not joined"):
             Rendezvous(listener, config_of(), range(1, 4)).gather(0.2)
-        assert len(listener.callers) == MAX_PENDING + 1
-        for caller in listener.callers:
+        assert len(listener.connections) == MAX_PENDING + 1
+        for caller in listener.connections:
             caller.close()
 
 
-def test_the_place_of_a_rank_that_has_gone_is_free_again() -> None:
+def test_a_rank_may_join_again_after_its_connection_ended() -> None:
     gathering = Gathering()
-    gathering.enter(hello(1)).close()
-    ranks = [gathering.enter(hello(rank)) for rank in (2, 3)]
+    gathering.join(hello(1)).close()
+    ranks = [gathering.join(hello(rank)) for rank in (2, 3)]
     while True:
         try:
-            ranks.append(gathering.enter(hello(1)))
+            ranks.append(gathering.join(hello(1)))
             break
-        except ConfigError:  # the leader has not noticed yet
+        except ConfigError:  # the leader has not noticed its end yet
             continue
     assert gathering.finish() == [1, 2, 3]
     for sock in ranks:
         sock.close()
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_ranks_that_do_not_join_are_named() -> None:
     gathering = Gathering(seconds=0.3)
-    with gathering.enter(hello(2)):
+    with gathering.join(hello(2)):
         gathering.finish()
     assert isinstance(gathering.error, NodeError)
     assert "ranks 1, 3 of this node have not joined within 0.3 s" in str(gathering.error)
 
 
-def test_a_leader_that_does_not_come_is_named() -> None:
+def test_a_missing_leader_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(NodeError, match=f"no leader at 127.0.0.1:{port} for 0 s"):
         connect_leader(f"127.0.0.1:{port}", seconds=0.0)
 
 
-def test_a_leader_that_is_none_is_told_apart() -> None:
+def test_another_server_at_the_leaders_address_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, connect_leader(f"127.0.0.1:{other.getsockname()[1]}") as sock:
         caller, _ = other.accept()
         with caller:
@@ -186,7 +186,7 @@ def test_a_leader_that_is_none_is_told_apart() -> None:
             join(sock, hello(1), TIMING)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_leader_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(CapacityError, match=address):

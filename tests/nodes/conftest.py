@@ -1,4 +1,4 @@
-"""A few real nodes, shared by all tests here: starting one takes seconds."""
+"""Real nodes, shared by all tests of this folder because starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def all_nodes(checkpoint: Path) -> Iterator[Nodes]:
 
 @pytest.fixture
 def nodes(all_nodes: Nodes) -> Iterator[Nodes]:
-    """All nodes, idle before the test; after it no proxy interferes and no node holds a block."""
+    """Yield all nodes, idle. After the test, proxies are reset and no node holds a block."""
     yield all_nodes
     all_nodes.settle()

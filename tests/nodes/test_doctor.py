@@ -1,4 +1,4 @@
-"""``pdserve doctor`` as a process: what it finds on this machine, and what it makes of what is wrong."""
+"""``pdserve doctor`` as a process: its findings on this machine, and for wrong flags, files and peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Findings = dict[str, Finding]
 
 
 def doctor(*flags: str, model: str = str(EMBEDDED_MODEL), **environ: str) -> tuple[int, Findings]:
-    """Its status, and its findings by what was checked."""
+    """Return its exit status, and its findings by check."""
     command = [sys.executable, "-m", "pdserve", "doctor", model, "--json", *flags]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environ}, timeout=60)
     findings = msgspec.convert(json.loads(done.stdout), list[Finding])
@@ -36,7 +36,7 @@ def failed(findings: Findings) -> set[str]:
     return {check for check, finding in findings.items() if finding.level is Level.FAIL}
 
 
-def test_a_machine_on_which_a_node_would_start() -> None:
+def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
     assert "shm" in findings["transport"].text
@@ -50,7 +50,7 @@ def test_a_silent_fallback_to_tcp_fails() -> None:
     assert "falls back to tcp" in findings["transport"].text
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_failing_checks_are_reported_in_one_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as closed:
         port, peer = taken.getsockname()[1], closed.getsockname()[1]
@@ -64,7 +64,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 @contextmanager
 def prefill_node() -> Iterator[str]:
-    """The address of a simulated one that is ready."""
+    """Run a simulated prefill node; yield its address once it is ready."""
     status, write = os.pipe()
     flags = ["--engine", "simulated", "--status-fd", str(write)]
     command = [sys.executable, "-m", "prefill_node", str(EMBEDDED_MODEL), *flags]
@@ -79,7 +79,7 @@ def prefill_node() -> Iterator[str]:
             process.terminate()
 
 
-def test_peers_are_asked_whether_they_fit(tmp_path: Path) -> None:
+def test_peers_are_checked_for_compatibility(tmp_path: Path) -> None:
     with prefill_node() as address:
         (listed := tmp_path / "listed").write_text(address)
         status, findings = doctor("--engine", "simulated", "--prefill", f"file://{listed}")
@@ -101,12 +101,12 @@ def test_peers_are_asked_whether_they_fit(tmp_path: Path) -> None:
         ("rdma", "tcp", Level.FAIL),
     ],
 )
-def test_what_a_requirement_accepts(required: str, kind: str, level: Level) -> None:
+def test_a_required_transport_accepts_itself_and_faster_ones(required: str, kind: str, level: Level) -> None:
     assert check_requirement(required, kind, "lanes").level is level
 
 
 @pytest.mark.parametrize("text", ["20000", "9-3", "0-5", "70000-70001", "a-b"])
-def test_a_range_of_ports_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_ucx_port_range_fails(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", text)
     finding = check_ucx_ports(1)
     assert finding.level is Level.FAIL

@@ -1,4 +1,4 @@
-"""Nodes that are told to end: what they still take, say and wait for. Simulated ones, with the tests' own clients."""
+"""Draining nodes: which requests they accept, and when they exit. The nodes are simulated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fleet(checkpoint: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def start(fleet: Fleet, checkpoint: Path) -> Start:
-    """A node of a role, ready."""
+    """Return a function that starts a node of a role and waits until it is ready."""
 
     def start(role: str, *flags: str) -> NodeProcess:
         start_node = fleet.start_prefill if role == "prefill" else fleet.start_decode
@@ -46,7 +46,7 @@ def start(fleet: Fleet, checkpoint: Path) -> Start:
 
 
 def serves(node: NodeProcess) -> tuple[bool, bool, bool]:
-    """What probes are told: alive, loaded, ready."""
+    """Return the health services that serve: live, loaded, ready."""
     with grpc.insecure_channel(node.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         live, loaded, ready = (
@@ -74,14 +74,14 @@ def prefill_request(node: NodeProcess, prompt: list[int] = PROMPT) -> pb.Prefill
 
 
 def ready_of(prefill: Prefill) -> pb.KVReady:
-    """The last announcement of a prompt."""
+    """Return the last announcement of a prompt."""
     return prefill.all()[-1].kv_ready
 
 
 # ---------------------------------------------------------------- decode nodes
 
 
-def test_a_decode_node_ends_what_runs_and_takes_nothing_more(fleet: Fleet, start: Start) -> None:
+def test_a_draining_decode_node_finishes_open_requests_and_refuses_new_ones(fleet: Fleet, start: Start) -> None:
     node = start("decode")
     with RouterClient(node.address) as client, RouterClient(node.address) as idle:
         running = client.send(PROMPT, greedy(100, n=2))
@@ -100,7 +100,7 @@ def test_a_decode_node_ends_what_runs_and_takes_nothing_more(fleet: Fleet, start
         assert idle.draining
 
 
-def test_what_a_decode_node_cannot_end_in_time_is_handed_over(start: Start) -> None:
+def test_requests_open_after_the_drain_timeout_of_a_decode_node_are_handed_over(start: Start) -> None:
     node = start("decode", "--drain-timeout", "0.3")
     with RouterClient(node.address) as client:
         running = client.send(PROMPT, greedy(2000))
@@ -115,7 +115,7 @@ def test_what_a_decode_node_cannot_end_in_time_is_handed_over(start: Start) -> N
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)], ids=["ctrl-c", "twice"])
-def test_a_decode_node_in_a_hurry_hands_over_at_once(
+def test_sigint_or_a_second_signal_hands_requests_over_at_once(
     fleet: Fleet, start: Start, signals: tuple[signal.Signals, ...]
 ) -> None:
     node = start("decode")
@@ -135,7 +135,7 @@ def test_a_decode_node_in_a_hurry_hands_over_at_once(
 # ---------------------------------------------------------------- prefill nodes
 
 
-def test_a_prefill_node_keeps_its_leases_to_the_end(fleet: Fleet, start: Start) -> None:
+def test_a_draining_prefill_node_keeps_its_leases(fleet: Fleet, start: Start) -> None:
     """SIGTERM comes between an announcement and the read."""
     node = start("prefill")
     with PrefillClient(node.address) as client:
@@ -154,7 +154,7 @@ def test_a_prefill_node_keeps_its_leases_to_the_end(fleet: Fleet, start: Start) 
         assert_ended(node)
 
 
-def test_a_prefill_node_computes_what_it_has_accepted(fleet: Fleet, start: Start) -> None:
+def test_a_draining_prefill_node_computes_accepted_prompts(fleet: Fleet, start: Start) -> None:
     node = start("prefill", *SLOW_PROMPTS)
     prompt = [3 + i % 100 for i in range(1000)]
     with PrefillClient(node.address) as client:
@@ -168,8 +168,8 @@ def test_a_prefill_node_computes_what_it_has_accepted(fleet: Fleet, start: Start
         assert_ended(node)
 
 
-def test_nobody_waits_for_a_decode_node_that_is_gone(start: Start) -> None:
-    """Its lease ends by time, and with it the prefill node."""
+def test_a_draining_prefill_node_exits_when_the_lease_of_a_vanished_decode_node_expires(start: Start) -> None:
+    """The stream ends without a release."""
     node = start("prefill", *SHORT_LEASES)
     with PrefillClient(node.address) as client:
         ready_of(client.send(prefill_request(node)))
@@ -178,7 +178,7 @@ def test_nobody_waits_for_a_decode_node_that_is_gone(start: Start) -> None:
     assert "expired" in node.output
 
 
-def test_what_a_prefill_node_cannot_compute_in_time_is_left_to_others(start: Start) -> None:
+def test_prompts_not_computed_within_the_drain_timeout_fail_as_draining(start: Start) -> None:
     node = start("prefill", *SLOW_PROMPTS, *SHORT_LEASES, "--drain-timeout", "0.2")
     prompt = [3 + i % 100 for i in range(4000)]
     with PrefillClient(node.address) as client:

@@ -1,4 +1,4 @@
-"""What nodes count, and how it is written. That the names are those of docs/metrics.md: tests/e2e."""
+"""Metrics of nodes and their notation. tests/e2e compares their names with docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from node_fleet import Nodes
 from pdserve.metrics import FastHistogram, flat, series
 
 
-def test_reads_are_counted_for_the_peer_they_came_from(nodes: Nodes) -> None:
-    """Peers go by the addresses that were configured: here, those of proxies."""
+def test_kv_reads_are_counted_by_peer(nodes: Nodes) -> None:
+    """A peer's label is its configured address, here that of a proxy."""
 
     def of(address: str) -> list[float]:
         found = nodes.decode.status().counters
@@ -29,7 +29,7 @@ def test_reads_are_counted_for_the_peer_they_came_from(nodes: Nodes) -> None:
     assert status["pdserve_handoff_exposed_seconds_count"] == handoffs + 1
 
 
-def test_series_and_histograms_are_as_prometheus_writes_them() -> None:
+def test_series_and_histograms_are_in_prometheus_notation() -> None:
     assert series("a_total") == "a_total"
     assert series("a_total", peer='say "hi"\\', x="1") == 'a_total{peer="say \\"hi\\"\\\\",x="1"}'
     tally = FastHistogram("a_seconds", "", (0.5, 2.0))

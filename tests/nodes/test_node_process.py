@@ -1,4 +1,4 @@
-"""How a node's processes begin and end: statuses, signals, and nothing left behind."""
+"""Start and exit of a node's processes: status lines, signals, exit statuses, no process left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("--device", "cpu", "--kv-cache-memory", "1MiB", "--max-model-len", "256
 
 
 class Started:
-    """A node started as ``pdserve up`` does it."""
+    """A node started as by ``pdserve up``."""
 
     def __init__(self, checkpoint: Path, role: str, *flags: str) -> None:
         status, status_write = os.pipe()
@@ -44,13 +44,13 @@ class Started:
             self.states.append(json.loads(line))
             if self.states[-1]["state"] == state:
                 return self.states[-1]
-        raise AssertionError(f"it ended before it was {state}: {self.end()}")
+        raise AssertionError(f"it exited before it was {state}: {self.end()}")
 
     def engine(self) -> psutil.Process:
         return psutil.Process(self.process.pid).children()[0]
 
     def end(self) -> tuple[int, list[str]]:
-        """Wait for its end; returns the exit status and the lines it printed."""
+        """Wait for its exit; return the status and the lines it printed."""
         _, stderr = self.process.communicate(timeout=WAIT_SECONDS)
         return self.process.returncode, stderr.splitlines()
 
@@ -82,7 +82,7 @@ def gone(process: psutil.Process) -> bool:
 @pytest.mark.parametrize(
     ("role", "number"), [("prefill_node", signal.SIGTERM), ("decode_node", signal.SIGINT)], ids=["prefill", "decode"]
 )
-def test_a_signal_ends_it_cleanly(role: str, number: signal.Signals, checkpoint: Path) -> None:
+def test_sigterm_and_sigint_end_a_node_with_status_0(role: str, number: signal.Signals, checkpoint: Path) -> None:
     with started(checkpoint, role) as node:
         address = node.wait_for("listening")["address"]
         node.wait_for("ready")
@@ -96,7 +96,7 @@ def test_a_signal_ends_it_cleanly(role: str, number: signal.Signals, checkpoint:
         assert gone(engine)
 
 
-def test_a_signal_while_loading_ends_it(checkpoint: Path) -> None:
+def test_sigterm_while_loading_ends_a_node_with_status_0(checkpoint: Path) -> None:
     with started(checkpoint, "prefill_node") as node:
         node.wait_for("listening")
         node.process.terminate()
@@ -105,7 +105,7 @@ def test_a_signal_while_loading_ends_it(checkpoint: Path) -> None:
         assert not any("Traceback" in line for line in lines)
 
 
-def test_the_engines_death_is_the_nodes(checkpoint: Path) -> None:
+def test_a_node_fails_when_its_engine_is_killed(checkpoint: Path) -> None:
     with started(checkpoint, "decode_node") as node:
         node.wait_for("ready")
         node.engine().kill()
@@ -116,8 +116,8 @@ def test_the_engines_death_is_the_nodes(checkpoint: Path) -> None:
         assert not any("Traceback" in line for line in lines)
 
 
-def test_no_engine_outlives_its_parent(checkpoint: Path) -> None:
-    """The end of the lifeline ends the front at once, as SIGKILL would, and that ends the engine."""
+def test_the_engine_exits_when_the_lifeline_ends(checkpoint: Path) -> None:
+    """The end of the lifeline ends the frontend at once, as SIGKILL would, and that ends the engine."""
     with started(checkpoint, "decode_node") as node:
         node.wait_for("loading")
         engine = node.engine()
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(checkpoint: Path) -> N
         (("--prefil", "x"), ["--prefil"]),
     ],
 )
-def test_flags_that_cannot_run(flags: tuple[str, ...], words: list[str], checkpoint: Path) -> None:
+def test_invalid_flags_are_one_line_errors(flags: tuple[str, ...], words: list[str], checkpoint: Path) -> None:
     with started(checkpoint, "prefill_node", *flags) as node:
         status, lines = node.end()
     assert status == 2
@@ -159,7 +159,7 @@ def test_flags_that_cannot_run(flags: tuple[str, ...], words: list[str], checkpo
         assert word in lines[0]
 
 
-def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with started(tmp_path, "decode_node") as node:
         status, lines = node.end()
@@ -168,8 +168,8 @@ def test_a_broken_checkpoint_is_one_line(tmp_path: Path) -> None:
     assert "config.json" in lines[0]
 
 
-def test_it_listens_only_where_a_firewall_expects_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own port, and those that UCX is told to take, as deploy/k8s does."""
+def test_a_node_listens_only_on_its_port_and_the_ucx_range(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX_TCP_PORT_RANGE sets the ports of UCX, as in deploy/k8s."""
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", "20000-20255")
     with started(checkpoint, "prefill_node") as node:
         node.wait_for("ready")
@@ -188,10 +188,10 @@ def probe(address: str, service: str) -> int:
     return subprocess.run([sys.executable, "-m", "pdserve", "probe", address, service], capture_output=True).returncode
 
 
-def test_health_tells_loaded_from_connected_and_slow_from_stuck(checkpoint: Path) -> None:
-    """A node without its peers is live and loaded, so nobody restarts it; one whose engine stands still is not live."""
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        peer = f"127.0.0.1:{nobody.getsockname()[1]}"
+def test_health_separates_live_loaded_and_ready(checkpoint: Path) -> None:
+    """A node without its peers is live and loaded, so it is not restarted; with a stopped engine it is not live."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = f"127.0.0.1:{silent.getsockname()[1]}"
         flags = ("--engine", "simulated", "--prefill", peer, "--peer-timeout", "1")
         with started(checkpoint, "decode_node", *flags, "--peer-wait", "600") as node:
             address = node.wait_for("listening")["address"]

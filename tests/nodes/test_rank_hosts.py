@@ -1,4 +1,4 @@
-"""Nodes over several hosts: here, all of them are this one."""
+"""Nodes over several hosts, all of which are this machine here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_SECONDS = 5.0
 
 
 class Host:
-    """Another host of a node: it has ranks, and no front."""
+    """Another host of a node: it runs ranks, and no frontend."""
 
     def __init__(self, checkpoint: Path, *flags: str) -> None:
         status, status_write = os.pipe()
@@ -42,14 +42,14 @@ class Host:
             pass_fds=(status_write,),
         )
         os.close(status_write)
-        self.status = os.fdopen(status)  # a line for each thing it begins to do
+        self.status = os.fdopen(status)  # status lines
 
     def ranks(self) -> list[psutil.Process]:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children()
         return children
 
     def end(self) -> tuple[int, list[str]]:
-        """Wait for its end; returns the exit status and the lines it printed."""
+        """Wait for its exit; return the status and the lines it printed."""
         _, stderr = self.process.communicate(timeout=END_SECONDS)
         return self.process.returncode, stderr.splitlines()
 
@@ -67,18 +67,18 @@ def host(checkpoint: Path, *flags: str) -> Iterator[Host]:
 
 @pytest.fixture
 def leader() -> str:
-    """An address where nobody listens yet."""
+    """Return an address with a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture
 def elsewhere(checkpoint: Path, tmp_path: Path) -> Path:
-    """The same checkpoint as another host has it."""
+    """Copy the checkpoint, as on another host."""
     return shutil.copytree(add_tokenizer(checkpoint), tmp_path / "copy")
 
 
-def test_a_rank_that_dies_elsewhere_ends_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+def test_a_killed_rank_on_another_host_ends_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_elsewhere_ends_the_node(checkpoint: Path, elsewhere: P
     ("number", "status"),
     [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow, id="stops"), pytest.param(signal.SIGKILL, 1, id="dies")],
 )
-def test_other_hosts_end_with_the_leader(
+def test_ranks_on_other_hosts_exit_with_the_leader(
     checkpoint: Path, elsewhere: Path, leader: str, number: int, status: int
 ) -> None:
     split = ("--tp", "2", "--leader", leader)
@@ -115,8 +115,10 @@ def test_other_hosts_end_with_the_leader(
 
 
 @pytest.mark.slow
-def test_ranks_of_other_hosts_wait_until_the_node_has_drained(checkpoint: Path, elsewhere: Path, leader: str) -> None:
-    """All hosts are told to end at one moment, as by a cluster: the answer is whole, and everything ends cleanly."""
+def test_ranks_on_other_hosts_keep_running_until_the_node_has_drained(
+    checkpoint: Path, elsewhere: Path, leader: str
+) -> None:
+    """All hosts receive SIGTERM at once, as from a cluster: the answer is complete and all exit with status 0."""
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
@@ -133,10 +135,10 @@ def test_ranks_of_other_hosts_wait_until_the_node_has_drained(checkpoint: Path, 
         assert (node.child.process.returncode, status) == (0, 0)
 
 
-def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+def test_a_load_error_on_another_host_is_the_error_of_the_node(checkpoint: Path, elsewhere: Path, leader: str) -> None:
     split = ("--tp", "2", "--leader", leader)
     with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
-        assert "connecting to the leader" in other.status.readline()  # it has found the checkpoint to be the right one
+        assert "connecting to the leader" in other.status.readline()  # it has checked the configuration
         (elsewhere / "model.safetensors").unlink()
         node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
         fleet.wait_until(lambda: node.child.state == "ended", 60.0)
@@ -150,7 +152,9 @@ def test_what_a_rank_cannot_load_is_the_nodes_error(checkpoint: Path, elsewhere:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host_of_leader", ["127.0.0.1", "localhost"])
-def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str, host_of_leader: str) -> None:
+def test_hosts_with_two_ranks_each_serve_as_one_node(
+    checkpoint: Path, elsewhere: Path, leader: str, host_of_leader: str
+) -> None:
     """4 shards of 2 KV heads on two hosts."""
     leader = leader.replace("127.0.0.1", host_of_leader)
     split = ("--tp", "4", "--leader", leader, "--local-ranks", "2")
@@ -164,26 +168,26 @@ def test_groups_of_ranks(checkpoint: Path, elsewhere: Path, leader: str, host_of
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("here", "there", "said"),
+    ("here", "there", "words"),
     [
         (["--tp", "2"], ["--tp", "4"], ("tp 4 there", "tp 2 at the leader")),
         (["--pp", "2"], ["--pp", "2", "--shared-mlps", "on"], ("and shared MLPs there", "tp 1 at the leader")),
     ],
 )
-def test_a_rank_of_another_node_is_told_so_in_one_line(
-    checkpoint: Path, elsewhere: Path, leader: str, here: list[str], there: list[str], said: tuple[str, str]
+def test_a_rank_with_another_split_is_rejected_with_both_values_in_one_line(
+    checkpoint: Path, elsewhere: Path, leader: str, here: list[str], there: list[str], words: tuple[str, str]
 ) -> None:
     with Fleet() as fleet:
         fleet.start_decode(checkpoint, [*FLAGS, *here, "--leader", leader, "--rank", "0"])
-        with host(elsewhere, *there, "--leader", leader, "--rank", "1") as stranger:
-            status, lines = stranger.end()
+        with host(elsewhere, *there, "--leader", leader, "--rank", "1") as other:
+            status, lines = other.end()
     assert status == 2
     assert len(lines) == 1
-    assert all(words in lines[0] for words in said), lines
+    assert all(word in lines[0] for word in words), lines
 
 
 @pytest.mark.parametrize(
-    ("flags", "hosted"),
+    ("flags", "local"),
     [
         ([], LocalRanks(range(4))),
         (["--leader", "h:1", "--rank", "0"], LocalRanks(range(1), "h:1")),
@@ -192,8 +196,8 @@ def test_a_rank_of_another_node_is_told_so_in_one_line(
         (["--leader", "h:1", "--node-rank", "0", "--local-ranks", "4"], LocalRanks(range(4))),
     ],
 )
-def test_which_ranks_a_host_has(flags: list[str], hosted: LocalRanks) -> None:
-    assert local_ranks_from(role_parser("x", "").parse_args(["m", *flags]), 4) == hosted
+def test_flags_select_the_ranks_of_this_host(flags: list[str], local: LocalRanks) -> None:
+    assert local_ranks_from(role_parser("x", "").parse_args(["m", *flags]), 4) == local
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_which_ranks_a_host_has(flags: list[str], hosted: LocalRanks) -> None:
         (["--leader", "h:1", "--rank", "-1"], "-1"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: list[str], word: str) -> None:
+def test_contradicting_host_flags_are_errors(flags: list[str], word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         local_ranks_from(role_parser("x", "").parse_args(["m", *flags]), 4)
     assert word in str(refused.value)

@@ -1,4 +1,4 @@
-"""Nodes of two ranks as processes: they answer as one, and live, stand still and end as one."""
+"""Nodes of two ranks, as processes: they serve, get stuck and end as one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fleet(checkpoint: Path) -> Iterator[Fleet]:
 
 
 def processes_of(node: NodeProcess) -> list[psutil.Process]:
-    """Front, engine and ranks."""
-    front = psutil.Process(node.pid)
-    return [front, *front.children(recursive=True)]
+    """Return frontend, engine and ranks."""
+    frontend = psutil.Process(node.pid)
+    return [frontend, *frontend.children(recursive=True)]
 
 
 def rank_of(node: NodeProcess) -> psutil.Process:
@@ -38,12 +38,12 @@ def rank_of(node: NodeProcess) -> psutil.Process:
 
 
 def assert_gone(fleet: Fleet, processes: list[psutil.Process]) -> None:
-    def over(process: psutil.Process) -> bool:
+    def has_ended(process: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
             return bool(process.status() == psutil.STATUS_ZOMBIE)
         return True
 
-    fleet.wait_until(lambda: all(map(over, processes)), END_SECONDS)
+    fleet.wait_until(lambda: all(map(has_ended, processes)), END_SECONDS)
 
 
 def last_line(fleet: Fleet, node: NodeProcess) -> str:
@@ -51,9 +51,9 @@ def last_line(fleet: Fleet, node: NodeProcess) -> str:
     return node.child.last_lines[-1]
 
 
-def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet, checkpoint: Path) -> None:
+def test_two_ranks_serve_as_one_node_and_a_stopped_or_killed_rank_is_named(fleet: Fleet, checkpoint: Path) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
-    fleet.start_router(checkpoint, ["--migrations", "0"])  # there is no other node to wait for
+    fleet.start_router(checkpoint, ["--migrations", "0"])  # there is no other node to migrate to
     fleet.wait_ready()
     reference = reference_model(checkpoint)
     for length in (1, 8, 37):
@@ -78,18 +78,18 @@ def test_two_ranks_answer_as_one_stand_still_as_one_and_end_as_one(fleet: Fleet,
     assert f"{RANK_1} was killed by SIGKILL" in last_line(fleet, node)
 
 
-@pytest.mark.parametrize(("part", "stopped"), [("front", True), ("engine", False)])
-def test_no_rank_outlives_its_node(fleet: Fleet, checkpoint: Path, part: str, stopped: bool) -> None:
+@pytest.mark.parametrize(("part", "stopped"), [("frontend", True), ("engine", False)])
+def test_ranks_exit_when_frontend_or_engine_is_killed(fleet: Fleet, checkpoint: Path, part: str, stopped: bool) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
     fleet.wait_ready()
     processes = processes_of(node)
     if stopped:
         rank_of(node).suspend()
-    processes[("front", "engine").index(part)].kill()
+    processes[("frontend", "engine").index(part)].kill()
     assert_gone(fleet, processes)
 
 
-def test_every_rank_reads_its_part_and_a_signal_ends_all_cleanly(fleet: Fleet, checkpoint: Path) -> None:
+def test_every_rank_reads_its_part_of_the_kv_and_sigterm_ends_all_ranks(fleet: Fleet, checkpoint: Path) -> None:
     flags = (*FLAGS, "--kv-checksum")
     prefill = fleet.start_prefill(checkpoint, flags)
     node = fleet.start_decode(checkpoint, [*flags, "--tp", "2", "--handoff-min-tokens", "0"])

@@ -1,4 +1,4 @@
-"""What is said at once travels together, and a peer that does not read holds up whoever would say more."""
+"""Entries that are written together travel together, and a peer that does not read delays further ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from engine.frontend.stream_writer import StreamWriter
 
 
-def test_all_there_is_travels_in_one_message() -> None:
+def test_entries_are_batched_into_one_message() -> None:
     async def run() -> None:
         writer: StreamWriter[list[int]] = StreamWriter(list)
         writer.put().append(1)
@@ -21,7 +21,7 @@ def test_all_there_is_travels_in_one_message() -> None:
     asyncio.run(run())
 
 
-def test_there_is_room_again_when_the_peer_has_read() -> None:
+def test_room_waits_until_the_peer_has_read() -> None:
     async def run() -> None:
         writer: StreamWriter[list[int]] = StreamWriter(list)
         await writer.room()
