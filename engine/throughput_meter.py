@@ -1,17 +1,17 @@
-"""Measures what steps and reads take: lines fitted to those of late. Pure; the clock is read elsewhere."""
+"""Measures the cost of steps and reads as lines fitted to recent ones. It does not read the clock."""
 
 from __future__ import annotations
 
 from pdserve.throughput import LinearCost, Throughput
 
-_KEEP, _KEEP_DECODES = 0.98, 0.998  # of the weight of earlier ones, with every new one: some 50 count, or some 500
-_ALIKE = 0.05  # points whose x differ by less than this share of their mean do not say how y depends on it
+_KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
+_ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 
 
 class LineFit:
-    """y = base + slope · x through weighted points, by least squares; neither is ever negative.
+    """y = base + slope · x through weighted points, by least squares; base and slope are never negative.
 
-    While all x are alike, y is taken to be proportional to it.
+    While all x are alike, the line goes through the origin.
     """
 
     def __init__(self, keep: float) -> None:
@@ -20,7 +20,7 @@ class LineFit:
         self._xx = self._xy = 0.0  # weighted sums of squares and products about the means
 
     def add(self, x: float, y: float) -> None:
-        """A new point; earlier ones lose weight. The update is Welford's, weighted."""
+        """Add a point; earlier ones lose weight. Welford's update, weighted."""
         old = self._keep * self._weight
         self._weight = old + 1.0
         dx, dy = x - self._x, y - self._y
@@ -49,7 +49,7 @@ class ThroughputMeter:
         self._decodes = LineFit(_KEEP_DECODES)
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """A step has ended that computed so many tokens of prompts, and went on with so many sequences."""
+        """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences."""
         if prompt_tokens:
             self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
         else:

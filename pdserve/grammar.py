@@ -1,8 +1,8 @@
-"""Grammars that an output has to follow: compiled against a vocabulary, and which tokens they allow next.
+"""Grammars for structured outputs: compiled against a vocabulary, they give the mask of allowed next tokens.
 
-A grammar travels as llguidance serializes it. llguidance is imported when a tokenizer is loaded; its errors become
-RequestError here. It recurses once for each rule that refers to another, so whatever compiles a grammar or asks for a
-mask does it on a thread with a stack of ``STACK_BYTES``, which the longest grammar cannot exhaust (``start_thread``).
+A grammar travels in llguidance's serialized form. llguidance is imported when a tokenizer is loaded; its errors become
+RequestError here. It recurses once per rule that refers to another. So grammars are compiled and masks computed on
+threads with a stack of ``STACK_BYTES``, which the longest grammar cannot exhaust (``start_thread``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 MAX_BYTES = 128 * 1024  # of a grammar
 STACK_BYTES = 256 * 1024 * 1024  # reserved, not used: the deepest recursion of MAX_BYTES took 90 MB
 
-_MAX_PROBLEM = 300  # characters of what llguidance says
+_MAX_PROBLEM = 300  # characters of an llguidance message
 
 
 def start_thread(work: Callable[[], None], name: str) -> None:
-    """Run ``work`` on a daemon thread that may compile grammars and use them."""
+    """Run ``work`` on a daemon thread with a stack large enough for grammars."""
     before = threading.stack_size(STACK_BYTES)
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
@@ -33,20 +33,20 @@ def start_thread(work: Callable[[], None], name: str) -> None:
 
 
 def check_size(grammar: str) -> None:
-    """Raises RequestError for a grammar that is too long."""
+    """Raises RequestError if the grammar is too long."""
     size = len(grammar.encode())
     if size > MAX_BYTES:
         raise RequestError(f"the grammar takes {size} bytes, the limit is {MAX_BYTES}; simplify it", "grammar")
 
 
-# ---------------------------------------------------------------- from other notations
+# ---------------------------------------------------------------- conversion from other notations
 
 
 def from_json_schema(schema: str, whitespace: str | None = None) -> str:
-    """JSON by a schema, given as text that is JSON. ``whitespace`` is a regex of what may be between its parts."""
+    """Convert a JSON schema. ``whitespace`` is a regex for the text between JSON tokens."""
     from llguidance import LLMatcher
 
-    # Whatever "x-guidance" in the schema says: what is not supported is an error.
+    # An unsupported feature is an error, also if "x-guidance" in the schema is lenient.
     overrides: JsonCompileOptions = {"lenient": False}
     if whitespace == "":
         overrides["whitespace_flexible"] = False
@@ -56,41 +56,41 @@ def from_json_schema(schema: str, whitespace: str | None = None) -> str:
 
 
 def from_regex(regex: str) -> str:
-    """Text that a regex (Rust's syntax) matches as a whole."""
+    """Convert a regex (Rust syntax) that the whole text must match."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_regex(regex)
 
 
 def from_ebnf(text: str) -> str:
-    """GBNF, the notation of llama.cpp. Raises RequestError."""
+    """Convert GBNF, the notation of llama.cpp. Raises RequestError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     check_size(text)
     try:
         return str(gbnf_to_lark(text))
-    except Exception as exc:  # whatever its parser meets
+    except Exception as exc:  # its parser raises many kinds
         raise RequestError(_one_line(str(exc)) or "it is nested too deeply", "grammar") from exc
 
 
 def from_structures(structures: Iterable[tuple[str, str, dict[str, Any], str]]) -> str:
-    """Free text with structures, each (trigger, begin, JSON schema, end); ``begin`` starts with the trigger."""
+    """Allow free text with structures, each (trigger, begin, JSON schema, end); ``begin`` starts with the trigger."""
     from llguidance import StructTag
 
     tags = [StructTag(trigger=t, begin=begin, grammar=schema, end=end) for t, begin, schema, end in structures]
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-# ---------------------------------------------------------------- compiled
+# ---------------------------------------------------------------- compiled grammars
 
 
 class GrammarVocabulary:
-    """The tokens of a model, as grammars need them. Making it holds the GIL: 1.3 s for 150,000 tokens."""
+    """A model's tokens in the form that grammars need. Its constructor holds the GIL: 1.3 s for 150,000 tokens."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
-        """``vocab_size`` is the model's, which may be padded. Raises ValueError where it is too small.
+        """``vocab_size`` is the model's, which may be padded. Raises ValueError if it is too small.
 
-        Without ``eos_token_ids`` the tokenizer's own is taken.
+        The default for ``eos_token_ids`` is the tokenizer's own.
         """
         from llguidance import LLTokenizer
 
@@ -99,39 +99,38 @@ class GrammarVocabulary:
 
 
 class Grammar:
-    """One that has been compiled: its first mask, and matchers that begin with it."""
+    """A compiled grammar: its first mask, and new matchers."""
 
     def __init__(self, text: str, vocabulary: GrammarVocabulary) -> None:
-        """Raises RequestError, saying what is wrong with it or not supported."""
+        """Raises RequestError with the error or the unsupported feature."""
         from llguidance import LLMatcher
 
         check_size(text)
         wrong, words = LLMatcher.validate_grammar_with_warnings(text, vocabulary.tokenizer)
-        lenient = [word for word in words if word.startswith("Unimplemented")]  # what the grammar asked to ignore
+        lenient = [word for word in words if word.startswith("Unimplemented")]
         if wrong or lenient:
             raise RequestError(_one_line((lenient or words)[0]), "grammar")
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
         self.first_mask = Matcher(self._matcher.deep_copy()).mask()
 
     def matcher(self) -> Matcher:
-        """A new one, at the beginning."""
         return Matcher(self._matcher.deep_copy())
 
 
 class Matcher:
-    """Where an output is in its grammar. For one thread at a time; other threads of Python go on meanwhile."""
+    """The position of an output in its grammar. For one thread at a time; it releases the GIL while it works."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """The output goes on with these. What the grammar does not allow is an error of the next ``mask``."""
+        """Advance by tokens. A token that the grammar forbids makes the next ``mask`` fail."""
         self._matcher.consume_tokens(list(token_ids))
 
     def mask(self) -> bytes:
-        """What ``TokenMask.words`` has: allows only an end of sequence where the grammar has come to its end.
+        """Return the mask for ``TokenMask.words``. At the grammar's end it allows only an end of sequence.
 
-        Raises RequestError where the grammar takes too much time or memory, or lets nothing follow.
+        Raises RequestError if the grammar takes too much time or memory, or allows no token.
         """
         words = b""
         if not self._matcher.is_error():
@@ -144,7 +143,7 @@ class Matcher:
 
 
 def without(mask: bytes, token_ids: Collection[int]) -> bytes:
-    """The mask with these tokens taken out, unless nothing would be left."""
+    """Return the mask without these tokens, or unchanged if none would be left."""
     words = bytearray(mask)
     for token_id in token_ids:
         words[token_id // 8] &= ~(1 << token_id % 8) & 0xFF
@@ -152,6 +151,6 @@ def without(mask: bytes, token_ids: Collection[int]) -> bytes:
 
 
 def _one_line(text: str) -> str:
-    """llguidance's words without the state of its parser."""
+    """Return an llguidance message without its parser state."""
     line = " ".join(text.partition("<state>")[0].split())
     return line if len(line) <= _MAX_PROBLEM else line[:_MAX_PROBLEM] + "…"

@@ -1,7 +1,7 @@
-"""Names for block contents: a chain of digests in which each block's digest covers every token before it.
+"""Digests of block contents: a chain in which each block's digest covers all tokens before it.
 
-Engines find cached blocks by them. Routers learn of the digests that nodes have, cut to numbers of 64 bits, and compute
-those of a prompt, to know who has how much of it.
+Engines find cached blocks by digest. Nodes report their digests to routers, cut to numbers of 64 bits. A router
+computes the numbers of a prompt to find out how much of it each node has cached.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from hashlib import blake2b
 
 from pdserve.records import TOKEN_BYTES
 
-NUMBER_BYTES = 8  # of a digest, that stand for it between nodes and routers
+NUMBER_BYTES = 8  # leading bytes of a digest that nodes send to routers
 
 _DIGEST_BYTES = 16
 
 
 def root_digest(salt: str) -> bytes:
-    """Where a chain begins. Requests share prefixes only under the same salt."""
+    """Return the start of a chain. Requests share prefixes only under the same salt."""
     return blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"pdserve").digest()
 
 
@@ -28,10 +28,7 @@ def next_digest(parent: bytes, token_ids: bytes | array[int]) -> bytes:
 
 
 def prefix_numbers(token_ids: bytes, block_size: int, salt: str) -> list[int]:
-    """The first 64 bits of the digest of every full block of a prompt, which is little-endian uint32 (pack_tokens).
-
-    Takes a microsecond for each block.
-    """
+    """Return the first 64 bits of the digest of every full block of a prompt (uint32). Takes 1 µs per block."""
     size = block_size * TOKEN_BYTES
     digest, numbers = root_digest(salt), []
     for end in range(size, len(token_ids) + 1, size):
@@ -41,27 +38,27 @@ def prefix_numbers(token_ids: bytes, block_size: int, salt: str) -> list[int]:
 
 
 def unpack_numbers(data: bytes) -> array[int]:
-    """Numbers of NUMBER_BYTES each, little-endian. Raises ValueError where that is no whole number of them."""
+    """Return the numbers in a buffer. Raises ValueError if its size is not a multiple of NUMBER_BYTES."""
     numbers = array("Q")
     numbers.frombytes(data)
     return numbers
 
 
 class BlockHashes:
-    """The digests of a growing token list, computed block by block as they are asked for."""
+    """The digests of a growing token list, computed when they are needed."""
 
     def __init__(self, block_size: int, salt: str, digests: Sequence[bytes] = ()) -> None:
         self._block_size = block_size
         self._chain = [root_digest(salt), *digests]
 
     def upto(self, token_ids: array[int], num_tokens: int) -> list[bytes]:
-        """Digests of the full blocks within the first ``num_tokens`` tokens."""
+        """Return the digests of the full blocks within the first ``num_tokens`` tokens."""
         count = num_tokens // self._block_size
         self._extend(token_ids, count)
         return self._chain[1 : count + 1]
 
     def one_by_one(self, token_ids: array[int], num_tokens: int) -> Iterator[bytes]:
-        """``upto``, computing no more of them than are taken."""
+        """Yield the same digests; each is computed when it is taken."""
         for index in range(1, num_tokens // self._block_size + 1):
             self._extend(token_ids, index)
             yield self._chain[index]

@@ -1,7 +1,4 @@
-"""Records that cross the seams: scheduler → runner, connector → scheduler, node → node. All frozen, all plain values.
-
-Nothing here knows torch, NIXL or gRPC. A record that has been handed over is never changed by either side.
-"""
+"""Records between scheduler, runner, connector and nodes. All are frozen plain values, free of torch, NIXL and gRPC."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ MAX_PROMPT_LOGPROBS = 20
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to pick tokens. Fully resolved: what the client left open was filled in by the router.
+    """How to sample tokens. The router has filled in all defaults.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the noise together with the choice
     index, the position and the token id, so a request samples the same tokens whatever else is in the batch.
-    ``logprobs`` is the number of alternatives to report per token; -1 is none at all, 0 the sampled token only.
-    ``grammar`` is what the whole output has to follow, as llguidance serializes it; empty is none. Where a choice is in
-    it follows from the output tokens so far, so whoever goes on with a choice needs nothing else.
-    ``prompt_logprobs`` is to the prompt's tokens what ``logprobs`` is to the output's, MAX_PROMPT_LOGPROBS at most.
+    ``logprobs`` is the number of alternatives to report per token: -1 reports nothing, 0 the sampled token only.
+    ``prompt_logprobs`` is the same for the prompt's tokens, at most MAX_PROMPT_LOGPROBS. ``grammar`` constrains the
+    whole output, in llguidance's serialized form; empty is none. The position in it follows from the output tokens so
+    far, so another node can continue a choice without further state.
     """
 
     max_tokens: int
@@ -65,7 +62,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are cut off before one is drawn."""
+        """Whether it excludes tokens before sampling."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
@@ -85,19 +82,19 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of some of a prompt's tokens, each given those before it; so the first token has none.
+    """Log-probabilities of some prompt tokens, each given the tokens before it. The first token has none.
 
     ``table`` has 2 + 2 × ``num_top`` words of 32 bits per token, little-endian: the token's log-probability (float),
     its rank (1 is the best), the ids of the best tokens, and their log-probabilities (float).
     """
 
-    first: int  # index of the first of them in the prompt
+    first: int  # index in the prompt
     num_top: int
     table: bytes
 
     @property
     def end(self) -> int:
-        """Index behind the last of them."""
+        """Index after the last of them."""
         return self.first + len(self.table) // self.row_bytes(self.num_top)
 
     @staticmethod
@@ -118,22 +115,22 @@ class KVRegion(msgspec.Struct, frozen=True):
 
 
 class RankKV(msgspec.Struct, frozen=True):
-    """What a peer must know of one rank to read from it."""
+    """What a peer needs to read from one rank."""
 
     agent: str  # NIXL agent name, holds the epoch
     metadata: bytes  # NIXL agent metadata
     region: KVRegion
     layout: KVLayout
-    share: KVShare | None = None  # None: all of the model
+    share: KVShare | None = None  # None: the whole model
 
     @property
     def part(self) -> KVShare:
-        """What this rank holds of the model."""
+        """The part of the model on this rank."""
         return self.share or KVShare.whole(self.layout)
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A node to read from: its id, the epoch of this life of it, and its ranks."""
+    """A node to read from: its id, its epoch and its ranks."""
 
     node_id: str
     epoch: str
@@ -143,17 +140,17 @@ class Peer(msgspec.Struct, frozen=True):
 class KVRead(msgspec.Struct, frozen=True):
     """Read ``remote_blocks[i]`` of a peer into ``local_blocks[i]``, for all i."""
 
-    read_id: int  # unique in this engine's life
+    read_id: int  # unique in this engine
     epoch: str
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
 
 
 class ReadResult(msgspec.Struct, frozen=True):
-    """A read that has ended: no byte of it can land any more. ``error`` is empty when all bytes arrived.
+    """A read that has ended: none of its bytes can land any more. ``error`` is empty if all bytes arrived.
 
-    ``seconds`` is the time since the last read from this peer ended, as far as reads were under way: those of all reads
-    add up to the time that reading took, however many of them overlapped.
+    ``seconds`` counts the time with reads in flight since the last read from this peer ended. So the seconds of all
+    reads add up to the time spent reading, however many overlapped.
     """
 
     read_id: int
@@ -178,15 +175,15 @@ NO_ORDERS = KVConnectorPlan()
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence the runner has not seen yet (or had to forget when it was preempted).
+    """A sequence that the runner does not know, because it is new or was preempted.
 
-    ``token_ids`` holds the prompt (the first ``prompt_len``) and what was generated so far. The KV of the first
-    ``num_computed`` tokens is in ``block_ids`` already. ``choice`` is the index among the n choices of its request.
-    Where the sampling parameters ask for prompt_logprobs, those of the first ``num_scored`` tokens need not be told.
+    ``token_ids`` holds the prompt (``prompt_len`` tokens) and the output so far. The KV of the first ``num_computed``
+    tokens is in ``block_ids`` already. ``choice`` is the index among the n choices of its request. Log-probabilities of
+    the first ``num_scored`` prompt tokens have been reported already.
     """
 
-    seq: int  # unique in this engine's life
-    token_ids: bytes  # uint32
+    seq: int  # unique in this engine
+    token_ids: bytes  # uint32, one buffer
     prompt_len: int
     num_computed: int
     block_ids: tuple[int, ...]
@@ -204,10 +201,10 @@ class NewSequence(msgspec.Struct, frozen=True):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
-    """What to compute of one sequence in this step: the next ``num_tokens`` tokens after those computed before.
+    """One sequence's part of a step: its next ``num_tokens`` tokens are computed.
 
-    ``num_samples`` is 0 for a prompt chunk that is not the last, 1 normally, and n when a prompt shared by n choices
-    ends: then choices ``0 … n-1`` are drawn from the same logits and the sequence itself goes on as choice 0.
+    ``num_samples`` is 0 for a prompt chunk that is not the last, 1 normally, and n at the end of a prompt shared by n
+    choices: choices ``0 … n-1`` are sampled from the same logits and the sequence goes on as choice 0.
     """
 
     seq: int
@@ -216,15 +213,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class NewBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a sequence the runner has seen, after those it was told of before."""
+    """Further blocks of a sequence that the runner knows."""
 
     seq: int
     block_ids: tuple[int, ...]
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Blocks whose content is to be told as a number each. All ``num_tokens`` tokens count; only the last block may
-    hold fewer than ``block_size`` of them, and what else is in it does not count.
+    """Compute a digest of each block. Only the last block may hold fewer than ``block_size`` of the ``num_tokens``
+    tokens; its other slots do not count.
     """
 
     block_ids: tuple[int, ...]
@@ -232,9 +229,9 @@ class DigestOrder(msgspec.Struct, frozen=True):
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
-    """Which tokens a grammar allows next: bit t % 32 of the little-endian uint32 at t // 32 stands for token t.
+    """Tokens that a grammar allows next: bit t % 32 of the little-endian uint32 at t // 32 stands for token t.
 
-    For all draws of a sequence in one step. It takes account of ``min_tokens``, and always allows some token.
+    It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token.
     """
 
     seq: int
@@ -242,9 +239,9 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass. ``finished`` sequences are forgotten before ``new`` ones are added.
+    """One forward pass. The runner drops ``finished`` sequences before it adds ``new`` ones.
 
-    ``scheduled`` is equal to the last step's while the same sequences decode.
+    ``scheduled`` equals the last step's while the same sequences decode.
     """
 
     step: int
@@ -253,12 +250,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     scheduled: tuple[ScheduledSequence, ...] = ()
     new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
-    digests: tuple[DigestOrder, ...] = ()  # of the blocks as they are after this step
-    masks: tuple[TokenMask, ...] = ()  # of each sequence with a grammar that this step draws for
+    digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
+    masks: tuple[TokenMask, ...] = ()  # one per sequence with a grammar that samples in this step
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is anything to do for a runner or a connector."""
+        """Whether it has work for a runner or a connector."""
         return bool(self.scheduled or self.finished or self.digests) or self.connector != NO_ORDERS
 
     @property
@@ -267,10 +264,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """What a step produced: of each scheduled sequence its ``num_samples`` samples, in the plan's order.
+    """Results of a step: ``num_samples`` samples of each scheduled sequence, in the plan's order.
 
-    ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` are of the
-    prompt tokens that became known with what was computed, each with its sequence.
+    ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by
+    sequence, the log-probabilities of the prompt tokens that follow the computed ones.
     """
 
     step: int
@@ -299,11 +296,11 @@ EMPTY_CONNECTOR_OUTPUT = KVConnectorOutput()
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True):
-    """What a rank returns from every step, with or without a forward pass."""
+    """Output of a rank for every step, with or without a forward pass."""
 
     step: StepOutput
     connector: KVConnectorOutput = EMPTY_CONNECTOR_OUTPUT
 
 
 NO_STEP = 0  # the steps of an engine are numbered from 1 on
-EMPTY_OUTPUT = ModelRunnerOutput(StepOutput(NO_STEP))  # of a rank that has nothing to tell
+EMPTY_OUTPUT = ModelRunnerOutput(StepOutput(NO_STEP))  # without any event

@@ -1,4 +1,4 @@
-"""When a choice ends. One pure function, used by the engine and, for the first token, by the decode node's front."""
+"""Decides when a choice ends. The engine uses it, and the decode node's frontend for the tokens that P sampled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pdserve.records import FinishReason, SamplingParams
 def finish_reason(
     token_id: int, num_outputs: int, sampling: SamplingParams, eos_token_ids: Collection[int]
 ) -> FinishReason | None:
-    """Why a choice ends with ``token_id`` as its ``num_outputs``-th output (counted from 1), or None.
+    """Return why a choice ends with ``token_id`` as its ``num_outputs``-th output (counted from 1), or None.
 
-    ``max_tokens`` is taken as already bounded by the model's length. A grammar ends with an EOS whatever else is asked
-    for: nothing can follow. Its mask has seen to ``min_tokens``, as far as it can be fulfilled.
+    ``max_tokens`` must be bounded by the model's length already. A grammar ends with an EOS even under ``ignore_eos``:
+    nothing can follow. Its mask has enforced ``min_tokens`` as far as the grammar allows.
     """
     if num_outputs >= sampling.min_tokens or sampling.grammar:
         if token_id in sampling.stop_token_ids:

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from engine.ipc.kv_events import KVEvents
 from engine.ipc.messages import Batch, Status
+from engine.kv_cache.kv_events import KVEvents
 from pdserve.hashing import NUMBER_BYTES
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import throughput_to_pb

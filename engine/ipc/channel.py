@@ -1,4 +1,4 @@
-"""The engine's end of the socket to its front: it never blocks a step, and waits only when there is nothing to do."""
+"""The engine's end of the socket to its frontend. It never blocks a step, and waits only while there is no work."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ _READ_BYTES = 1 << 18
 
 
 class ChannelClosed(Exception):
-    """The front has ended, so the engine has nobody to work for."""
+    """The frontend has ended, so the engine has no purpose."""
 
 
 class Channel:
-    """Frames over a Unix stream socket (see engine/ipc/messages.py). Used by one thread; ``wake`` may come from any.
-
-    So may last words: ``send`` and ``drain`` lock each other out.
-    """
+    """Frames over a Unix stream socket (see engine/ipc/messages.py). Any thread may call ``wake`` and ``send``."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -32,19 +29,19 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
-        self._full = False  # some of ``_outgoing`` is left, and that the socket takes more ends a wait, too
+        self._full = False  # some of ``_outgoing`` is unsent: a writable socket ends a wait, too
         self._frames: Frames[ToEngine] = Frames(msgspec.msgpack.Decoder(ToEngine))
         self._outgoing = bytearray()
         self._sending = threading.Lock()
 
     def wake(self) -> None:
-        """End a waiting ``receive`` early."""
+        """End a waiting ``receive`` early. Any thread may call it."""
         os.eventfd_write(self._wake_fd, 1)
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that have arrived; with ``wait``, block until there is one or until woken.
+        """Return the messages that have arrived. With ``wait``, block until one arrives or ``wake`` is called.
 
-        Raises ChannelClosed once the front has gone.
+        Raises ChannelClosed when the frontend has ended.
         """
         messages: list[ToEngine] = []
         for key, events in self._selector.select(None if wait else 0):
@@ -57,21 +54,21 @@ class Channel:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        """Send without blocking; what the socket does not take now follows with later calls."""
+        """Send without blocking. Bytes that the socket does not take now follow with later calls."""
         frame = framed(message)
         with self._sending:
             self._outgoing += frame
             self._flush()
 
     def drain(self) -> None:
-        """Send all that is left, blocking: the last words before the process ends."""
+        """Send all unsent bytes, blocking, before the process ends."""
         with self._sending:
             self._socket.setblocking(True)
             self._socket.sendall(self._outgoing)
             self._outgoing.clear()
 
     def close(self) -> None:
-        """Close the socket; the front takes it as this engine's end."""
+        """Close the socket; the frontend takes that as the engine's end."""
         self._selector.close()
         self._socket.close()
         os.close(self._wake_fd)
@@ -86,7 +83,7 @@ class Channel:
                 raise ChannelClosed from exc
             del self._outgoing[:sent]
         full = bool(self._outgoing)
-        if full is not self._full:  # seldom, so that the system call is not made for every step
+        if full is not self._full:  # rarely, to spare the system call on most steps
             self._full = full
             self._selector.modify(self._socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if full else 0))
 

@@ -1,4 +1,4 @@
-"""Collects the events of one pass of the step loop, for one message to the front."""
+"""Collects the events of one iteration of the step loop, for one message to the frontend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _OutputColumns:
 
 @dataclass(slots=True)
 class EventBatch:
-    """Filled by the scheduler during a pass, then sent as one message."""
+    """Filled by the scheduler during an iteration, then sent as one message."""
 
     scored: list[Scored] = field(default_factory=list)
     prefilled: list[Prefilled] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Messages on a stream socket: for each a frame, 4 bytes of length (little-endian) and that many bytes of msgpack."""
+"""Messages on a stream socket. A frame is 4 bytes of length (little-endian) and that many bytes of msgpack."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message as it travels."""
+    """Return a message as a frame."""
     body = _encoder.encode(message)
     return FRAME_HEADER.pack(len(body)) + body
 
 
 class Frames(Generic[T]):
-    """Cuts what a socket has received into messages. Not to be used by two threads at once."""
+    """Splits received bytes into messages. Not thread-safe."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], longest: int = 2**32 - 1) -> None:
         self._decoder = decoder
@@ -28,7 +28,7 @@ class Frames(Generic[T]):
         self._buffer = bytearray()
 
     def cut(self, data: bytes) -> list[T]:
-        """The messages that end with ``data``. Raises msgspec.DecodeError for what is no message, or too long."""
+        """Return the messages completed by ``data``. Raises msgspec.DecodeError for an invalid or too long message."""
         self._buffer += data
         messages: list[T] = []
         start, header = 0, FRAME_HEADER.size

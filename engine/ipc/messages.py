@@ -1,26 +1,26 @@
-"""What a node's front process (gRPC) and its engine process (step loop) say to each other.
+"""Messages between a node's frontend process (gRPC) and its engine process (step loop).
 
-In frames (engine/ipc/frames.py) on a Unix socket pair. Either side takes the end of the stream as the other's death.
-``rid`` is a number the front draws per request, never reused. The engine's heartbeat comes over a pair of its own.
+They travel as frames (engine/ipc/frames.py) on a Unix socket pair; the end of the stream means that the other process
+died. ``rid`` is the frontend's number of a request, never reused. Heartbeats have a socket pair of their own.
 
-How a request goes on D, with handoff:
+A request with handoff on D:
 
-    front                                   engine
+    frontend                                engine
       Submit(HANDOFF)             ──►
                                   ◄──       reserved(rid, cached_tokens)      blocks are held
-      StartRead(blocks)           ──►                                         a part of the prompt, as P announces it
-                                  ◄──       reads(rid, error="")              its bytes are here, nobody used them
+      StartRead(blocks)           ──►                                         a part of the prompt that P announced
+                                  ◄──       reads(rid, error="")              its bytes are here, not used yet
       … until every block of the prompt has been read
-      KVConfirmed(outputs)        ──►                                         P said the lease stood
-                                  ◄──       outputs(rid, …)                   behind those that P has sampled
+      KVConfirmed(outputs)        ──►                                         P confirmed the lease
+                                  ◄──       outputs(rid, …)                   after the tokens that P sampled
    At any time before KVConfirmed:
-      PrefillLocally(outputs)     ──►                                         drop what was read, compute it here
+      PrefillLocally(outputs)     ──►                                         drop the KV that was read, compute it here
    At any time:
-      Cancel                      ──►                                         blocks come back (or are quarantined)
+      Cancel                      ──►                                         blocks are free (or quarantined)
 
-On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; with the last, in the same batch, also
-outputs(first tokens); then, while nobody else needs the device, outputs(rid, …) of more.   FreeLease(rid) ──►
-In integrity mode each leased follows a step later, with its digests.
+On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; the last one is in the same batch as
+outputs(first tokens). While no other request needs the device, outputs(rid, …) of further tokens follow.
+FreeLease(rid) ──►   In integrity mode each leased follows a step later, with its digests.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sampling
 from pdserve.throughput import Throughput
 from pdserve.transports import Connected
 
-#: The tokens that P has sampled for each choice, which begin its output; of no use to a request that was resumed.
+#: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
 Outputs = tuple[tuple[int, ...], ...]
 
 
 class Mode(StrEnum):
-    """What is to become of a request's KV."""
+    """What happens to a request's KV."""
 
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally
-    LEASE = "lease"  # P: prefill, sample first tokens, maybe more; blocks are kept, as soon as full, until FreeLease
+    LEASE = "lease"  # P: prefill, sample the first tokens, maybe decode ahead; full blocks are kept until FreeLease
 
 
-# ---------------------------------------------------------------- front → engine
+# ---------------------------------------------------------------- frontend → engine
 
 
 class RankPlacement(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class RankPlacement(msgspec.Struct, frozen=True):
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """First message of all. ``agent`` is the connector's name, unique per epoch; empty for a node without connector."""
+    """The first message. ``agent`` is the connector's name, unique per epoch; empty for a node without connector."""
 
     config: NodeConfig
     agent: str
@@ -74,46 +74,46 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     mode: Mode
     cache_salt: str = ""
     priority: int = 0  # lower values are admitted first
-    skip_tokens: int = 0  # LEASE: the peer has these already; only later blocks are leased
+    skip_tokens: int = 0  # LEASE: leading tokens whose KV the peer has; only later blocks are leased
     decode_ahead: int = 0  # LEASE: most tokens to sample after the first, while no other request needs the device
-    resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: the choices that go on, with their output so far; {}: a new request
+    resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: output so far of each live choice; {}: a new request
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):
-    """``remote_blocks`` are P's next ones in prompt order, the first after the ``cached_tokens`` that were reserved.
+    """Read P's next blocks in prompt order; the first read begins after ``Reserved.cached_tokens``.
 
-    Each is answered by one ReadEnded; several may be under way.
+    Each StartRead has one ReadEnded; several may be in flight.
     """
 
     rid: int
     epoch: str
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...] = ()  # of these blocks, as P has announced them; in integrity mode, else none
+    digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without integrity mode
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
-    """The whole prompt has been read, and P says that it is what the lease promised."""
+    """The whole prompt has been read, and P has confirmed that the lease was valid until then."""
 
     rid: int
     outputs: Outputs
 
 
 class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
-    """``outputs`` are empty where P has not sampled any."""
+    """Give up the handoff. ``outputs`` is empty if P has sampled no tokens."""
 
     rid: int
     outputs: Outputs = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Unknown and finished rids are ignored. The request has no further outputs; what was leased of it stays leased."""
+    """End a request without further outputs; its leased blocks stay leased. Unknown and finished rids are ignored."""
 
     rid: int
 
 
 class FreeLease(msgspec.Struct, frozen=True, tag=True):
-    """The blocks leased for a request are no longer promised to anybody, and what is still computed is not wanted."""
+    """End a request and the lease on its blocks."""
 
     rid: int
 
@@ -135,23 +135,23 @@ ToEngine = (
 )
 
 
-# ---------------------------------------------------------------- engine → front
+# ---------------------------------------------------------------- engine → frontend
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """While starting; ``fraction`` is 0 … 1 of this stage, or -1 where unknown."""
+    """Progress of the start; ``fraction`` is 0 … 1 of this stage, or -1 if unknown."""
 
     stage: str
     fraction: float = -1.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    kv_layout: KVLayout  # as allocated: where the runner measured memory, the configuration's was an estimate
+    kv_layout: KVLayout  # as allocated; the configuration's layout is an estimate if the runner measures memory
     ranks: tuple[RankKV, ...]  # empty without connector
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """``kind`` is the name of a class in pdserve.errors, ``message`` one line for a person."""
+    """``kind`` is the name of a class in pdserve.errors, ``message`` one line for the user."""
 
     kind: str
     message: str
@@ -203,7 +203,7 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """A request that was not, or cannot be, served. ``kind`` is the name of a class in pdserve.errors."""
+    """A request that is not served. ``kind`` is the name of a class in pdserve.errors."""
 
     rid: int
     kind: str
@@ -211,19 +211,19 @@ class Refused(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
-    """Of one part of a prompt. The request may have been given up meanwhile."""
+    """The read of one part of a prompt has ended. The request may have ended before."""
 
     rid: int
     error: str  # empty: all bytes arrived
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
-    num_corrupt: int = 0  # blocks with another digest than P has announced
+    num_corrupt: int = 0  # blocks whose digest differs from the announced one
     epoch: str = ""  # of the peer
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
-    """More blocks of a prompt; the last ones where ``num_tokens`` is the prompt's length."""
+    """More leased blocks of a prompt. They are the last ones if ``num_tokens`` is the prompt's length."""
 
     rid: int
     block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
@@ -232,16 +232,16 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Totals(msgspec.Struct, array_like=True):
-    """What an engine has counted since it started; ``X`` is exported as ``pdserve_X_total``."""
+    """Counters since the engine's start; ``X`` is exported as ``pdserve_X_total``."""
 
     steps: int = 0
     preemptions: int = 0
-    preempted_tokens: int = 0  # whose KV a preemption dropped: it is computed again
+    preempted_tokens: int = 0  # tokens whose KV a preemption dropped
     admitted_prompt_tokens: int = 0
-    prefix_cached_tokens: int = 0  # of these
+    prefix_cached_tokens: int = 0  # of the admitted prompt tokens
     sampled_tokens: int = 0
-    step_seconds: float = 0.0  # of steps that computed something, each without those before it
-    host_seconds: float = 0.0  # of the step loop, without waiting for results
+    step_seconds: float = 0.0  # of steps that computed tokens, without the time of steps before them
+    host_seconds: float = 0.0  # of the step loop, without its waits for results
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
@@ -256,12 +256,12 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     reading: int
     running: int
     totals: Totals
-    backlog: int = 0  # prompt tokens that are to be computed here, without what is cached
+    backlog: int = 0  # prompt tokens to compute here, without cached ones
     throughput: Throughput = Throughput()
 
 
 class Batch(msgspec.Struct, frozen=True, tag=True):
-    """What one turn of the step loop has to tell; sent only when there is something."""
+    """Events of one iteration of the step loop; sent only if there are any."""
 
     status: Status
     scored: tuple[Scored, ...] = ()  # applies before the outputs
@@ -274,8 +274,8 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     leased: tuple[Leased, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
-    cached: tuple[bytes, ...] = ()  # digests of blocks that can be found again from now on
-    evicted: tuple[bytes, ...] = ()  # … that cannot any more
+    cached: tuple[bytes, ...] = ()  # digests of blocks that entered the prefix cache
+    evicted: tuple[bytes, ...] = ()  # digests of blocks that left it
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -1,12 +1,12 @@
-"""Who uses which KV block, and which blocks still hold a prefix worth keeping.
+"""Use of each KV block, and the prefix cache over the blocks.
 
     free ──take──► held ──move──► leased        P: a peer may read it          ──drop──► free
                      │
                      └────move──► quarantined   D: a transfer may write to it  ──drop──► free
 
-A block may have several users (a prefix shared by requests, held by one and leased for another). It counts once, as the
-strongest of its uses: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always.
-A free block may still be cached: its content is found by hash until the block is needed for something else.
+A block may have several users, such as a prefix that one request holds and another leases. It counts once, as its
+strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
+A free block may still be cached: its content is found by digest until the block is allocated again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from engine.ipc.kv_events import KVEvents
 from engine.kv_cache.free_runs import FreeRuns
+from engine.kv_cache.kv_events import KVEvents
 
 
 class Use(IntEnum):
-    """What keeps a block from being handed out; a larger value is the stronger claim."""
+    """Why a block cannot be allocated; a larger value is the stronger use."""
 
     FREE = 0
     HELD = 1
@@ -28,7 +28,12 @@ class Use(IntEnum):
     QUARANTINED = 3
 
 
-_WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → other claims that a block may keep, strongest first
+_WEAKER = (
+    (),
+    (),
+    (Use.HELD,),
+    (Use.LEASED, Use.HELD),
+)  # [use] → weaker uses of a block, strongest first
 
 
 class BlockPool:
@@ -58,16 +63,16 @@ class BlockPool:
         return free, held, leased, quarantined
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody uses at present."""
+        """Count the free ones of ``blocks``."""
         return sum(self._use[block] is Use.FREE for block in blocks)
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
-        """``count`` blocks, now held, in few runs (beginning after block ``after`` if possible); None if too few."""
+        """Allocate ``count`` blocks in few runs, after block ``after`` if possible. Return None if too few are free."""
         if count > self._counts[Use.FREE]:
             return None
         while len(self._free) < count:
             block, _ = self._evictable.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
             self._free.add(block)
         blocks = self._free.take(count, after)
         users = self._users[Use.HELD]
@@ -79,26 +84,26 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for blocks that were found by ``match``."""
+        """Add a holder to blocks that ``match`` found."""
         for block in blocks:
             if self._use[block] is Use.FREE:
                 del self._evictable[block]
             self._add_user(block, Use.HELD)
 
     def lease(self, blocks: Iterable[int]) -> None:
-        """One more use of held blocks: a peer reads them, while and after their holders do."""
+        """Add a lease to held blocks: a peer may read them, also after their holders have dropped them."""
         for block in blocks:
             assert self._use[block] is not Use.FREE
             self._add_user(block, Use.LEASED)
 
     def move(self, blocks: Iterable[int], source: Use, target: Use) -> None:
-        """Turn one use of each block into another."""
+        """Change one use of each block into another."""
         for block in blocks:
             self._add_user(block, target)
             self._end_use(block, source)
 
     def drop(self, blocks: Sequence[int], use: Use) -> None:
-        """End one use of each block. The last block is given up first, so that prefixes are evicted from their ends."""
+        """End one use of each block. The last block goes first, so that prefixes are evicted from their ends."""
         for block in reversed(blocks):
             if self._end_use(block, use) is Use.FREE:
                 if block in self._hash_of:
@@ -107,7 +112,7 @@ class BlockPool:
                     self._free.add(block)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of a hash chain. They are not held yet."""
+        """Return the blocks of the longest cached prefix of a digest chain, without holding them."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -116,15 +121,15 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def remember(self, digest: bytes, block: int) -> None:
-        """``block``, in use, now holds the tokens that ``digest`` stands for. The first block to say so is kept."""
+    def cache(self, digest: bytes, block: int) -> None:
+        """Cache ``block``, which is in use, under ``digest``. Another block with the same digest keeps its entry."""
         assert self._use[block] is not Use.FREE
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
             self.events.add(digest)
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self.events.remove(digest)
@@ -135,10 +140,10 @@ class BlockPool:
             self._set_use(block, use)
 
     def _end_use(self, block: int, use: Use) -> Use:
-        """One user less. Returns what keeps the block now."""
+        """Remove a user. Return the use that the block has now."""
         users = self._users[use]
         users[block] -= 1
-        assert users[block] >= 0, f"block {block} was given back more often than taken as {use.name}"
+        assert users[block] >= 0, f"block {block} was dropped more often than taken as {use.name}"
         if not users[block] and self._use[block] is use:
             self._set_use(block, next((weaker for weaker in _WEAKER[use] if self._users[weaker][block]), Use.FREE))
         return self._use[block]

@@ -1,14 +1,14 @@
-"""Free blocks as runs of adjacent ids, so that what is allocated together lies together and is sent as one range."""
+"""Free blocks as runs of adjacent ids: blocks allocated together are adjacent and are sent as one range."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-_LOOK = 8  # runs of the fitting size class that are compared for the best fit
+_BEST_FIT_RUNS = 8  # runs of the fitting size class that are compared for the best fit
 
 
 class FreeRuns:
-    """A set of block ids kept as maximal runs. All operations are O(log n) in the number of blocks, per run touched."""
+    """A set of block ids as maximal runs. Each operation is O(log n) in the number of blocks, per run touched."""
 
     def __init__(self, num_blocks: int) -> None:
         self._length: dict[int, int] = {}  # first id → length
@@ -22,7 +22,7 @@ class FreeRuns:
         return self._count
 
     def add(self, block: int) -> None:
-        """Put a block back and join it with its neighbours."""
+        """Add a block and join it with its neighbours."""
         first, length = block, 1
         if block - 1 in self._first:
             first = self._first[block - 1]
@@ -32,7 +32,7 @@ class FreeRuns:
         self._add_run(first, length)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Remove ``count`` blocks, at most ``len(self)``: those following ``after`` first, then in few long runs."""
+        """Remove ``count`` blocks, at most ``len(self)``: first the ones after ``after``, then few long runs."""
         assert count <= self._count, (count, self._count)
         taken: list[int] = []
         if after is not None and after + 1 in self._length:
@@ -43,10 +43,10 @@ class FreeRuns:
         return taken
 
     def _best_run(self, wanted: int) -> int:
-        """A short run that holds ``wanted`` blocks, or the longest class there is when none does."""
+        """Return the start of a short run of at least ``wanted`` blocks; if there is none, of one of the longest."""
         size_class = wanted.bit_length()
         if fitting := self._classes[size_class]:
-            candidates = [first for first in islice(fitting, _LOOK) if self._length[first] >= wanted]
+            candidates = [first for first in islice(fitting, _BEST_FIT_RUNS) if self._length[first] >= wanted]
             if candidates:
                 return min(candidates, key=self._length.__getitem__)
         for runs in self._classes[size_class + 1 :]:

@@ -69,7 +69,7 @@ class KVCacheManager:
         """Enter the blocks that are full by now into the prefix cache."""
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
         for index in range(sequence.next_full // self._block_size - 1, len(hashes)):
-            self._pool.remember(hashes[index], sequence.blocks[index])
+            self._pool.cache(hashes[index], sequence.blocks[index])
         sequence.next_full = (len(hashes) + 1) * self._block_size
 
     def received(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Sequences that wait for blocks and a seat: by the priority of their requests, in each priority as they were put."""
+"""Queue of sequences that wait for blocks: by the priority of their requests, first in first out within a priority."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from engine.request import Sequence
 
 
 class WaitingQueue:
-    """A deque for each priority; the first of the lowest one is the head. Where all are equal it is a plain deque."""
+    """A deque for each priority; the head is the first sequence of the lowest priority value."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, deque[Sequence]] = {}  # none is empty
-        self._priorities: list[int] = []  # those of the queues, in order
+        self._queues: dict[int, deque[Sequence]] = {}  # by priority; none is empty
+        self._priorities: list[int] = []  # of the queues, sorted
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """From the head on."""
         return chain.from_iterable(self._queues[priority] for priority in self._priorities)
 
     @property
@@ -29,15 +28,15 @@ class WaitingQueue:
         return self._queues[self._priorities[0]][0] if self._priorities else None
 
     def append(self, sequence: Sequence) -> None:
-        """Behind all that are as urgent."""
+        """Add at the end of its priority."""
         self._queue(sequence).append(sequence)
 
     def appendleft(self, sequence: Sequence) -> None:
-        """Ahead of all that are as urgent."""
+        """Add at the head of its priority."""
         self._queue(sequence).appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError when it does not wait."""
+        """Raises ValueError if the sequence is not queued."""
         priority = sequence.request.priority
         queue = self._queues.get(priority, deque())
         queue.remove(sequence)

@@ -56,7 +56,7 @@ def test_cached_blocks_are_found_until_they_are_needed() -> None:
     assert blocks is not None
     hashes = BlockHashes(2, "").upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
     for digest, block in zip(hashes, blocks, strict=True):
-        pool.remember(digest, block)
+        pool.cache(digest, block)
     pool.drop(blocks, Use.HELD)
     assert pool.count(Use.FREE) == 4
     assert pool.match(hashes) == blocks
