@@ -7,40 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.protocols import PendingStep
 from pdserve.records import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A pdserve.protocols.PendingStep with nothing left for the device to compute."""
+    """A pdserve.protocols.PendingStep whose output is known; its result waits for the KV alone."""
 
     output: StepOutput
+    computed: torch.cuda.Event | None = None  # None if the device has nothing left to compute
 
     def result(self) -> StepOutput:
+        if self.computed is not None:
+            self.computed.synchronize()
         return self.output
 
 
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
-    """A pdserve.protocols.PendingStep that samples nothing: its result waits for the KV alone."""
-
-    output: StepOutput
-    computed: torch.cuda.Event
-
-    def result(self) -> StepOutput:
-        self.computed.synchronize()
-        return self.output
-
-
-def step_without_samples(step: int, device: torch.device) -> PendingStep:
+def step_without_samples(step: int, device: torch.device) -> FinishedStep:
     """Return the step whose forward pass was just launched on ``device``."""
-    output = StepOutput(step)
-    if device.type != "cuda":
-        return FinishedStep(output)
-    computed = torch.cuda.Event()
-    computed.record()
-    return ComputedStep(output, computed)
+    computed = None
+    if device.type == "cuda":
+        computed = torch.cuda.Event()
+        computed.record()
+    return FinishedStep(StepOutput(step), computed)
 
 
 @dataclass(frozen=True, slots=True)

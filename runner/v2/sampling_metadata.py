@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,13 +102,12 @@ class MetadataBuilder:
 
     def build(self, rows: Sequence[DeviceSamplingRow]) -> SamplingMetadata:
         params = [row.params for row in rows]
-        keys = choice_keys([p.seed for p in params], [row.choice for row in rows])
-        logits_row, slot, temperature, key = self._copy(
-            np.array([row.logits_row for row in rows], dtype=np.int32),
-            np.array([row.slot for row in rows], dtype=np.int32),
-            np.array([0.0 if p.greedy else max(p.temperature, MIN_TEMPERATURE) for p in params], dtype=np.float32),
-            keys.view(np.int64),
-        )
+        keys = choice_keys([p.seed for p in params], [row.choice for row in rows]).view(np.int64)
+        columns = [
+            (row.logits_row, row.slot, 0.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE), key)
+            for row, key in zip(rows, keys, strict=True)
+        ]
+        logits_row, slot, temperature, key = self._copy(columns, np.int32, np.int32, np.float32, np.int64)
         return SamplingMetadata(
             logits_row=logits_row,
             slot=slot,
@@ -123,18 +123,11 @@ class MetadataBuilder:
     def build_masks(self, masks: Sequence[bytes], of_sample: Sequence[int]) -> GrammarMaskTensors:
         """Copy masks, as TokenMask has them, and the index of each sample's mask."""
         words = np.frombuffer(b"".join(masks), dtype=np.int32).reshape(len(masks), -1)
-        return GrammarMaskTensors(*self._copy(words.copy(), np.array(of_sample, dtype=np.int32)))
+        return GrammarMaskTensors(*copy_to_device([words.copy(), np.array(of_sample, dtype=np.int32)], self._device))
 
     def _bias(self, params: Sequence[SamplingParams]) -> LogitBias | None:
         pairs = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        if not pairs:
-            return None
-        rows, tokens, values = zip(*pairs, strict=True)
-        return LogitBias(
-            *self._copy(
-                np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32)
-            )
-        )
+        return LogitBias(*self._copy(pairs, np.int64, np.int64, np.float32)) if pairs else None
 
     def _min_tokens(self, rows: Sequence[DeviceSamplingRow]) -> MinTokens | None:
         pairs = [
@@ -143,44 +136,31 @@ class MetadataBuilder:
             if row.params.min_tokens > 0 and not row.params.grammar  # a grammar's masks respect min_tokens already
             for token in sorted({*self._eos, *row.params.stop_token_ids})
         ]
-        if not pairs:
-            return None
-        columns = np.array(pairs, dtype=np.int64).T
-        return MinTokens(*self._copy(columns[0], columns[1], columns[2], columns[3].astype(np.int32)))
+        return MinTokens(*self._copy(pairs, np.int64, np.int64, np.int64, np.int32)) if pairs else None
 
     def _penalties(self, rows: Sequence[DeviceSamplingRow]) -> Penalties | None:
-        penalized = [i for i, row in enumerate(rows) if row.params.has_penalty]
-        if not penalized:
-            return None
-        params = [rows[i].params for i in penalized]
-        return Penalties(
-            *self._copy(
-                np.array(penalized, dtype=np.int64),
-                np.array([rows[i].slot for i in penalized], dtype=np.int64),
-                np.array([[rows[i].prompt_len] for i in penalized], dtype=np.int32),
-                np.array([[p.repetition_penalty] for p in params], dtype=np.float32),
-                np.array([[p.presence_penalty] for p in params], dtype=np.float32),
-                np.array([[p.frequency_penalty] for p in params], dtype=np.float32),
-            )
-        )
+        penalized = [
+            (i, row.slot, [row.prompt_len], [p.repetition_penalty], [p.presence_penalty], [p.frequency_penalty])
+            for i, row in enumerate(rows)
+            if (p := row.params).has_penalty
+        ]
+        dtypes = (np.int64, np.int64, np.int32, np.float32, np.float32, np.float32)
+        return Penalties(*self._copy(penalized, *dtypes)) if penalized else None
 
     def _truncation(self, params: Sequence[SamplingParams]) -> Truncation | None:
-        truncated = [not p.greedy and p.truncates for p in params]
-        if not any(truncated):
+        if not any(p.truncates and not p.greedy for p in params):
             return None
         vocab = self._vocab_size
-        columns = [
-            (min(p.top_k or vocab, vocab), p.top_p, p.min_p) if applies else (vocab, 1.0, 0.0)
-            for p, applies in zip(params, truncated, strict=True)
+        limits = [
+            (min(p.top_k or vocab, vocab), p.top_p, p.min_p) if p.truncates and not p.greedy else (vocab, 1.0, 0.0)
+            for p in params
         ]
-        top_k, top_p, min_p = zip(*columns, strict=True)
-        return Truncation(
-            *self._copy(
-                np.array(top_k, dtype=np.int32), np.array(top_p, dtype=np.float32), np.array(min_p, dtype=np.float32)
-            )
-        )
+        return Truncation(*self._copy(limits, np.int32, np.float32, np.float32))
 
-    def _copy(self, *arrays: NDArray[np.generic]) -> list[Tensor]:
+    def _copy(self, rows: Sequence[tuple[Any, ...]], *dtypes: type[np.generic]) -> list[Tensor]:
+        """Copy the columns of ``rows`` to the device, one tensor per dtype."""
+        columns = zip(*rows, strict=True)
+        arrays = [np.array(column, dtype=dtype) for column, dtype in zip(columns, dtypes, strict=True)]
         return copy_to_device(arrays, self._device)
 
 
