@@ -35,7 +35,7 @@ from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
-from pdserve.request_cost import HANDOFF
+from pdserve.request_cost import HANDOFF_SECONDS
 
 PROMPT = 64  # tokens in front of decode steps
 LONG_BATCH = 8  # most sequences that decode behind long prompts
@@ -151,7 +151,7 @@ def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, fl
         command=shlex.join(["bench/engine_steps.py", *sys.argv[1:]]),
         shape=shape,
         estimated=(
-            f"second_token_ms: {1e3 * HANDOFF:g} ms",
+            f"second_token_ms: {1e3 * HANDOFF_SECONDS:g} ms",
             f"kv_gb_per_s: {NETWORK:g}, as of a network of 100 Gbit/s",
         ),
         pp=config.split.pp,
@@ -161,7 +161,7 @@ def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, fl
         context_ns=round(1e9 * context, 3),
         kv_tokens=config.kv_layout.num_blocks * config.kv_layout.block_size,
         step_tokens=config.max_batch_tokens,
-        second_token_ms=((0.0, 1e3 * HANDOFF),),
+        second_token_ms=((0.0, 1e3 * HANDOFF_SECONDS),),
         kv_gb_per_s=NETWORK,
     )
 

@@ -105,11 +105,11 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     for decode in decodes:
         load, throughput = decode.load, _filled(decode.throughput, typical)
         uncached = request.uncached(decode.node_id)
-        decoding = cost.of_decoding(load, throughput, request.num_tokens)
-        candidates.append(_Candidate(decoding + cost.of_local_prompt(load, throughput, uncached), decode))
+        decoding = cost.decode_cost(load, throughput, request.num_tokens)
+        candidates.append(_Candidate(decoding + cost.local_prompt_cost(load, throughput, uncached), decode))
         for prefill in ranked:
             if decode.reads_from(prefill.node):
-                seconds = decoding + prefill.seconds + cost.of_handing_over(throughput, uncached)
+                seconds = decoding + prefill.seconds + cost.handoff_cost(throughput, uncached)
                 candidates.append(_Candidate(seconds, decode, prefill.node))
                 break
     best = _round_robin(_cheapest(candidates), snapshot.counter)
@@ -175,7 +175,7 @@ def _rank_prefills(
     ranked = []
     for node in prefills:
         throughput, uncached = _filled(node.throughput, typical), request.uncached(node.node_id)
-        seconds = cost.of_remote_prompt(node.load, throughput, request.num_tokens, uncached)
+        seconds = cost.remote_prompt_cost(node.load, throughput, request.num_tokens, uncached)
         ranked.append(_Candidate(seconds, node))
     if not ranked:
         return []
