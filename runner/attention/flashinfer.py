@@ -1,8 +1,8 @@
-"""FlashInfer's attention of chunks of prompts, by FA3 on Hopper and FA2 elsewhere. All that knows FlashInfer.
+"""FlashInfer's attention of chunks of prompts: FA3 on Hopper, FA2 on other GPUs. The only file that imports FlashInfer.
 
-This uses the modules below FlashInfer's wrappers, as its own ``fast_decode_plan`` does. The wrappers find maxima by
-Python loops over tensors (0.5 ms for 256 rows) and write a plan into pinned memory that the copy of the one before may
-still be reading when steps overlap.
+This uses the modules below FlashInfer's wrappers, as its own ``fast_decode_plan`` does. The wrappers compute maxima by
+Python loops over tensors (0.5 ms for 256 rows). They also write a plan to pinned memory that the copy of the previous
+plan may still read when steps overlap.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pdserve.config.attention_spec import AttentionSpec
 
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan
 _TILE = 128  # query rows
-_PLANS_UNDER_WAY = 2  # steps whose plans may be on their way to the device
+_PLANS_IN_FLIGHT = 2  # plans that may be in copy to the device
 _UNUSED = (1.0, 1e4, 0)  # scale and theta of FlashInfer's own rotary embedding, length of positions in items
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive sequences as a plan needs them, on the host."""
+    """Host inputs of a plan: consecutive sequences."""
 
     query_starts: Tensor  # [rows + 1] int32, from 0
-    page_starts: Tensor  # [rows + 1] int32, in a list of pages: plans hold them as they are
-    key_starts: Tensor  # [rows + 1] int32, of keys that were gathered
+    page_starts: Tensor  # [rows + 1] int32, in a list of pages
+    key_starts: Tensor  # [rows + 1] int32, of gathered keys
     seq_lens: Tensor  # [rows] int32
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the keys of the same sequences lie, on the device."""
+    """Device inputs of a run: the pages of the same sequences."""
 
     query_starts: Tensor  # [rows + 1] int32, from 0
     starts: Tensor  # [rows + 1] int32
@@ -59,10 +59,10 @@ class Sizes:
     dtype: torch.dtype
 
     def workspace(self, device: torch.device) -> Tensor:
-        """What partial results of split keys can take: float32 values and a weight for each row of each tile.
+        """Allocate memory for partial results of split keys: float32 values and a weight for each row of each tile.
 
-        FlashInfer 0.6.13, ``attention/scheduler.cuh``: keys are split where there are fewer tiles of 128 rows than fill
-        the device twice.
+        FlashInfer 0.6.13, ``attention/scheduler.cuh``: keys are split if the tiles of 128 rows fill the device less
+        than twice.
         """
         filled = 2 * torch.cuda.get_device_properties(device).multi_processor_count // self.kv_heads
         size = self.heads * _TILE * filled * (self.head_dim + 1) * 4 + (1 << 20)
@@ -73,7 +73,7 @@ class FlashInferPrefill:
     """FlashInfer's attention of one AttentionSpec, and its current plan."""
 
     def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
-        """Compiles the kernel where FlashInfer has not cached it yet, which takes up to a minute."""
+        """Compile the kernel unless FlashInfer has cached it; this takes up to a minute."""
         device, dtype, window = workspace.device, sizes.dtype, spec.window
         no_encoding = PosEncodingMode.NONE.value
         self._name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
@@ -95,23 +95,23 @@ class FlashInferPrefill:
         self._workspace = workspace
         self._has_pdl = device_support_pdl(device)
         self._device_plan = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
-        self._host_plans = [_HostPlan() for _ in range(_PLANS_UNDER_WAY)]
+        self._host_plans = [_HostPlan() for _ in range(_PLANS_IN_FLIGHT)]
         self._plan: Any = None  # offsets into the device's plan
         self._no_starts = torch.zeros(1, dtype=torch.int32, device=device)  # FA3 has them from its plan
         self.gains_by_gathering = self._name == "fa3" and window is None
-        self.gathers = False  # as was planned
+        self.gathers = False  # as planned
 
     def plan(self, rows: Rows, gather: bool) -> None:
-        """Cut the keys of these sequences into the work of the device's processors, and send that there.
+        """Divide the keys of these sequences over the device's processors, and copy the plan to the device.
 
-        ``gather`` says whether ``run_gathered`` is to follow, or ``run_paged``.
+        With ``gather`` the plan is for ``run_gathered``, else for ``run_paged``.
         """
         self.gathers = gather
         host_plan = self._host_plans.pop(0)
         self._host_plans.append(host_plan)
         host_plan.sent.synchronize()
         sizes = self._sizes
-        of_fa2 = (-1, False, 0) if self._name == "fa2" else ()  # splits of no fixed size, allowed; nothing runs beside
+        fa2_options = (-1, False, 0) if self._name == "fa2" else ()  # splits of any size; no other kernel runs beside
         self._plan = self._module.plan(
             self._workspace,
             self._device_plan,
@@ -129,12 +129,12 @@ class FlashInferPrefill:
             sizes.head_dim,
             True,  # causal
             self._window_left,
-            *of_fa2,
+            *fa2_options,
         )
         host_plan.sent.record()
 
     def run_paged(self, q: Tensor, cache: Tensor, pages: Pages, out: Tensor) -> None:
-        """Write what queries q see of a layer's cache to ``out``, both [tokens, heads, head_dim].
+        """Write the attention output of queries q over a layer's cache to ``out``, both [tokens, heads, head_dim].
 
         cache: a layer's view [pages, kv_heads, 2, page_size, head_dim].
         """
@@ -150,14 +150,14 @@ class FlashInferPrefill:
             pages.pages,
             pages.last_lens,
             out,
-            *self._kind_of_attention(TensorLayout.HND),
+            *self._common_arguments(TensorLayout.HND),
             *(None,) * 3,  # scales of 8-bit queries, keys and values
             *_UNUSED,
             self._workspace.shape[0],
         )
 
     def run_gathered(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """The same of keys and values [keys, kv_heads, head_dim], which begin where the plan has it."""
+        """Do the same over gathered keys and values [keys, kv_heads, head_dim]."""
         self._module.ragged_run(
             self._workspace,
             self._device_plan,
@@ -168,12 +168,12 @@ class FlashInferPrefill:
             self._no_starts,
             self._no_starts,
             out,
-            *self._kind_of_attention(TensorLayout.NHD),
+            *self._common_arguments(TensorLayout.NHD),
             *_UNUSED,
         )
 
-    def _kind_of_attention(self, layout: TensorLayout) -> tuple[Any, ...]:
-        """What both ways to run take behind ``out``."""
+    def _common_arguments(self, layout: TensorLayout) -> tuple[Any, ...]:
+        """Return the arguments behind ``out`` of both calls."""
         return (
             None,  # log of the sums of exp
             MaskMode.CAUSAL.value,
@@ -187,7 +187,7 @@ class FlashInferPrefill:
 
 
 class _HostPlan:
-    """Pinned memory from which a plan is copied to the device, and whether that has happened."""
+    """Pinned memory of a plan, and the event of its copy to the device."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True)

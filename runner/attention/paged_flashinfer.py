@@ -1,13 +1,13 @@
-"""Attention by FlashInfer where it pays, which is in chunks of prompts, and by our Triton kernels elsewhere.
+"""Attention by FlashInfer for chunks of prompts, and by our Triton kernels for single tokens and in CUDA graphs.
 
-Sequences with one token, and whatever is captured into a graph, are left to Triton. Its kernels need no plan by the
-host and are as fast: on an H200 with Llama 8B's heads they read the cache at 3.0 to 3.7 TB/s, and with short contexts a
-step of 32 or 256 sequences took 1.25 or 3.13 ms where FlashInfer's tensor-core decode took 1.43 or 3.36 (Qwen3 0.6B).
+The Triton kernels need no plan by the host and are as fast for single tokens. On an H200 with Llama 8B's heads they
+read the cache at 3.0 to 3.7 TB/s. With short contexts a step of 32 or 256 sequences took 1.25 or 3.13 ms, with
+FlashInfer's tensor-core decode 1.43 or 3.36 (Qwen3 0.6B).
 
-FA3 multiplies keys that lie in pages at 490 TFLOP/s, fetching them row by row, and keys in one piece at 590, by TMA (an
-H200, Llama 8B's heads, 2,048 … 8,192 queries; 310 and 420 for eight prompts of 1,024). So the keys of large chunks are
-first copied out of their pages, layer by layer, at the speed of memory: that and the attention take 0.83 to 0.9 of the
-time. For few queries, or where only a window of the keys is seen, copying costs more than is won.
+FA3 multiplies keys in pages at 490 TFLOP/s, fetching them row by row, and contiguous keys at 590, by TMA (an H200,
+Llama 8B's heads, 2,048 … 8,192 queries; 310 and 420 for eight prompts of 1,024). So the keys of large chunks are first
+copied out of their pages, layer by layer, at the speed of memory: copy and attention take 0.83 to 0.9 of the time. For
+few queries, or with a sliding window, the copy costs more than it saves.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from runner.kernels.pages import PageLists
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
-_QUERIES_PER_KEY = 1024  # on average, from which on it pays to gather keys
+_QUERIES_PER_KEY = 1024  # least average for which gathering keys saves time
 _SHARE_FOR_KEYS = 256  # gathered keys take at most this part of the device's memory
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The sequences of a step from the first that has several tokens; those before it have one each."""
+    """The sequences of a step from the first one with several tokens; those before it have one each."""
 
     has_singles: bool
     tokens: slice
     seq_lens: Tensor  # [rows] int32, device
     page_table: Tensor  # [rows, max_pages] int32, device
-    longest: int  # keys of a sequence
-    num_keys: int  # where those of the last sequence end once they are gathered
-    pages: Pages  # filled where a kernel does not gather
+    longest: int  # most keys of a sequence
+    num_keys: int  # end of the last sequence's gathered keys
+    pages: Pages  # filled if a kernel does not gather
 
 
 class PagedFlashInferAttention(AttentionBackend):
@@ -138,6 +138,6 @@ class PagedFlashInferAttention(AttentionBackend):
 
 
 def _pays(lengths: NDArray[np.int32], seq_lens: NDArray[np.int32]) -> bool:
-    """Whether enough queries see the keys of these sequences for gathering them first."""
+    """Whether enough queries see the keys of these sequences that gathering them saves time."""
     keys = seq_lens.astype(np.int64)
     return bool((lengths * keys).sum() >= _QUERIES_PER_KEY * keys.sum())

@@ -1,12 +1,14 @@
 """Triton kernels, each with the torch code it is tested against.
 
-    the forward pass       norm.py, activation.py, rope_store.py, decode_attention.py, prefill_attention.py, gemv.py
+    forward pass           norm.py, activation.py, embedding.py, gemv.py, rope_store.py, store_kv.py, all_reduce.py
+    attention              decode_attention.py, prefill_attention.py, tiles.py (how they cut work on a device)
+    FlashInfer's inputs    pages.py, gather.py
     V2's state             step.py
     sampling               sampling.py
-    FlashInfer's indices   pages.py
+    plain torch            reference.py
 
-``chain.py`` lets kernels overlap their launches, ``tiles.py`` says how attention is cut on a device, ``ops.py`` bundles
-what stands between matrix products. On CPU tensors they run in Triton's interpreter (TRITON_INTERPRET=1).
+``dependent_launch.py`` lets kernels overlap their launches. On CPU tensors the kernels run in Triton's interpreter
+(TRITON_INTERPRET=1).
 
-What varies from step to step is never a ``constexpr`` and never specialised on: nothing is compiled while serving.
+Values that vary from step to step are never ``constexpr`` and never specialised on, so serving compiles nothing.
 """

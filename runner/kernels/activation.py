@@ -1,4 +1,4 @@
-"""SiLU of the gate times the other half. The reference is ``runner.kernels.reference``."""
+"""silu(gate) * up. The plain form is in ``reference.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
-_BLOCK = 1024  # values of a program: 8 of each thread, 16 bytes at a time in bfloat16
+_BLOCK = 1024  # values per program: 8 per thread, 16 bytes at a time in bfloat16
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [tokens, size] of gate_up [tokens, 2 * size], computed in float32."""
+    """Return silu(gate) * up [tokens, size] of gate_up [tokens, 2 * size], computed in float32."""
     assert gate_up.is_contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)

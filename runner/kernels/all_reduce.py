@@ -1,18 +1,18 @@
-"""The sum of a few rows over the tensor shards of a stage, with the norm that follows, for GPUs that can write to each
-other's memory.
+"""All-reduce of a few rows over the tensor shards of a stage, fused with the residual sum and RMS norm that follow.
 
-NCCL is made for many bytes; what a decode step has to sum is a few kilobytes, and there are two sums per layer. Here
-every rank writes its part into a mailbox on each of its peers, together with a number that tells this sum from earlier
-ones, and adds what it finds in its own. Bytes and number arrive in one word, so nothing is waited for twice:
+For GPUs that can write to each other's memory. NCCL suits many bytes; a decode step sums a few kilobytes, twice per
+layer. Here every rank writes its part to a mailbox on each peer, together with a flag that counts the sums. It then
+adds the parts in its own mailbox. Values and flag are one word, so one wait covers both (NCCL's protocol LL does the
+same):
 
-    rank 0  ──► mailbox on 1, 2, 3         letter = turn << 32 | two values of 16 bits
-    rank 1  ──► mailbox on 0, 2, 3         (NCCL's protocol "LL" does the same)
+    rank 0  ──► mailbox on 1, 2, 3         packet = flag << 32 | two values of 16 bits
+    rank 1  ──► mailbox on 0, 2, 3
        …                                   sum in the order of ranks: the same bits everywhere
 
-A row has a program of its own, a mailbox of its own and counts its own turns. There are two mailboxes, used in turn: a
-rank that writes the letter after the next has had the next one's answer, for which this one had been read.
+Each row has its own program, mailbox and flag. Two mailboxes alternate: before a rank writes the next but one packet,
+it has received the peer's next one, which the peer sent after it had read this one.
 
-Rows are int32 words of two values. The reference is ``torch.distributed.all_reduce``, followed by ``norm.py``.
+Rows are int32 words of two values. The plain form is ``torch.distributed.all_reduce``, followed by ``norm.py``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
-_LETTER_BYTES = 8
+_PACKET_BYTES = 8
 _MAILBOXES = 2
-_MOST_BYTES = 4 << 20  # that a rank sends; beyond, it matters that letters are twice as long as what they bring
+_MOST_BYTES = 4 << 20  # that a rank sends; beyond, it matters that packets are twice as long as their values
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _unpack(words, DTYPE: tl.constexpr):
-    """The two values of each word, float32."""
+    """Return the two values of each word, float32."""
     first = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     second = ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return first, second
@@ -47,11 +47,11 @@ def _pack(first, second, DTYPE: tl.constexpr):
 @triton.jit(do_not_specialize=["max_rows"])
 def _sum_and_norm_kernel(
     x,  # [rows, WORDS]
-    residual,  # [rows, WORDS]; what the sum is added to
+    residual,  # [rows, WORDS]; the sum is added to it
     weight,  # [WORDS], of the norm
     out,  # [rows, WORDS]
-    turns,  # [max_rows] int32: how many sums each row has seen
-    mailboxes,  # [WORLD] int64: addresses of [_MAILBOXES, WORLD, max_rows, WORDS] letters on each rank
+    flags,  # [max_rows] int32: number of sums of each row
+    mailboxes,  # [WORLD] int64: addresses of [_MAILBOXES, WORLD, max_rows, WORDS] packets on each rank
     max_rows,
     eps,
     RANK: tl.constexpr,
@@ -67,20 +67,20 @@ def _sum_and_norm_kernel(
     mask = column < WORDS
     weights = tl.load(weight + column, mask=mask, other=0)
     wait_for_predecessor(PDL)
-    turn = tl.load(turns + row) + 1
+    flag = tl.load(flags + row) + 1
     mine = tl.load(x + row * WORDS + column, mask=mask, other=0)
-    letters = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
-    mailbox = (turn & 1).to(tl.int64) * WORLD
+    packets = (flag.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
+    mailbox = (flag & 1).to(tl.int64) * WORLD
     for peer in tl.static_range(WORLD):
         theirs = tl.load(mailboxes + peer).to(tl.pointer_type(tl.int64))
-        tl.store(theirs + ((mailbox + RANK) * max_rows + row) * WORDS + column, letters, mask=mask)
+        tl.store(theirs + ((mailbox + RANK) * max_rows + row) * WORDS + column, packets, mask=mask)
 
     source = tl.arange(0, WORLD)[:, None]
     ours = tl.load(mailboxes + RANK).to(tl.pointer_type(tl.int64))
     expected = ours + ((mailbox + source) * max_rows + row) * WORDS + column[None, :]
-    found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
-    while tl.max(tl.max(((found >> 32).to(tl.int32) != turn).to(tl.int32), axis=1), axis=0) != 0:
-        found = tl.load(expected, mask=mask[None, :], other=turn.to(tl.int64) << 32, volatile=True)
+    found = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
+    while tl.max(tl.max(((found >> 32).to(tl.int32) != flag).to(tl.int32), axis=1), axis=0) != 0:
+        found = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
     at = row * WORDS + column
     firsts, seconds = _unpack(found.to(tl.int32), DTYPE)
     first, second = _unpack(tl.load(residual + at, mask=mask, other=0), DTYPE)
@@ -90,12 +90,12 @@ def _sum_and_norm_kernel(
     scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * WORDS) + eps)
     first_weight, second_weight = _unpack(weights, DTYPE)
     tl.store(out + at, _pack(first * scale * first_weight, second * scale * second_weight, DTYPE), mask=mask)
-    tl.debug_barrier()  # every thread has read the turn
-    tl.store(turns + row, turn)
+    tl.debug_barrier()  # every thread has read the flag
+    tl.store(flags + row, flag)
 
 
 def most_rows(world: int, size: int) -> int:
-    """Rows of ``size`` values up to which the kernel is faster than NCCL.
+    """Return the most rows of ``size`` values for which the kernel is faster than NCCL.
 
     Measured with 4,096 values of 2 bytes, µs on H200s, NCCL followed by our norm (``bench/all_reduce.py``):
 
@@ -105,31 +105,29 @@ def most_rows(world: int, size: int) -> int:
         4 ranks, kernel    5.6   6.6   10.7   33.9   59.1
                  NCCL     12.3  13.6   14.4   20.6   30.9
     """
-    return max(1, _MOST_BYTES // ((world - 1) * size // 2 * _LETTER_BYTES))
+    return max(1, _MOST_BYTES // ((world - 1) * size // 2 * _PACKET_BYTES))
 
 
 def mailbox_bytes(world: int, max_rows: int, size: int) -> int:
-    """What ``SumAndNorm`` needs on every rank for rows of ``size`` values, zeroed."""
-    return _MAILBOXES * world * max_rows * (size // 2) * _LETTER_BYTES
+    """Return the bytes of zeroed memory that ``SumAndNorm`` needs on every rank for rows of ``size`` values."""
+    return _MAILBOXES * world * max_rows * (size // 2) * _PACKET_BYTES
 
 
 class SumAndNorm:
-    """Sums rows over ranks. All of them must call it in the same order, with as many rows."""
+    """Sum rows over ranks. All ranks must call it in the same order, with as many rows."""
 
     def __init__(self, mailboxes: list[int], rank: int, max_rows: int, size: int, device: torch.device) -> None:
         """``mailboxes[r]`` is the address, in this process, of ``mailbox_bytes`` of memory on rank r."""
         self._rank, self._world, self._max_rows, self._size = rank, len(mailboxes), max_rows, size
         self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64, device=device)
-        self._turns = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x [rows, size] can be summed here."""
+        """Whether the kernel supports x [rows, size]."""
         return x.shape[0] <= self._max_rows and x.shape[1] == self._size and x.dtype in _DTYPES
 
     def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the sum of every rank's x [rows, size] to ``residual`` in place; the RMS norm of that, scaled by weight
-        [size].
-        """
+        """Add the sum of all ranks' x [rows, size] to ``residual`` in place; return its RMS norm * weight [size]."""
         assert self.takes(x)
         assert x.is_contiguous()
         assert residual.is_contiguous()
@@ -141,7 +139,7 @@ class SumAndNorm:
             residual.view(torch.int32),
             weight.view(torch.int32),
             out.view(torch.int32),
-            self._turns,
+            self._flags,
             self._mailboxes,
             self._max_rows,
             eps,

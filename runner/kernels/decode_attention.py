@@ -1,12 +1,12 @@
-"""Attention of single tokens, or a few, over the paged cache, long sequences split over several programs.
+"""Attention of one token per sequence, or a few, over the paged cache; long sequences are split over programs.
 
-Tensor cores multiply 16 rows at least. Where fewer query heads share keys, the rest has room for more tokens of the
-sequence: the first ones that a decode node computes after a handoff, or a short question behind a long text.
+Tensor cores multiply at least 16 rows. If fewer query heads share keys, the other rows take more tokens of the
+sequence: the first tokens that a decode node computes after a handoff, or a short question behind a long text.
 
-A step's sequences may differ in length by orders of magnitude. So that no program is left alone with a long one while
-the others are done, their keys are cut into *parts* of at most as many tiles, about one per program that the device
-runs at a time. ``_plan_parts_kernel`` does that on the device, once per step and window, so that a captured graph fits
-any lengths. The program that is done last with a sequence puts its parts together.
+A step's sequences may differ in length by orders of magnitude. So that no program computes a long one alone, keys are
+cut into *parts* with the same limit of tiles, about one part per program that the device runs at a time.
+``_plan_parts_kernel`` cuts them on the device, once per step and window, so that a captured graph fits any lengths. The
+last program of a sequence merges its parts.
 
     lengths     ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒  ▒▒  ▒▒▒         tiles of keys
     parts       0▒▒▒▒ 1▒▒▒▒ 2▒▒▒▒ 3▒▒▒▒ 4▒  5▒▒  6▒▒▒
@@ -28,11 +28,11 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 2  # one computes while the other waits for memory
-# Parts that are wanted however many sequences there are already: each costs a program of every layer, needed or not.
+# Limits of the parts added to one per sequence: each part costs a program in every layer, needed or not.
 _FEWEST_PARTS, _MOST_PARTS = 16, 64
 
 
-# What a program must know of its part, so that it loads all of it at once.
+# Fields of a part, adjacent so that a program loads them at once.
 _ROW, _TOKEN, _NUM_TOKENS, _POSITION, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (tl.constexpr(each) for each in range(8))
 _FIELDS = tl.constexpr(8)
 
@@ -44,7 +44,7 @@ def _plan_parts_kernel(
     rows,
     parts,  # out [capacity, _FIELDS] int32; row -1 where there is no part
     capacity,
-    wanted,  # parts that the tiles of all sequences would make if each one's last part were full
+    wanted,  # number of parts if the last part of each sequence were full
     MOST_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -52,7 +52,7 @@ def _plan_parts_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (1,). Sequences with more queries than MOST_TOKENS, or none, get no part, those without keys one."""
+    """Grid (1,). Sequences with more queries than MOST_TOKENS, or none, get no part; sequences without keys get one."""
     wait_for_predecessor(PDL)
     row = tl.arange(0, BLOCK_SEQS)
     known = row < rows
@@ -91,7 +91,7 @@ def _plan_parts_kernel(
 def _merge_parts(
     results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32, log2; -inf where none of a part's keys are seen
-    first,  # [BLOCK_ROWS]: where the weights of the sequence's first part are
+    first,  # [BLOCK_ROWS]: offsets of the weights of the sequence's first part
     num_parts,
     known,  # [BLOCK_ROWS]
     columns,
@@ -99,9 +99,9 @@ def _merge_parts(
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """The mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32.
+    """Return the mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32.
 
-    Not from a processor's own cache, which may hold a line from before it was written.
+    Loads bypass the multiprocessor's own cache, which may hold a line from before another program wrote it.
     """
     top = tl.full(known.shape, float("-inf"), tl.float32)
     total = tl.zeros(known.shape, tl.float32)
@@ -132,7 +132,7 @@ def _decode_attention_kernel(
     page_table_stride,
     parts,  # [parts, _FIELDS] int32
     out,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
-    results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32: of sequences with several parts, on their way to out
+    results,  # [parts, KV_HEADS, BLOCK_ROWS, HEAD_DIM] float32: of sequences with several parts, before the merge
     weights,  # [parts, KV_HEADS, BLOCK_ROWS] float32: log2 of the sum of exp that each stands for
     done,  # [rows, KV_HEADS] int32: how many parts are, zero before and after
     scale,  # of scores, times log2(e)
@@ -195,7 +195,7 @@ def _decode_attention_kernel(
             visible = seen[None, :]
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        base = new_top  # finite where there is one token: every tile has a key that it sees
+        base = new_top  # finite with one token, which sees a key of every tile
         if SEVERAL:
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
         shrunk = tl.exp2(top - base)
@@ -204,7 +204,7 @@ def _decode_attention_kernel(
         result = result * shrunk[:, None] + tl.dot(shares.to(DOT), v, input_precision="ieee")
         top = new_top
 
-    total = tl.maximum(total, 1.0)  # the top score counts as 1; less is only the sum of nothing
+    total = tl.maximum(total, 1.0)  # the top score counts as 1; less only without keys
     result = result / total[:, None]
     at_out = out + heads[:, None] * HEAD_DIM + columns[None, :]
     if num_parts == 1:
@@ -213,7 +213,7 @@ def _decode_attention_kernel(
         ours = (part * KV_HEADS + kv_head) * BLOCK_ROWS + members
         tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=known[:, None])
         tl.store(weights + ours, top + tl.log2(total), mask=known)
-        tl.debug_barrier()  # all of it is written before this part counts as done
+        tl.debug_barrier()  # all threads have written before this part counts as done
         counter = done + row * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
@@ -224,7 +224,7 @@ def _decode_attention_kernel(
 
 
 class SplitDecode:
-    """Attention of the sequences of a batch that have one token each, or a few, at most ``max_seqs`` of them."""
+    """Attention of a batch's sequences with one token or a few; at most ``max_seqs`` of them."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class SplitDecode:
         at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
         self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
         self._max_seqs = max_seqs
-        most = max_seqs + self._wanted_parts(max_seqs)  # every sequence has a part that is not full, the others are
+        most = max_seqs + self._wanted_parts(max_seqs)  # each sequence has at most one part that is not full
 
         def ints(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
@@ -256,10 +256,10 @@ class SplitDecode:
         self._done = ints(max_seqs, self._kv_heads)
 
     def __call__(self, layer: int, q: Tensor, cache: Tensor, batch: AttentionBatch, out: Tensor, several: bool) -> None:
-        """Write to ``out`` what queries ``q`` see; both [tokens, num_heads, head_dim], cache the layer's view.
+        """Write the attention output of queries ``q`` to ``out``; both [tokens, num_heads, head_dim].
 
-        Of sequences with one token, and if ``several`` of those with as many as fit (``AttentionTiles.few``). The first
-        layer with a window cuts the sequences for those that follow.
+        Covers sequences with one token, and if ``several`` also those with up to ``AttentionTiles.few``. ``cache`` is
+        the layer's view. The first layer with a window cuts the sequences for the later ones.
         """
         window = self._windows[layer]
         rows = batch.device_seq_lens.shape[0]

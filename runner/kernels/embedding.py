@@ -1,4 +1,4 @@
-"""Rows of an embedding of which a tensor shard has a run. The reference is in ``vocabulary.py``."""
+"""Embedding rows of a tensor shard's range of the vocabulary. The plain form is in ``vocabulary.py``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _embed_kernel(ids, table, out, first, rows, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 def embed(ids: Tensor, table: Tensor, first: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """[tokens, size] in ``dtype``: rows of ``table`` [rows or more, size], whose first one is token id ``first``.
+    """Return rows of ``table`` [rows or more, size] as [tokens, size] in ``dtype``. Its first row is id ``first``.
 
-    Zeros for ids [tokens] that are not among ``first … first + rows - 1``.
+    ids [tokens] outside of ``first … first + rows - 1`` yield zeros.
     """
     out = torch.empty(ids.shape[0], table.shape[1], dtype=dtype, device=table.device)
     grid = (ids.shape[0], triton.cdiv(table.shape[1], _BLOCK))

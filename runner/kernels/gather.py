@@ -1,4 +1,4 @@
-"""Keys and values of some sequences out of their pages, token after token, for kernels that copy whole tiles."""
+"""Copy keys and values of sequences out of their pages, token after token, for kernels that read whole tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-TILE = 128  # tokens; a sequence begins at a multiple, and the rest of its last tile is zero
+TILE = 128  # tokens; each sequence begins at a multiple, and the rest of its last tile is zero
 _ROW_CHUNK = 256
 
 
@@ -30,7 +30,7 @@ def _gather_kernel(
     TILE: tl.constexpr,
     ROW_CHUNK: tl.constexpr,
 ):
-    """Grid (tiles of the longest sequence, rows, heads). Every program adds up the rows before its own."""
+    """Grid (tiles of the longest sequence, rows, heads). Every program sums the lengths of the rows before its own."""
     row = tl.program_id(1)
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
     seq_len = tl.load(seq_lens + row)
@@ -53,16 +53,16 @@ def _gather_kernel(
 
 
 class GatheredKeys:
-    """Memory for the keys and values of a layer: what is gathered replaces what was there."""
+    """Memory for the gathered keys and values of one layer at a time."""
 
     def __init__(self, capacity: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``capacity`` counts tokens, each sequence's rounded up to whole tiles."""
+        """``capacity`` counts tokens; each sequence is rounded up to whole tiles."""
         self.capacity = capacity // TILE * TILE
         self._memory = torch.zeros(2, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
 
     @staticmethod
     def starts(seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Where each sequence's tokens begin, and where the last one's end: [rows + 1]."""
+        """Return where each sequence begins, and where the last one ends: [rows + 1]."""
         starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(-(-seq_lens // TILE) * TILE, out=starts[1:])
         return starts
@@ -70,10 +70,10 @@ class GatheredKeys:
     def gather(
         self, cache: Tensor, seq_lens: Tensor, page_table: Tensor, longest: int, total: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values, [total, kv_heads, head_dim] each, until the next call.
+        """Return keys and values, [total, kv_heads, head_dim] each, valid until the next call.
 
         cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two. seq_lens [rows] int32,
-        the longest as given; page_table [rows, pages of a sequence] int32. ``total`` is where the last one ends.
+        at most ``longest``; page_table [rows, pages of a sequence] int32. ``total`` is the last of ``starts``.
         """
         _, kv_heads, _, page_size, head_dim = cache.shape
         assert total <= self.capacity

@@ -1,8 +1,8 @@
-"""The product of one token with a weight: all that matters is how fast the weight is read.
+"""The product of one token with a weight; its time is the time to read the weight.
 
-What a program reads before it waits for its input (a first chunk of its rows) is read while the kernel before it still
-runs, so many small programs serve better than few large ones. Measured on an H200 (bfloat16, µs): the products of one
-layer of Llama 8B, the norms and the activation between them, by tensor shards:
+A program reads the first chunk of its rows before it waits for its input, while the kernel before it still runs. So
+many small programs are faster than few large ones. Measured on an H200 (bfloat16, µs): the products of one layer of
+Llama 8B, with the norms and the activation between them, by tensor shards:
 
     rows, values at a time, warps     1 shard     2      4
     4, the most of 2048 … 256 that divides, 1 per 256
@@ -23,7 +23,7 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 _ROWS = 4  # of the weight per program
 _CHUNK = 1024  # values of a row that a program reads at a time
 _WARPS = 4
-_ALIGNED = 8  # values: 16 bytes, which a thread reads at once
+_ALIGNED = 8  # values: 16 bytes, one load of a thread
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _gemv_kernel(
     known = (row < out_features)[:, None]
     column = tl.arange(0, CHUNK)
     at = weight + row[:, None].to(tl.int64) * IN + column[None, :]
-    # Weights are read once per step: they shall not push what is read again out of the cache.
+    # Weights are read once per step, so they must not evict data that is read again.
     mask = known & (column < IN)[None, :]
     weights = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_predecessor(PDL)
@@ -50,13 +50,12 @@ def _gemv_kernel(
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether ``gemv`` takes this weight [out_features, in_features]."""
+    """Whether ``gemv`` supports a weight [out_features, in_features]."""
     return weight.shape[1] % _ALIGNED == 0
 
 
 def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """y [1, out_features] from x [1, in_features] and weight [out_features, in_features], contiguous; in ``out`` where
-    it is given."""
+    """Return x Wᵀ [1, out_features], in ``out`` if given; x [1, in_features] and weight are contiguous."""
     out_features, in_features = weight.shape
     y = torch.empty(1, out_features, dtype=x.dtype, device=x.device) if out is None else out
     _gemv_kernel[(triton.cdiv(out_features, _ROWS),)](

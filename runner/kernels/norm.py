@@ -1,4 +1,4 @@
-"""RMS norm of rows, with the sum that precedes it. The reference is ``reference.py``."""
+"""RMS norm of rows, with the residual sum before it. The plain form is in ``reference.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 def _norm_kernel(
     x, residual, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program per row; all tensors are contiguous."""
+    """Grid (rows,). All tensors are contiguous."""
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -31,12 +31,12 @@ def _norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [rows, size] normed and scaled by weight [size], computed in float32."""
+    """Norm x [rows, size] and scale it by weight [size], computed in float32."""
     return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to ``residual`` in place; the norm of that sum as it was rounded. All [rows, size]."""
+    """Add x to ``residual`` in place, and return the norm of the rounded sum. All [rows, size]."""
     return _launch(x, residual, weight, eps)
 
 

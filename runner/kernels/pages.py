@@ -1,4 +1,4 @@
-"""Page tables as FlashInfer reads them: the pages of all sequences one after the other, and where each begins."""
+"""Page lists for FlashInfer: the pages of all sequences one after the other, and where each sequence begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _list_pages_kernel(
     ROW_CHUNK: tl.constexpr,
     PAGE_CHUNK: tl.constexpr,
 ):
-    """Grid (rows, chunks of the longest sequence's pages). Every program adds up the rows before its own."""
+    """Grid (rows, chunks of the longest sequence's pages). Every program sums the page counts of earlier rows."""
     row = tl.program_id(0)
     start = 0
     for first in range(0, row, ROW_CHUNK):
@@ -47,7 +47,7 @@ def _list_pages_kernel(
 
 
 class PageLists:
-    """Buffers whose addresses stay, so that captured graphs may read them, once a batch was as wide as any will be."""
+    """Buffers that keep their addresses after the widest batch, so that captured graphs may read them."""
 
     def __init__(self, max_rows: int, page_size: int, device: torch.device) -> None:
         self._max_rows, self._page_size = max_rows, page_size
@@ -56,7 +56,7 @@ class PageLists:
         self.pages = torch.zeros(0, dtype=torch.int32, device=device)
 
     def build(self, batch: AttentionBatch, longest: int) -> None:
-        """List the pages of sequences of up to ``longest`` tokens. Rows without tokens get page 0, with one token."""
+        """List the pages of sequences of up to ``longest`` tokens. Rows without tokens get page 0 with one token."""
         rows, columns = batch.page_table.shape
         if self.pages.shape[0] < self._max_rows * columns:
             self.pages = self.pages.new_zeros(self._max_rows * columns)
@@ -75,5 +75,5 @@ class PageLists:
         )
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Starts [rows + 1] and last lengths [rows] of some rows; starts count from the first row of all."""
+        """Return starts [rows + 1] and last page lengths [rows] of some rows; starts count from row 0 of the batch."""
         return self.starts[rows.start : rows.stop + 1], self.last_lens[rows]

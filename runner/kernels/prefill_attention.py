@@ -15,10 +15,10 @@ from runner.kernels.tiles import AttentionTiles
 
 @triton.jit
 def _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES: tl.constexpr):
-    """The sequence that a tile belongs to.
+    """Return the sequence that a tile belongs to.
 
-    Sequence r is given the tiles from ``query_starts[r] // BLOCK_QUERIES + r`` on: enough for its queries, and found
-    without a list that the host would have to make. Some of them are empty.
+    The tiles of sequence r begin at ``query_starts[r] // BLOCK_QUERIES + r``. These suffice for its queries, and need
+    no list from the host. Some tiles are empty.
     """
     low = 0
     high = rows
@@ -52,7 +52,7 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Take in the keys from ``begin`` to ``end``. Without MASKED every query must see them all."""
+    """Add the keys from ``begin`` to ``end``. Without MASKED every query must see them all."""
     columns = tl.arange(0, HEAD_DIM)
     for block in range(begin, end, BLOCK_KEYS):
         keys = block + tl.arange(0, BLOCK_KEYS)
@@ -74,7 +74,7 @@ def _attend(
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # A query may not have seen any key yet, where its window begins behind this block.
+        # A query has seen no key yet if its window begins behind this block.
         base = tl.where(new_top > float("-inf"), new_top, 0.0) if MASKED else new_top
         shrunk = tl.exp2(top - base)
         shares = tl.exp2(scores - base[:, None])
@@ -103,14 +103,14 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
-    FEW: tl.constexpr,  # sequences with so many queries are passed over
+    FEW: tl.constexpr,  # sequences with at most so many queries are skipped
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,  # dtype of products
 ):
     """Grid (tiles, KV_HEADS). A tile is BLOCK_QUERIES tokens with all query heads that share keys."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late tiles see the most keys and must not be the last to start
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see the most keys, so they start first
     kv_head = tl.program_id(1).to(tl.int64)
     row = _row_of_tile(query_starts, tile, rows, BLOCK_QUERIES)
     query_start = tl.load(query_starts + row)
@@ -146,14 +146,14 @@ def _prefill_attention_kernel(
         queries, top, total, result, begin, end, positions, keys_of_head, page_stride, v_stride, pages, seq_len,
         scale, HEAD_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
     )  # fmt: skip
-    result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only where nothing is stored
+    result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only if no key is stored
     tl.store(out + heads[:, None] * HEAD_DIM + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
     q: Tensor, cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, tiles: AttentionTiles, out: Tensor
 ) -> None:
-    """Write to ``out`` what queries ``q`` of sequences with more than a few tokens (``tiles.few``) see.
+    """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
     """

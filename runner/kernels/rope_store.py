@@ -1,4 +1,4 @@
-"""From the projection to attention in one pass: norm and turn query and key heads, store keys and values."""
+"""Norm and rotate query and key heads, and store keys and values, in one pass over the projected heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 
-_BLOCK = 1024  # values of a program, in whole heads
+_BLOCK = 1024  # values per program, in whole heads
 
 
 @triton.jit
@@ -21,13 +21,13 @@ def _store_rotated(
     sin,
     norm_weight,
     eps,
-    target,  # where the first head belongs; the others are target_stride apart
+    target,  # of the first head; the others are target_stride apart
     target_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Norm and turn up to BLOCK_HEADS heads."""
+    """Norm and rotate up to BLOCK_HEADS heads."""
     HALF: tl.constexpr = HEAD_DIM // 2
     heads = (first_head + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]
     columns = tl.arange(0, HALF)[None, :]
@@ -118,7 +118,7 @@ def _rope_store_kernel(
 def rope_store(
     qkv: Tensor, num_heads: int, rotary: RotaryCosSin, norms: HeadNorms | None, slots: Tensor, cache: Tensor
 ) -> Tensor:
-    """Query heads [tokens, num_heads, head_dim], normed and turned; keys likewise, and values, go into the cache.
+    """Return query heads [tokens, num_heads, head_dim], normed and rotated; store such keys, and values, in the cache.
 
     qkv [tokens, (num_heads + 2 * num_kv_heads) * head_dim]; head_dim a power of two, at least 16. slots [tokens] int64:
     page * page_size + offset, -1 to store nothing. cache: a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
@@ -128,7 +128,7 @@ def rope_store(
     assert qkv.is_contiguous()
     assert cache.stride()[3:] == (head_dim, 1)
     q = qkv.new_empty(tokens, num_heads, head_dim)
-    # A weight that is not read still has to be a tensor.
+    # An unused weight must still be a tensor.
     q_weight, k_weight, eps = (qkv, qkv, 0.0) if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
     block_heads = min(max(_BLOCK // head_dim, 1), triton.next_power_of_2(num_heads))
     blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads)

@@ -1,4 +1,4 @@
-"""Triton kernels for sampling. runner/sampling/sampler.py and runner/sampling/noise.py say what they compute."""
+"""Triton kernels for sampling. Their plain forms are runner/sampling/sampler.py and runner/sampling/noise.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _mix64(z):
 
 @triton.jit
 def _gumbel(key, token):
-    """Noise of tokens [n] for a row's 64-bit key."""
+    """Return noise for tokens [n] from a row's 64-bit key."""
     x = (token.to(tl.uint32) * 0x9E3779B9) ^ (key & 0xFFFFFFFF).to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = x ^ (key >> 32).to(tl.uint32)
@@ -40,18 +40,18 @@ def best_of_parts_kernel(
     parts,
     PART: tl.constexpr,
 ):
-    """The best token of a part of the vocabulary, with noise where a row is sampled. Grid (draws, parts)."""
+    """Find the best token of a part of the vocabulary, with noise if the row is sampled. Grid (draws, parts)."""
     draw = tl.program_id(0)
     part = tl.program_id(1)
     token = part * PART + tl.arange(0, PART)
     mask = token < vocab_size
     row = tl.load(logits_row + draw).to(tl.int64)
     value = tl.load(logits + row * logits_stride + token, mask=mask, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + draw)
-    if heat > 0.0:
+    temp = tl.load(temperature + draw)
+    if temp > 0.0:
         position = tl.load(num_tokens + tl.load(draw_slot + draw)).to(tl.uint64)
         key = _mix64(tl.load(row_key + draw).to(tl.uint64, bitcast=True) ^ position)
-        value = value / heat + _gumbel(key, token)
+        value = value / temp + _gumbel(key, token)
         value = tl.where(mask, value, float("-inf"))
     best, index = tl.max(value, axis=0, return_indices=True)
     tl.store(best_value + draw * parts + part, best)
@@ -60,7 +60,7 @@ def best_of_parts_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def best_of_all_kernel(best_value, best_token, sampled, parts, PARTS: tl.constexpr):
-    """The best token of each draw. Grid (draws,)."""
+    """Find the best token of each draw. Grid (draws,)."""
     draw = tl.program_id(0)
     part = tl.arange(0, PARTS)
     value = tl.load(best_value + draw * parts + part, mask=part < parts, other=float("-inf"))
@@ -69,7 +69,7 @@ def best_of_all_kernel(best_value, best_token, sampled, parts, PARTS: tl.constex
 
 @triton.jit(do_not_specialize=["logits_stride", "vocab_size", "words_stride"])
 def mask_kernel(
-    logits,  # [draws, logits_stride] float32, changed in place: tokens that a mask does not allow become -inf
+    logits,  # [draws, logits_stride] float32, in place: tokens that a mask forbids become -inf
     logits_stride,
     vocab_size,
     words,  # [masks, words_stride] int32: bit t % 32 of word t // 32 allows token t
@@ -77,7 +77,7 @@ def mask_kernel(
     mask_of_draw,  # [draws] int32, -1 for none
     PART: tl.constexpr,
 ):
-    """What grammars allow. Grid (draws, parts)."""
+    """Forbid the tokens that grammars do not allow. Grid (draws, parts)."""
     draw = tl.program_id(0)
     row = tl.load(mask_of_draw + draw)
     if row >= 0:
@@ -90,14 +90,14 @@ def mask_kernel(
 
 @triton.jit
 def _ordered(value):
-    """A uint32 for each float32, in the same order."""
+    """Map float32 to uint32 with the same order."""
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
 
 
 @triton.jit(do_not_specialize=["logits_stride", "vocab_size"])
 def truncate_kernel(
-    logits,  # [rows, logits_stride] float32, changed in place: tokens that are cut off become -inf
+    logits,  # [rows, logits_stride] float32, in place: tokens that are cut off become -inf
     logits_stride,
     vocab_size,
     temperature,  # [rows] float32, above 0
@@ -106,14 +106,14 @@ def truncate_kernel(
     min_p,  # [rows] float32, 0 is off
     PART: tl.constexpr,
 ):
-    """top-k, then top-p among those, then min-p. A program per row.
+    """Apply top-k, then top-p among those, then min-p. Grid (rows,).
 
-    Nothing is sorted. A token's rank, and the probability of all better ones, only grow as logits fall, so each limit
-    is a threshold; it is found by bisection over the 2^32 floats, a pass over the row for each of 32 bits.
+    Nothing is sorted. A token's rank, and the probability of all better tokens, only grow as logits fall, so each limit
+    is a threshold. Bisection over the 2^32 floats finds it, in a pass over the row for each of 32 bits.
     """
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * logits_stride
-    heat = tl.load(temperature + row)
+    temp = tl.load(temperature + row)
     k = tl.load(top_k + row)
     p = tl.load(top_p + row)
     floor_p = tl.load(min_p + row)
@@ -140,24 +140,24 @@ def truncate_kernel(
         total = 0.0
         for part in range(0, vocab_size, PART):
             value = tl.load(start + part + at, mask=part + at < vocab_size, other=float("-inf"))
-            total += tl.sum(tl.where(_ordered(value) >= threshold, tl.exp((value - highest) / heat), 0.0), axis=0)
-        # The largest threshold such that what reaches it has probability p or more: all better than it have less.
+            total += tl.sum(tl.where(_ordered(value) >= threshold, tl.exp((value - highest) / temp), 0.0), axis=0)
+        # The largest threshold that tokens of total probability p or more reach: all better tokens have less.
         nucleus = tl.full([], 0, tl.uint32)
         for bit in range(32):
             trial = nucleus | (tl.full([], 1, tl.uint32) << (31 - bit))
             mass = 0.0
             for part in range(0, vocab_size, PART):
                 value = tl.load(start + part + at, mask=part + at < vocab_size, other=float("-inf"))
-                mass += tl.sum(tl.where(_ordered(value) >= trial, tl.exp((value - highest) / heat), 0.0), axis=0)
+                mass += tl.sum(tl.where(_ordered(value) >= trial, tl.exp((value - highest) / temp), 0.0), axis=0)
             if mass >= p * total:
                 nucleus = trial
-        best = _ordered(highest)  # is kept whatever p is
+        best = _ordered(highest)  # kept for any p
         threshold = tl.maximum(threshold, tl.minimum(nucleus, best))
 
-    # Every token is as likely as the best one, or less, by exp of the difference over the temperature.
+    # A token's probability relative to the best is exp(difference of logits / temperature).
     floor = float("-inf")
     if floor_p > 0.0:
-        floor = highest + tl.log(floor_p) * heat
+        floor = highest + tl.log(floor_p) * temp
     for part in range(0, vocab_size, PART):
         mask = part + at < vocab_size
         value = tl.load(start + part + at, mask=mask, other=float("-inf"))

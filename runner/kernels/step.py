@@ -1,7 +1,7 @@
-"""Triton kernels that turn the state of sequences into a step's inputs, and take its results back in.
+"""Triton kernels that build a step's inputs from the state of sequences, and write its results back.
 
-``do_not_specialize`` everywhere: Triton would otherwise compile a kernel anew when a count happens to be 1 or divisible
-by 16, in the middle of serving.
+``do_not_specialize`` is everywhere: otherwise Triton compiles a kernel again when a count is 1 or divisible by 16, in
+the middle of serving.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKEN_CHUNK = 256
 
 @triton.jit
 def apply_writes_kernel(state, words, CHUNK: tl.constexpr):
-    """Ragged writes: words[source : source + length] to state[destination …]. Grid (writes, chunks of the longest)."""
+    """Copy words[source : source + length] to state[destination …] per write. Grid (writes, chunks of the longest)."""
     entry = words + 3 * tl.program_id(0)
     destination = tl.load(entry)
     source = tl.load(entry + 1)
@@ -25,19 +25,19 @@ def apply_writes_kernel(state, words, CHUNK: tl.constexpr):
     tl.store(state + destination + at, tl.load(words + source + at, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["places_at", "count"])
-def put_tokens_kernel(state, words, places_at, tokens, count, CHUNK: tl.constexpr):
-    """tokens[i] to state[words[places_at + i]] for i < count, where that is not negative. Grid (chunks of tokens,)."""
+@triton.jit(do_not_specialize=["offsets_at", "count"])
+def put_tokens_kernel(state, words, offsets_at, tokens, count, CHUNK: tl.constexpr):
+    """Copy tokens[i] to state[words[offsets_at + i]], i < count, unless the offset is -1. Grid (chunks,)."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    place = tl.load(words + places_at + at, mask=at < count, other=-1)
-    tl.store(state + place, tl.load(tokens + at, mask=at < count), mask=place >= 0)
+    offset = tl.load(words + offsets_at + at, mask=at < count, other=-1)
+    tl.store(state + offset, tl.load(tokens + at, mask=at < count), mask=offset >= 0)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "slots_at", "query_starts_at", "token_stride", "block_stride", "tokens"])
 def build_inputs_kernel(
     words,  # [*] int32: the upload
-    slots_at,  # its words: the slot of each sequence [num_seqs]
-    query_starts_at,  # and where its tokens begin [num_seqs + 1]
+    slots_at,  # offset in words: the slot of each sequence [num_seqs]
+    query_starts_at,  # offset in words: where its tokens begin [num_seqs + 1]
     num_seqs,
     token_ids,  # state: [slots, token_stride]
     blocks,  # state: [slots, block_stride]
@@ -53,7 +53,7 @@ def build_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (rows + 1,): a program per row, those beyond the sequences without tokens, and one for padding tokens."""
+    """Grid (rows + 1,): a program per row, and one for padding tokens. Rows beyond the sequences have no tokens."""
     row = tl.program_id(0)
     num_tokens = tl.load(words + query_starts_at + num_seqs)
     if row == tl.num_programs(0) - 1:
@@ -80,7 +80,7 @@ def build_inputs_kernel(
             tl.store(input_ids + begin + at, tl.load(token_ids + slot * token_stride + position, mask=mask), mask=mask)
             tl.store(positions + begin + at, position.to(tl.int64), mask=mask)
             block = tl.load(blocks + slot * block_stride + position // BLOCK_SIZE, mask=mask, other=0)
-            # Pages of a block are adjacent, so a token's place does not depend on the page size.
+            # Pages of a block are adjacent, so a token's slot does not depend on the page size.
             tl.store(slot_mapping + begin + at, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
 
 
@@ -98,7 +98,7 @@ def build_page_table_kernel(
     PAGES_PER_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages)."""
+    """Translate logical blocks to kernel pages. Grid (rows, chunks of the longest sequence's pages)."""
     row = tl.program_id(0)
     pages = (tl.load(seq_lens + row) + PAGE_SIZE - 1) // PAGE_SIZE
     begin = tl.program_id(1) * CHUNK
@@ -116,14 +116,14 @@ def take_samples_kernel(
     words,
     slots_at,
     query_starts_at,
-    draw_of_row_at,  # words: which of the drawn tokens continues each sequence, -1 for none [num_seqs]
+    draw_of_row_at,  # offset in words: the draw that continues each sequence, -1 for none [num_seqs]
     sampled,  # [draws] int32
     token_ids,  # state: [slots, token_stride]
     num_computed,  # state: [slots]
     num_tokens,  # state: [slots]
     token_stride,
 ):
-    """The end of a step: its tokens are computed, its samples are known. A program per sequence."""
+    """Count a step's tokens as computed, and append its samples. Grid (num_seqs,)."""
     row = tl.program_id(0)
     slot = tl.load(words + slots_at + row).to(tl.int64)
     length = tl.load(words + query_starts_at + row + 1) - tl.load(words + query_starts_at + row)

@@ -1,4 +1,4 @@
-"""How attention kernels cut their work on a device: sizes of tiles, warps and pipeline stages."""
+"""Tile sizes, warps and pipeline stages of the attention kernels on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.placement import TensorPlacement
 _INTERPRETED_PROCESSORS = 4
 _KEY_TILE_BYTES = 16384  # of keys, and as much of values, per pipeline stage
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
-_MATRIX_ROWS = 16  # the fewest that tensor cores multiply
+_MATRIX_ROWS = 16  # least rows of a tensor core product
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -23,14 +23,14 @@ class AttentionTiles:
     """``decode`` and ``prefill`` hold the launch options of the two kernels."""
 
     processors: int
-    few: int  # tokens of a sequence that a decode tile has room for
+    few: int  # most tokens of a sequence in a decode tile
     queries: int  # tokens of a prefill tile
     decode: dict[str, Any]
     prefill: dict[str, Any]
 
 
 def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> AttentionTiles:
-    """For ``group`` query heads per key head, and products in the dtype of ``placement``."""
+    """Choose tiles for ``group`` query heads per key head, and products in the dtype of ``placement``."""
     processors, large = _INTERPRETED_PROCESSORS, True
     if placement.device.type == "cuda":
         index = torch.cuda.current_device() if placement.device.index is None else placement.device.index

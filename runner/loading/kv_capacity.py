@@ -1,4 +1,4 @@
-"""How many blocks a GPU has room for: what a measured run of the largest steps leaves."""
+"""Size the KV cache of a GPU by the memory that a trial run of the largest steps leaves."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from runner.distributed.parallel_state import ParallelState
 
 _log = logging.getLogger(__name__)
 
-#: What a step may take beyond the measured peak, because PyTorch's allocator cannot always reuse what is free.
+#: Reserve beyond the measured peak, because PyTorch's allocator cannot always reuse its free memory.
 _FRAGMENTATION = 512 << 20  # bytes
 
 
 def layout_that_fits(
     config: NodeConfig, parallel: ParallelState, try_out: Callable[[NodeConfig, KVLayout], int]
 ) -> KVLayout:
-    """The largest KV cache that leaves room for every step, on a GPU whose weights are loaded.
+    """Return the largest KV cache that leaves room for every step, on a GPU with loaded weights.
 
     ``try_out(config, layout)`` runs the largest steps on a small cache, frees everything, and returns the bytes that
-    stay in use beyond a step (CUDA graphs). Not the cache's are: that, the peak of PyTorch's allocator, and what the
-    rest of this process and other processes use. All ranks of a node get as many blocks, so the one with the least room
-    decides. Raises CapacityError when a sequence of ``max_model_len`` tokens does not fit in what is left.
+    remain in use (CUDA graphs). The cache gets the usable memory less these, the peak of PyTorch's allocator, and the
+    use of other processes and libraries. All ranks get as many blocks as the one with the least room. Raises
+    CapacityError if a sequence of ``max_model_len`` tokens does not fit.
     """
     device = parallel.device
     few = -(-config.max_batch_tokens // config.kv_layout.block_size)
