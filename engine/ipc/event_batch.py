@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from engine.ipc.messages import (
     Batch,
@@ -21,8 +21,6 @@ from engine.ipc.messages import (
 )
 from pdserve.records import FinishReason, Sample, TokenLogprobs
 from pdserve.transports import Connected
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -53,18 +51,7 @@ class EventBatch:
     _outputs: _OutputColumns = field(default_factory=_OutputColumns)
 
     def __bool__(self) -> bool:
-        return bool(
-            self._outputs.rids
-            or self.status_changed
-            or self.scored
-            or self.decode_ahead_ended
-            or self.reserved
-            or self.refused
-            or self.reads
-            or self.leased
-            or self.connected
-            or self.failed_peers
-        )
+        return bool(self._outputs.rids or self.status_changed) or any(getattr(self, name) for name in _LISTS)
 
     @property
     def num_outputs(self) -> int:
@@ -86,31 +73,14 @@ class EventBatch:
     def take(self, status: Status, cached: Collection[bytes], evicted: Collection[bytes]) -> Batch:
         """Return all events as one message, with the changes of the prefix cache. The batch is empty afterwards."""
         outputs, self._outputs = self._outputs, _OutputColumns()
+        columns = tuple(outputs.rids), tuple(outputs.choices), outputs.token_ids.tobytes()
+        lists: dict[str, Any] = {name: tuple(getattr(self, name)) for name in _LISTS}
+        for name in _LISTS:
+            getattr(self, name).clear()
         self.status_changed = False
-        return Batch(
-            status,
-            scored=_drain(self.scored),
-            prefilled=_drain(self.prefilled),
-            outputs=OutputTokens(
-                tuple(outputs.rids),
-                tuple(outputs.choices),
-                outputs.token_ids.tobytes(),
-                outputs.finish,
-                outputs.logprobs,
-            ),
-            decode_ahead_ended=_drain(self.decode_ahead_ended),
-            reserved=_drain(self.reserved),
-            refused=_drain(self.refused),
-            reads=_drain(self.reads),
-            leased=_drain(self.leased),
-            connected=_drain(self.connected),
-            failed_peers=_drain(self.failed_peers),
-            cached=tuple(cached),
-            evicted=tuple(evicted),
-        )
+        tokens = OutputTokens(*columns, outputs.finish, outputs.logprobs)
+        return Batch(status, outputs=tokens, cached=tuple(cached), evicted=tuple(evicted), **lists)
 
 
-def _drain(entries: list[T]) -> tuple[T, ...]:
-    taken = tuple(entries)
-    entries.clear()
-    return taken
+# The fields of EventBatch that become fields of Batch as they are.
+_LISTS = tuple(each.name for each in fields(EventBatch) if each.name in Batch.__struct_fields__)

@@ -1,4 +1,4 @@
-"""The block pool keeps its accounts and prefers adjacent blocks."""
+"""The block pool counts every block once and prefers adjacent blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_free_runs_behave_like_a_set(actions: list[tuple[bool, int]]) -> None:
         assert len(runs) == len(free)
 
 
-def test_a_run_that_fits_is_taken_whole() -> None:
+def test_fitting_run_is_allocated_whole() -> None:
     runs = FreeRuns(32)
     first = runs.take(10)
     runs.take(10)
@@ -50,7 +50,7 @@ def test_growth_prefers_the_next_block() -> None:
     assert pool.take(2, after=ours[-1]) == [ours[-1] + 1, ours[-1] + 2]
 
 
-def test_cached_blocks_are_found_until_they_are_needed() -> None:
+def test_cached_blocks_are_found_until_they_are_evicted() -> None:
     pool = BlockPool(4)
     blocks = pool.take(3)
     assert blocks is not None
@@ -78,7 +78,7 @@ def test_salts_keep_prefixes_apart() -> None:
     st.lists(st.tuples(st.sampled_from(["take", "hold", "share", "lease", "quarantine", "drop"]), st.integers(0, 30)))
 )
 def test_every_block_is_counted_once(actions: list[tuple[str, int]]) -> None:
-    """free + held + leased + quarantined = total, whatever happens, and everything comes back."""
+    """free + held + leased + quarantined = total always holds, and all blocks become free."""
     pool = BlockPool(12)
     uses: list[tuple[list[int], Use]] = []
     for name, number in actions:

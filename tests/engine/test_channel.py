@@ -1,4 +1,4 @@
-"""Frames between front and engine: whole, in order, without blocking, and an end that is noticed."""
+"""Frames between frontend and engine: complete, in order, without blocking; the end of the stream is noticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
     theirs.close()
 
 
-def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.socket]) -> None:
+def test_messages_split_anywhere_arrive_complete(ends: tuple[Channel, socket.socket]) -> None:
     channel, front = ends
     submit = Submit(7, b"\1\0\0\0" * 5, SamplingParams(max_tokens=3, logit_bias={4: 1.5}), Mode.LEASE)
     data = framed(submit) + framed(Cancel(7))
@@ -38,7 +38,7 @@ def test_messages_arrive_whole_however_they_are_cut(ends: tuple[Channel, socket.
     assert channel.receive(wait=False) == []
 
 
-def test_a_front_that_does_not_read_blocks_nobody(ends: tuple[Channel, socket.socket]) -> None:
+def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, socket.socket]) -> None:
     channel, front = ends
     outputs = OutputTokens(tuple(range(1000)), (0,) * 1000, bytes(4000))
     for _ in range(200):
@@ -54,13 +54,13 @@ def test_a_front_that_does_not_read_blocks_nobody(ends: tuple[Channel, socket.so
         del received[:end]
 
 
-def test_a_wait_ends_when_woken(ends: tuple[Channel, socket.socket]) -> None:
+def test_wake_ends_a_wait(ends: tuple[Channel, socket.socket]) -> None:
     channel, _ = ends
     threading.Timer(0.05, channel.wake).start()
     assert channel.receive(wait=True) == []
 
 
-def test_the_fronts_end_is_noticed(ends: tuple[Channel, socket.socket]) -> None:
+def test_end_of_the_frontend_closes_the_channel(ends: tuple[Channel, socket.socket]) -> None:
     channel, front = ends
     front.close()
     with pytest.raises(ChannelClosed):

@@ -1,4 +1,4 @@
-"""The step loop: steps overlap where the runner allows it, and it rests only when nothing is in flight."""
+"""The step loop: steps overlap if the runner allows it, and the loop waits only while none is in flight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.records import FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(("depth", "overlapped"), [(1, 0), (2, 9)])
-def test_the_next_step_is_launched_before_the_last_ones_tokens_are_taken(depth: int, overlapped: int) -> None:
+def test_next_step_is_launched_before_the_last_result_is_taken(depth: int, overlapped: int) -> None:
     node = Node(16, depth)
     node.submit(0, [1, 2, 3], SamplingParams(max_tokens=10), Mode.LOCAL)
     node.run()
@@ -26,8 +26,8 @@ def test_the_next_step_is_launched_before_the_last_ones_tokens_are_taken(depth: 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_orders_are_carried_out_when_there_is_nothing_more_to_compute(depth: int) -> None:
-    """Also while the last step is in flight: a read is ordered, and its end heard of."""
+def test_connector_orders_are_carried_out_without_tokens_to_compute(depth: int) -> None:
+    """Also while the last step is in flight, a read is ordered and its end reported."""
     node = Node(16, depth)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.submit(1, [2] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
@@ -42,7 +42,7 @@ def test_orders_are_carried_out_when_there_is_nothing_more_to_compute(depth: int
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_loop_serves_until_it_is_told_to_stop(depth: int) -> None:
+def test_loop_serves_until_shutdown(depth: int) -> None:
     node = Node(16, depth)
     loop = threading.Thread(target=node.engine.run)
     loop.start()

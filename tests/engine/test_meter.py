@@ -1,4 +1,4 @@
-"""What a node measures of itself."""
+"""Costs that a node measures of its steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_points_on_a_line_give_the_line(base: float, slope: float, counts: list[
 
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 10)), max_size=60))
-def test_a_line_never_falls_nor_begins_below_zero(points: list[tuple[int, float]]) -> None:
+def test_base_and_slope_are_never_negative(points: list[tuple[int, float]]) -> None:
     fit = LineFit(0.98)
     for x, y in points:
         fit.add(x, y)
@@ -32,7 +32,7 @@ def test_a_line_never_falls_nor_begins_below_zero(points: list[tuple[int, float]
     assert fit.line.base >= -1e-9
 
 
-def test_what_is_alike_is_proportional() -> None:
+def test_line_through_points_of_one_x_goes_through_the_origin() -> None:
     fit = LineFit(0.98)
     for _ in range(10):
         fit.add(500, 0.1)
@@ -40,7 +40,7 @@ def test_what_is_alike_is_proportional() -> None:
     assert fit.line.slope == pytest.approx(0.1 / 500)
 
 
-def test_it_follows_a_change() -> None:
+def test_fit_follows_a_change() -> None:
     fit = LineFit(0.98)
     for seconds in (0.5, 0.1):
         for count in range(100, 700):

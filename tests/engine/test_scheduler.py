@@ -1,4 +1,4 @@
-"""Whole requests through one engine, with a runner that waits for tokens and one that runs ahead, in 1 to 3 stages."""
+"""Whole requests through one engine: with and without a step in flight beside the next one, with 1 to 3 stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[..., Node]
 
 @pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
 def depth(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Steps in flight, and stages."""
+    """(steps in flight, stages)"""
     depth, stages = request.param
     return depth, stages
 
@@ -59,7 +59,7 @@ def test_local_requests_are_exact_under_preemption(
 ) -> None:
     """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens.
 
-    So do those who ask for log-probabilities of their prompt, who are told of each token once.
+    Log-probabilities of a prompt token are sent exactly once.
     """
     node = Node(num_blocks, *depth)
     expected, ranks = {}, {}
@@ -82,7 +82,7 @@ def test_local_requests_are_exact_under_preemption(
     node.close()
 
 
-def test_the_second_request_finds_the_first_ones_prefix(make: Make) -> None:
+def test_second_request_hits_the_prefix_cache_of_the_first(make: Make) -> None:
     node = make(40)
     prompt = list(range(22))
     for rid in range(2):
@@ -92,7 +92,7 @@ def test_the_second_request_finds_the_first_ones_prefix(make: Make) -> None:
     assert node.tokens[0, 0] == node.tokens[1, 0] == reference(prompt, 0, 2)
 
 
-def test_what_was_generated_is_found_again(make: Make) -> None:
+def test_generated_tokens_enter_the_prefix_cache(make: Make) -> None:
     """The last token has no KV, the one before it fills a block."""
     node = make(40)
     prompt = list(range(BLOCK + 2))
@@ -103,7 +103,7 @@ def test_what_was_generated_is_found_again(make: Make) -> None:
     assert node.scheduler.status().totals.prefix_cached_tokens == 2 * BLOCK
 
 
-def test_choices_share_their_prompts_blocks(make: Make) -> None:
+def test_choices_share_the_blocks_of_their_prompt(make: Make) -> None:
     node = make(40)
     node.submit(0, list(range(16)), SamplingParams(max_tokens=5, n=3), Mode.LOCAL)
     most = 0
@@ -112,7 +112,7 @@ def test_choices_share_their_prompts_blocks(make: Make) -> None:
     assert most <= 4 + 3 * 2  # the prompt once, and two blocks for each choice's five tokens
 
 
-def test_too_much_is_refused_at_once(make: Make) -> None:
+def test_too_long_prompts_and_a_full_queue_are_refused_at_once(make: Make) -> None:
     node = make(4)
     node.submit(0, [1] * 16, SamplingParams(max_tokens=1), Mode.LOCAL)
     for rid in range(1, 102):
@@ -123,7 +123,7 @@ def test_too_much_is_refused_at_once(make: Make) -> None:
     node.assert_all_free()
 
 
-def test_seats_go_to_the_most_urgent_and_then_to_the_first(make: Make) -> None:
+def test_admission_follows_priority_then_arrival(make: Make) -> None:
     node = make(40, max_num_seqs=1)
     for rid, priority in enumerate((0, 5, -3, 5, 0)):
         node.submit(rid, [rid] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, priority=priority)
@@ -131,7 +131,7 @@ def test_seats_go_to_the_most_urgent_and_then_to_the_first(make: Make) -> None:
     assert [rid for rid, _ in node.finished] == [2, 0, 4, 1, 3]
 
 
-def test_where_blocks_lack_the_least_urgent_makes_way(make: Make) -> None:
+def test_least_urgent_sequence_is_preempted_if_blocks_run_out(make: Make) -> None:
     node = make(6)
     for rid, priority in enumerate((1, 0)):
         node.submit(rid, [rid] * BLOCK, SamplingParams(max_tokens=16), Mode.LOCAL, priority=priority)
@@ -141,7 +141,7 @@ def test_where_blocks_lack_the_least_urgent_makes_way(make: Make) -> None:
     assert node.tokens == {(rid, 0): reference([rid] * BLOCK, 0, 16) for rid in (0, 1)}
 
 
-def test_a_peer_that_names_too_few_blocks_is_not_believed(make: Make) -> None:
+def test_read_with_too_few_blocks_from_the_peer_is_refused(make: Make) -> None:
     node = make(16)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     assert [r.rid for r in node.turn().reserved] == [0]
@@ -155,8 +155,8 @@ def test_a_peer_that_names_too_few_blocks_is_not_believed(make: Make) -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_cancel_gives_everything_back(make: Make, turns: int) -> None:
-    """While waiting, in the prompt, at its end when choices branch off, and while decoding."""
+def test_cancel_frees_all_blocks_and_stops_output(make: Make, turns: int) -> None:
+    """Cancelled while waiting, during prefill, when choices branch off, and while decoding."""
     node = make(16)
     node.submit(0, [1] * 30, SamplingParams(max_tokens=12, n=2), Mode.LOCAL)
     for _ in range(turns):
@@ -170,7 +170,7 @@ def test_cancel_gives_everything_back(make: Make, turns: int) -> None:
 
 @pytest.mark.parametrize("turns", range(4))
 def test_cancelled_prefills_are_not_leased(make: Make, turns: int) -> None:
-    """Also with the step in flight that would have ended it; what was told of stays leased."""
+    """Also if the last step of the prompt is in flight. Blocks that were announced stay leased."""
     node = make(16)
     node.submit(0, [1] * 20, SamplingParams(max_tokens=12), Mode.LEASE)
     leased = [lease for _ in range(turns) for lease in node.turn().leased]
@@ -197,7 +197,7 @@ def test_cancelled_prefills_are_not_leased(make: Make, turns: int) -> None:
 def test_full_blocks_are_leased_as_they_are_computed(
     make: Make, skip: int, cached: int, parts: list[tuple[int, int]]
 ) -> None:
-    """With the first ones those that the prefix cache had; the peer's own are skipped."""
+    """Cached blocks are leased with the first computed ones; blocks that the peer has are skipped."""
     node = make(40)
     prompt = list(range(42))
     if cached:
@@ -216,10 +216,8 @@ def test_full_blocks_are_leased_as_they_are_computed(
 
 
 @pytest.mark.parametrize("messages", [(Cancel(1), FreeLease(1)), (FreeLease(1), Cancel(1), FreeLease(1))])
-def test_a_lease_that_ends_before_its_prompt_is_given_back_whole(
-    make: Make, messages: tuple[Cancel | FreeLease, ...]
-) -> None:
-    """Only with FreeLease: a peer may read what it was told of, whether the rest is computed or not."""
+def test_lease_freed_during_prefill_frees_all_its_blocks(make: Make, messages: tuple[Cancel | FreeLease, ...]) -> None:
+    """Only FreeLease does: a peer may read announced blocks, whether the rest is computed or not."""
     node = make(20)
     node.submit(1, [1] * 70, SamplingParams(max_tokens=5), Mode.LEASE)
     while not node.leased:
@@ -236,7 +234,7 @@ def test_a_lease_that_ends_before_its_prompt_is_given_back_whole(
 @pytest.mark.parametrize(
     "parts", [[(3, 12), (2, 13)], [(2, 8), (1, 13)], [(2, 8), (2, 8)], [(2, 7)], [(3, 8)], [(4, 16)]]
 )
-def test_parts_that_do_not_fit_together_are_not_read(make: Make, parts: list[tuple[int, int]]) -> None:
+def test_announced_parts_that_do_not_fit_are_not_read(make: Make, parts: list[tuple[int, int]]) -> None:
     node = make(16)
     node.submit(0, [1] * 13, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.turn()
@@ -275,15 +273,17 @@ def test_nothing_is_computed_beyond_the_last_token(make: Make, mode: Mode) -> No
         (9, SamplingParams(max_tokens=9, stop_token_ids=(reference(list(range(20)), 0, 1)[-1],)), 1),
     ],
 )
-def test_on_p_a_choice_goes_ahead_of_its_peer(make: Make, ahead: int, sampling: SamplingParams, outputs: int) -> None:
-    """As far as it may, or would go anyway; then only what is leased is left of it."""
+def test_decode_ahead_samples_as_many_tokens_as_allowed(
+    make: Make, ahead: int, sampling: SamplingParams, outputs: int
+) -> None:
+    """The limits are decode_ahead, max_tokens and stop tokens. Afterwards only leased blocks are held."""
     node = make(40)
     node.submit(0, list(range(20)), sampling, Mode.LEASE, decode_ahead=ahead)
     node.run()
     assert {choice: tokens for (_, choice), tokens in node.tokens.items()} == {
         choice: reference(list(range(20)), choice, outputs) for choice in range(sampling.n)
     }
-    assert len(node.finished) == sampling.n, "it has been said of each that no more follows"
+    assert len(node.finished) == sampling.n, "each choice has a finish reason"
     status = node.scheduler.status()
     assert (status.leased, status.held, status.running) == (20 // BLOCK, 0, 0)
     node.obey(FreeLease(0))
@@ -292,8 +292,8 @@ def test_on_p_a_choice_goes_ahead_of_its_peer(make: Make, ahead: int, sampling: 
 
 @pytest.mark.parametrize("length", [12, 40, 120])
 @pytest.mark.parametrize("turns", range(9))
-def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: int) -> None:
-    """A prompt that comes finds at most one of its steps in flight; after a lease that ends nothing follows."""
+def test_decode_ahead_stops_for_another_request(make: Make, turns: int, length: int) -> None:
+    """At most one of its steps is in flight when a prompt arrives. After the end of a lease no token follows."""
     node = make(60)
     node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     for _ in range(turns):
@@ -303,7 +303,7 @@ def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: i
     node.run()
     in_flight = 1 if before else 2  # with its first token another may have been on the way
     assert len(node.tokens[0, 0]) <= before + in_flight
-    assert (0, 0) in node.finished, "it has been said that nothing follows"
+    assert (0, 0) in node.finished, "the end of decode-ahead was reported"
     node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     while len(node.tokens[2, 0]) < 5:
         node.turn()
@@ -315,8 +315,8 @@ def test_who_goes_ahead_stops_for_anybody_else(make: Make, turns: int, length: i
     node.assert_all_free()
 
 
-def test_nobody_makes_way_for_who_goes_ahead(make: Make) -> None:
-    """It stops where it lacks a block. Its peer gets all that it was promised."""
+def test_decode_ahead_preempts_no_request(make: Make) -> None:
+    """It stops if it lacks a block, and all leased blocks stay leased."""
     node = make(10)
     node.submit(0, [1] * 16, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     node.submit(1, [2] * 8, SamplingParams(max_tokens=13), Mode.LOCAL)
@@ -348,14 +348,14 @@ def test_short_prompts_are_computed_together(make: Make) -> None:
     assert [share for share in shares if share] == [{1: 3, 2: 3}, {3: 3, 4: 3}]
 
 
-def test_a_handoff_is_not_kept_waiting_by_a_prompt_that_is_computed(make: Make) -> None:
+def test_handoff_is_reserved_while_another_prompt_is_computed(make: Make) -> None:
     node = make(64)
     node.submit(0, [1] * 100, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.submit(1, [2] * 20, SamplingParams(max_tokens=2), Mode.HANDOFF)
     assert [reserved.rid for reserved in node.turn().reserved] == [1]
 
 
-def test_nothing_is_to_be_done_while_all_seats_wait_for_peers(make: Make) -> None:
+def test_engine_is_idle_while_all_sequences_wait_for_peers(make: Make) -> None:
     node = make(64, max_num_seqs=2)
     for rid in range(3):
         node.submit(rid, [rid] * 5, SamplingParams(max_tokens=2), Mode.HANDOFF)

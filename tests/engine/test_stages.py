@@ -1,4 +1,4 @@
-"""Pipeline stages: those that decode are parted among steps, so that every stage has one to compute."""
+"""Pipeline stages: decoding sequences are split among steps, so that every stage has a step to compute."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STAGED = [(2, 2), (3, 2), (3, 3), (4, 3)]  # steps in flight, stages
     requests=st.lists(st.tuples(st.integers(1, 20), st.integers(20, 40)), min_size=3, max_size=8),
 )
 @settings(max_examples=25, deadline=None)
-def test_stages_are_idle_only_after_sequences_have_begun_or_ended(
+def test_stages_idle_only_after_a_sequence_begins_or_ends(
     depth: int, stages: int, requests: list[tuple[int, int]]
 ) -> None:
-    """Then the others may be out of step for once."""
+    """After a begin or an end, the microbatches of the others may be uneven for one round."""
     node = Node(128, depth, stages)
     for rid, (length, max_tokens) in enumerate(requests):
         node.submit(rid, [rid] * length, SamplingParams(max_tokens=max_tokens), Mode.LOCAL)
@@ -44,8 +44,8 @@ def test_stages_are_idle_only_after_sequences_have_begun_or_ended(
 
 @pytest.mark.parametrize(("depth", "stages"), STAGED)
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
-def test_sequences_take_turns(depth: int, stages: int, count: int) -> None:
-    """As many steps as there are stages hold every sequence once, in parts of about the same size; none is empty."""
+def test_microbatches_cover_all_sequences_evenly(depth: int, stages: int, count: int) -> None:
+    """As many steps as stages hold every sequence once, in microbatches of about the same size; none is empty."""
     node = Node(64, depth, stages, full_step=16)
     for rid in range(count):
         node.submit(rid, [rid] * 2, SamplingParams(max_tokens=12), Mode.LOCAL)
@@ -61,7 +61,7 @@ def test_sequences_take_turns(depth: int, stages: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(("depth", "stages"), STAGED)
-def test_parts_of_a_prompt_follow_each_other_at_once(depth: int, stages: int) -> None:
+def test_chunks_of_a_prompt_are_launched_back_to_back(depth: int, stages: int) -> None:
     node = Node(64, depth, stages)
     node.submit(0, list(range(100)), SamplingParams(max_tokens=3), Mode.LOCAL)
     in_flight = []

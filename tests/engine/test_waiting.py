@@ -1,4 +1,4 @@
-"""The order of those who wait, against a list that is sorted anew each time."""
+"""The order of the waiting queue, compared with a list that is sorted each time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sequence(number: int, priority: int) -> Sequence:
 @given(
     st.lists(st.tuples(st.sampled_from(["append", "appendleft", "take", "remove"]), st.integers(-2, 2)), max_size=60)
 )
-def test_by_priority_and_otherwise_as_a_deque(events: list[tuple[str, int]]) -> None:
+def test_order_is_priority_then_deque_order(events: list[tuple[str, int]]) -> None:
     queue, model = WaitingQueue(), list[Sequence]()
     for number, (event, value) in enumerate(events):
         if event.startswith("append"):
@@ -40,7 +40,7 @@ def test_by_priority_and_otherwise_as_a_deque(events: list[tuple[str, int]]) -> 
         assert queue.head is (model[0] if model else None)
 
 
-def test_what_does_not_wait_cannot_be_removed() -> None:
+def test_removing_a_sequence_that_is_not_queued_fails() -> None:
     queue = WaitingQueue()
     queue.append(sequence(1, 0))
     for priority in (0, 1):

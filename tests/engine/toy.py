@@ -1,8 +1,8 @@
-"""A model whose next token is a digest of every token it can see through its paged KV cache.
+"""A model whose next token is a digest of every token that it reads through its paged KV cache.
 
-One misplaced block, stale slot or token too many, and its output differs from ``reference``: it checks bookkeeping to
-the bit, in microseconds per token. It works as late as a device may: when the result of a step is asked for. What is
-given to somebody else before is overwritten then, and it also says so by itself.
+One misplaced block, stale slot or extra token changes its output, so comparing with ``reference`` checks all
+bookkeeping, in microseconds per token. It computes as late as a device may: when the result of a step is taken. So it
+overwrites blocks that were reused too early, and it asserts that there are none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.records import DigestOrder, KVRegion, PromptLogprobs, Sample, StepO
 from runner.sampling.prompt_targets import PromptTargets, Targets
 
 VOCAB = 1000
-Slot = tuple[int, int]  # block, place in it
+Slot = tuple[int, int]  # block, offset
 
 
 def next_token(token_ids: np.ndarray, choice: int) -> int:
@@ -27,7 +27,7 @@ def next_token(token_ids: np.ndarray, choice: int) -> int:
 
 
 def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = ()) -> list[int]:
-    """What a sequence must produce."""
+    """Return the output that a sequence must produce."""
     tokens = list(prompt)
     for _ in range(num_outputs):
         tokens.append(next_token(np.array(tokens), choice))
@@ -37,13 +37,13 @@ def reference(prompt: list[int], choice: int, num_outputs: int, stop: tuple[int,
 
 
 def reference_ranks(prompt: list[int]) -> list[int]:
-    """What it says of the tokens of a prompt, but for the first: digests, too."""
+    """Return the ranks of the tokens of a prompt, without the first; they are digests, too."""
     return [next_token(np.array(prompt[:at]), prompt[at]) for at in range(1, len(prompt))]
 
 
 @dataclass
 class _State:
-    """``num_launched`` runs ahead of ``num_computed`` by the steps in flight."""
+    """``num_launched`` exceeds ``num_computed`` by the tokens of steps in flight."""
 
     seq: int
     token_ids: list[int]
@@ -55,7 +55,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Work:
-    """One sequence's part of a step. The state stays even if the runner has been told to forget the sequence."""
+    """One sequence's part of a step. The state stays after the runner has dropped the sequence."""
 
     state: _State
     num_tokens: int
@@ -86,7 +86,7 @@ class ToyRunner:
         self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
         self.launched: list[StepPlan] = []
-        self.num_overlapped = 0  # results that were taken when a later forward pass had been launched
+        self.num_overlapped = 0  # results taken while a later forward pass was launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
@@ -98,22 +98,22 @@ class ToyRunner:
 
     @property
     def num_tokens(self) -> int:
-        """Computed since the start."""
+        """Tokens computed since the start."""
         return sum(plan.num_tokens for plan in self.launched)
 
     @property
     def writing(self) -> dict[int, int]:
-        """Blocks that steps in flight write to, with the sequences they do it for."""
+        """Blocks that steps in flight write to, with the sequence of each."""
         return {block: work.state.seq for step in self._in_flight for work in step.work for block, _ in work.writes}
 
     @property
     def slots_writing(self) -> set[Slot]:
-        """What steps in flight write to."""
+        """Slots that steps in flight write to."""
         return {slot for step in self._in_flight for work in step.work for slot in work.writes}
 
     @property
     def used(self) -> set[int]:
-        """Blocks of the sequences it knows, and of steps in flight."""
+        """Blocks of known sequences and of steps in flight."""
         return {block for state in self._states.values() for block in state.blocks} | self.writing.keys()
 
     def launch(self, plan: StepPlan) -> ToyStep:
@@ -138,7 +138,7 @@ class ToyRunner:
         return step
 
     def compute(self, step: ToyStep) -> StepOutput:
-        """What the device does. Samples are on it at once, for the steps launched meanwhile."""
+        """Compute a step. Later steps see its samples at once, as on a device."""
         assert self._in_flight.popleft() is step, "results are taken in the order of launching, once"
         self.num_overlapped += any(later.work for later in self._in_flight)
         samples: list[Sample] = []
@@ -154,13 +154,13 @@ class ToyRunner:
         return StepOutput(step.step, tuple(samples), tuple(map(self._digests, step.digests)), tuple(scored))
 
     def reload_weights(self, model_dir: str) -> None:
-        """It has none."""
+        """It has no weights."""
 
     def close(self) -> None:
         self._states.clear()
 
     def overwrite(self, block: int) -> None:
-        """As a peer's memory may be by the time it is read."""
+        """Change a block, as a peer may before it is read."""
         self.cache[block] += 1
 
     def _digests(self, order: DigestOrder) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class ToyRunner:
         return works
 
     def _check_stages(self, plan: StepPlan) -> None:
-        """What the last stage draws is at the first one when as many steps have begun meanwhile as there are stages."""
+        """A token sampled at the last stage reaches the first one after as many further steps as there are stages."""
         steps = [step for step in self._in_flight if step.work]
         just_before = steps[max(0, len(steps) - self.stages + 1) :]
         drawn = {work.state.seq for step in just_before for work in step.work if work.num_samples}

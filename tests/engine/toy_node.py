@@ -1,4 +1,4 @@
-"""An engine with the toy runner, driven turn by turn, and what its front would hear of it."""
+"""An engine with the toy runner, driven step by step, and the events that its frontend receives."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BLOCK = 4
 BATCH_TOKENS = 16
 _names = count()
 
-#: How many steps are in flight on a node of so many stages: with a runner that waits for tokens, and one that does not.
+#: (steps in flight, stages): a runner with one step per stage, and one with a step more.
 DEPTHS = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
 
 
 class Node:
-    """``depth`` is how many steps may be in flight. ``turn`` is one pass of the step loop.
+    """``depth`` is the number of steps that may be in flight. ``turn`` is one iteration of the step loop.
 
-    After every turn and command, the accounts of its blocks are checked.
+    After every iteration and command, the counts of its blocks are checked.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class Node:
         self.rank = Rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.ranks: dict[int, list[int]] = {}  # of prompt tokens
+        self.ranks: dict[int, list[int]] = {}  # of prompt tokens, by rid
         self.finished: dict[tuple[int, int], FinishReason] = {}
-        self.leased: dict[int, tuple[int, ...]] = {}  # unless with digests: these come when a lease may have ended
-        self._promised: dict[int, set[Slot]] = {}  # of these, what is never written to again
+        self.leased: dict[
+            int, tuple[int, ...]
+        ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
+        self._promised: dict[int, set[Slot]] = {}  # slots of these that must not change
         self._kv_checksum = kv_checksum
 
     def submit(
@@ -118,12 +120,12 @@ class Node:
             assert not self.tokens[scored.rid, 0], "log-probabilities of a prompt came after its first token"
             ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.found.table)]
         for rid, choice, token_id, finish, _ in batch.outputs.rows():
-            assert (rid, choice) not in self.finished, "a token came after the end"
+            assert (rid, choice) not in self.finished, "a token after the end"
             self.tokens[rid, choice].append(token_id)
             if finish:
                 self.finished[rid, choice] = finish
         for ended in batch.decode_ahead_ended:
-            assert (ended.rid, 0) not in self.finished, "the end came twice"
+            assert (ended.rid, 0) not in self.finished, "a second end"
             self.finished[ended.rid, 0] = FinishReason.LENGTH
         for leased in batch.leased if not self._kv_checksum else ():
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
@@ -160,14 +162,14 @@ class Node:
         for rid, promised in self._promised.items():
             assert not self.runner.slots_writing & promised, f"a step in flight writes to what is leased for {rid}"
 
-    # ------------------------------------------------------------ the front's end of the socket
+    # ------------------------------------------------------------ the frontend's end of the socket
 
     def send(self, message: ToEngine) -> None:
-        """A command for an engine that runs by itself, in a thread."""
+        """Send a command to an engine that runs in a thread."""
         self._socket.sendall(framed(message))
 
     def received(self) -> list[Batch]:
-        """What the engine has sent since the last call."""
+        """Return the batches that the engine has sent since the last call."""
         batches: list[Batch] = []
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
@@ -178,7 +180,7 @@ class Node:
 
 
 def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
-    """The output tokens of several batches as if they had come in one."""
+    """Return the output tokens of several batches as one."""
     rows = [row for part in parts for row in part.rows()]
     rids, choices, token_ids, finish, logprobs = zip(*rows, strict=True) if rows else ((),) * 5
     return OutputTokens(
