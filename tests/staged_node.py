@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -147,12 +147,12 @@ class StagedNode:
         assert self._config is not None
         return self._config.split.pp + (self._config.decision.runner == "V2")
 
-    def launch(self, plan: StepPlan) -> StagedNode:
-        """Resteps what has the result: results are taken in the order of launching."""
+    def launch(self, plan: StepPlan) -> Callable[[], ModelRunnerOutput]:
+        """Start a step; results come in the order of launches."""
         for process in self._ranks:
             assert process.stdin is not None
             _write(process.stdin, msgspec.msgpack.encode(plan))
-        return self
+        return self.result
 
     def result(self) -> ModelRunnerOutput:
         """Return the output of the oldest step. Only the last stage samples, all of its shards the same."""

@@ -18,6 +18,7 @@ from engine.executor.rank_messages import Assign
 from engine.executor.rank_processes import RankChannel, RankProcesses, start_rank
 from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, Rendezvous, listen
 from engine.ipc.channel import Channel, ChannelClosed
+from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Progress, StartFailed
 from pdserve.config.node_config import NodeConfig
 from pdserve.process import EXIT_FAILED
@@ -69,7 +70,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[Ra
     rendezvous, address = _open_rendezvous(configure.placement.listen)
     others = RankProcesses(config.split.position(0), channels, lambda error, text: _exit(channel, error, text))
     for other, rank_config, agent in zip(channels, configs[1:], agents[1:], strict=True):
-        other.send(Assign(rank_config, agent, address))
+        other.send(framed(Assign(rank_config, agent, address)))
     with others.reporting_own_failure():
         rank, kv = build_rank(configs[0], agents[0], rendezvous, progress, channel.wake)
     ready = others.wait_ready()

@@ -10,28 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from engine.executor.aggregator import OutputAggregator
-from engine.executor.rank import PendingOutput, Rank
+from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import Step
 from engine.executor.rank_processes import RankProcesses
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
-from pdserve.kv import KVLayout
 from pdserve.records import NO_STEP, ModelRunnerOutput, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class PendingOutputs:
-    """A step launched on all ranks."""
-
-    _plan: StepPlan
-    _own: PendingOutput
-    _executor: Executor
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for every rank: only then all KV of the step is in the caches. Called once."""
-        return self._executor.take(self._plan, self._own)
 
 
 class Executor:
@@ -41,6 +27,9 @@ class Executor:
         self, rank: Rank, others: RankProcesses, aggregator: OutputAggregator, wake: Callable[[], None]
     ) -> None:
         """``wake`` is called, on any thread, when ranks have connector events and no step brings them."""
+        self.max_in_flight = rank.max_in_flight
+        self.kv_layout = rank.kv_layout
+        self.monitors: Sequence[HeartbeatMonitor] = others.monitors
         self._rank = rank
         self._others = others
         self._aggregator = aggregator
@@ -50,34 +39,22 @@ class Executor:
         others.on_output = self._on_output
 
     @property
-    def max_in_flight(self) -> int:
-        return self._rank.max_in_flight
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._rank.kv_layout
-
-    @property
     def runner_seconds(self) -> float:
         return self._rank.runner_seconds + self._waited
 
-    @property
-    def monitors(self) -> Sequence[HeartbeatMonitor]:
-        return self._others.monitors
-
-    def launch(self, plan: StepPlan) -> PendingOutputs:
+    def launch(self, plan: StepPlan) -> Pending:
         """Start a step on all ranks. An empty plan stays here: other ranks report events by themselves."""
         if plan.has_orders:
             with self._reported:
                 self._aggregator.expect(plan)
             self._others.send(Step(plan))
         with self._others.reporting_own_failure():
-            return PendingOutputs(plan, self._rank.launch(plan), self)
+            return partial(self._take, plan, self._rank.launch(plan))
 
-    def take(self, plan: StepPlan, own: PendingOutput) -> ModelRunnerOutput:
-        """Wait for a launched step."""
+    def _take(self, plan: StepPlan, own: Pending) -> ModelRunnerOutput:
+        """Wait for every rank: only then all KV of the step is in the caches."""
         with self._others.reporting_own_failure():
-            output = own.result()
+            output = own()
         start = time.perf_counter()
         with self._reported:
             self._aggregator.add(0, output)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
@@ -12,32 +12,20 @@ from pdserve.kv import KVLayout
 from pdserve.protocols import KVConnector, ModelRunner, PendingStep
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, StepPlan
 
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the step's tokens, then poll connectors. Called once."""
+#: A launched step: called once, it waits for the step's tokens, then polls connectors.
+Pending = Callable[[], ModelRunnerOutput]
 
 
 class Ranks(Protocol):
     """Executes the steps of a node: its only rank, or an Executor over several (engine/executor/executor.py)."""
 
-    @property
-    def max_in_flight(self) -> int:
-        """Steps that may be launched before the result of the first is taken."""
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        """KV layout of rank 0; every rank has as many blocks."""
+    max_in_flight: int  # steps that may be launched before the result of the first is taken
+    kv_layout: KVLayout  # of rank 0; every rank has as many blocks
+    monitors: Sequence[HeartbeatMonitor]  # of the other ranks
 
     @property
     def runner_seconds(self) -> float:
         """Time spent launching, and waiting for devices."""
-
-    @property
-    def monitors(self) -> Sequence[HeartbeatMonitor]:
-        """Heartbeat monitors of the other ranks."""
 
     def waiting_for(self) -> str:
         """Describe the ranks that a step or read waits for. Any thread may call it."""
@@ -52,50 +40,29 @@ class Ranks(Protocol):
         """Release devices and connections. Nothing is launched afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingOutput:
-    """A step launched on a rank."""
-
-    _step: PendingStep
-    _rank: Rank
-
-    def result(self) -> ModelRunnerOutput:
-        return self._rank.take(self._step)
-
-
 class Rank:
     """Answers every step with a ModelRunnerOutput, also steps without a forward pass."""
 
     def __init__(self, runner: ModelRunner, connector: KVConnector) -> None:
+        self.max_in_flight = runner.max_in_flight
+        self.kv_layout = runner.kv_layout
+        self.monitors: Sequence[HeartbeatMonitor] = ()
         self.runner_seconds = 0.0
         self._runner = runner
         self._connector = connector
 
-    @property
-    def max_in_flight(self) -> int:
-        return self._runner.max_in_flight
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._runner.kv_layout
-
-    @property
-    def monitors(self) -> Sequence[HeartbeatMonitor]:
-        return ()
-
     def waiting_for(self) -> str:
         return ""
 
-    def launch(self, plan: StepPlan) -> PendingOutput:
+    def launch(self, plan: StepPlan) -> Pending:
         """Start transfers, then the model."""
         self._start_transfers(plan)
         start = time.perf_counter()
         step = self._runner.launch(plan)
         self.runner_seconds += time.perf_counter() - start
-        return PendingOutput(step, self)
+        return partial(self._take, step)
 
-    def take(self, step: PendingStep) -> ModelRunnerOutput:
-        """Wait for a launched step, then poll the connector."""
+    def _take(self, step: PendingStep) -> ModelRunnerOutput:
         start = time.perf_counter()
         output = step.result()
         self.runner_seconds += time.perf_counter() - start

@@ -22,7 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from engine.executor.build import build_rank
-from engine.executor.rank import PendingOutput, Rank
+from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import Assign, Failed, FromRank, RankOutput, RankReady, Step, ToRank
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Shutdown
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     name = str(assign.config.position)
     set_process_fields(process=name)
     setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
-    in_flight: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()  # None: poll the connector
+    in_flight: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # None: poll the connector
     try:
         rank, kv = build_rank(
             assign.config, assign.agent, assign.rendezvous, lambda stage, fraction: None, lambda: in_flight.put(None)
@@ -62,13 +62,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _report(rank: Rank, in_flight: queue.SimpleQueue[PendingOutput | None], leader: LeaderConnection) -> None:
+def _report(rank: Rank, in_flight: queue.SimpleQueue[Pending | None], leader: LeaderConnection) -> None:
     """Send the output of each step, in order, and connector events between steps."""
     try:
         while True:
             pending = in_flight.get()
             if pending is not None:
-                leader.send(RankOutput(pending.result()))
+                leader.send(RankOutput(pending()))
             elif (output := rank.poll()) is not EMPTY_OUTPUT:
                 leader.send(RankOutput(output))
     except Exception as exc:

@@ -85,20 +85,17 @@ class RankChannel:
         """Whether data waits for the socket to accept more."""
         return bool(self._outgoing)
 
-    def send(self, message: ToRank) -> None:
-        """Send without blocking. ``read`` notices a rank that has gone."""
-        self.send_frame(framed(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        """As ``send``, for a message that goes to several ranks."""
+    def send(self, frame: bytes = b"") -> None:
+        """Send ``frame`` and what is unsent, as far as the socket accepts it. ``read`` notices a rank that has gone."""
         with self._sending:
             self._outgoing += frame
-            self._flush()
-
-    def flush(self) -> None:
-        """Send what the socket accepts by now."""
-        with self._sending:
-            self._flush()
+            try:
+                while self._outgoing:
+                    del self._outgoing[: self.socket.send(self._outgoing)]
+            except BlockingIOError:
+                return
+            except OSError:  # it has gone
+                self._outgoing.clear()
 
     def read(self) -> list[FromRank]:
         """Return the messages that have arrived. Raises EOFError once the rank has gone, DecodeError for nonsense."""
@@ -132,15 +129,6 @@ class RankChannel:
             self.process.wait()
         with contextlib.suppress(OSError):  # it has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
-
-    def _flush(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: self.socket.send(self._outgoing)]
-        except BlockingIOError:
-            return
-        except OSError:  # it has gone
-            self._outgoing.clear()
 
 
 def start_rank(rank: RankPosition, timeout: float) -> RankChannel:
@@ -191,7 +179,7 @@ class RankProcesses:
         """Send to all ranks, without blocking."""
         frame = framed(message)
         for channel in self._channels:
-            channel.send_frame(frame)
+            channel.send(frame)
         if any(channel.has_unsent for channel in self._channels):
             os.eventfd_write(self._wake_fd, 1)
 
@@ -255,7 +243,7 @@ class RankProcesses:
                 os.eventfd_read(self._wake_fd)
                 continue
             if events & selectors.EVENT_WRITE:
-                key.data.flush()
+                key.data.send()
             if events & selectors.EVENT_READ:
                 self._read(key.data)
         for channel in self._channels:

@@ -45,7 +45,7 @@ class StepPipeline:
             return None
         oldest, pending, launched_at = self._in_flight.popleft()
         start = time.perf_counter()
-        output = pending.result()
+        output = pending()
         now = time.perf_counter()
         self.waited += now - start
         self.step_seconds, self._last_result_at = now - max(launched_at, self._last_result_at), now

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import struct
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,21 +118,12 @@ def check_clock() -> Finding:
 
 
 def _clock_status() -> int:
-    """Return ``status`` of struct timex, 0 if it cannot be read. Later fields are left unnamed."""
-
-    class Timex(ctypes.Structure):
-        _fields_ = [
-            ("modes", ctypes.c_uint),
-            ("offset", ctypes.c_long),
-            ("freq", ctypes.c_long),
-            ("maxerror", ctypes.c_long),
-            ("esterror", ctypes.c_long),
-            ("status", ctypes.c_int),
-            ("rest", ctypes.c_byte * 256),
-        ]
-
-    timex = Timex()  # modes 0: read only
-    return int(timex.status) if ctypes.CDLL(None).adjtimex(ctypes.byref(timex)) >= 0 else 0
+    """Return ``status`` of adjtimex(2), 0 if it cannot be read."""
+    timex = ctypes.create_string_buffer(512)  # larger than struct timex; modes 0: read only
+    if ctypes.CDLL(None).adjtimex(timex) < 0:
+        return 0
+    (status,) = struct.unpack_from("I4l i", timex)[-1:]  # after modes, offset, freq, maxerror and esterror
+    return int(status)
 
 
 def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
