@@ -1,1 +1,1 @@
-"""Where nodes are: a list, a name in DNS, or a service of Kubernetes, behind one interface (places.py)."""
+"""Node discovery: fixed addresses, DNS names, Kubernetes services and files behind one interface (sources.py)."""

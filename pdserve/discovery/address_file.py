@@ -1,4 +1,4 @@
-"""Addresses in a file, a line each, that whoever keeps the list may replace at any time."""
+"""Addresses in a file, one per line; the file may be replaced at any time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from pdserve.discovery.polling import polled
 
-_INTERVAL = 1.0  # seconds between looks
+_INTERVAL = 1.0  # seconds between reads
 
 
 class AddressFile:
-    """Empty lines and those that begin with # are skipped. A file that cannot be understood changes nothing."""
+    """Empty lines and lines that begin with # are skipped. A malformed file changes nothing."""
 
     def __init__(self, path: Path, check: Callable[[str], str], interval: float = _INTERVAL) -> None:
-        """``check`` returns an address, or raises ConfigError."""
+        """``check`` returns the address or raises ConfigError."""
         self._path = path
         self._check = check
         self._interval = interval

@@ -1,4 +1,4 @@
-"""The addresses of a name, asked for again and again: DNS does not tell of changes."""
+"""The addresses of a DNS name, polled."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from pdserve.discovery.polling import polled
 from pdserve.rpc.address import join_address
 
-_INTERVAL = 5.0  # seconds: what CoreDNS lets answers live in Kubernetes
+_INTERVAL = 5.0  # seconds; the TTL of CoreDNS in Kubernetes
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
 
 
 class DnsName:
-    """A name that fails to resolve keeps the addresses it had: nodes outlive a DNS server."""
+    """A name that fails to resolve keeps its addresses: nodes outlive a DNS server."""
 
     def __init__(self, name: str, port: int, interval: float = _INTERVAL, resolve: Resolve | None = None) -> None:
         self._name = name
@@ -28,6 +28,6 @@ class DnsName:
 
 
 async def look_up(name: str, port: int) -> frozenset[str]:
-    """All addresses of a name, host:port. Raises OSError."""
+    """Return all addresses of a name, host:port. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return frozenset(join_address(str(address[0]), port) for *_, address in found)

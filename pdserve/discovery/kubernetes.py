@@ -1,8 +1,8 @@
-"""The ready endpoints of a service, by Kubernetes' API: its EndpointSlices are listed, then watched.
+"""The ready endpoints of a Kubernetes service: its EndpointSlices are listed, then watched.
 
     list ──resourceVersion──► watch ──ends──► watch from where it ended … ──every ten minutes──► list
-      ▲                         │ 410 Gone: too far behind
-      └──────────◄──────────────┴─ or anything else went wrong: wait a moment
+      ▲                         │ 410 Gone: the version is too old
+      └──────────◄──────────────┴─ any other error: pause
 
 Source: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -30,15 +30,15 @@ from pdserve.rpc.address import join_address
 _log = logging.getLogger(__name__)
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_WATCH = 60  # seconds that a watch lasts, so that one which nothing comes from is not believed for long
-_GRACE = 15.0  # seconds beyond that which the server gets to end it, and for any other answer
-_RESYNC = 600.0  # seconds after which everything is listed again, whatever was watched
-_BETWEEN = 0.2  # seconds from the end of a watch to the next request: nothing that happens meanwhile is missed
-_PAUSE_MIN, _PAUSE_MAX = 0.5, 30.0  # seconds before the next attempt when one has failed
+_WATCH = 60  # seconds that a watch lasts, which limits how long a dead one goes unnoticed
+_GRACE = 15.0  # seconds that the server has beyond that to end it, and to answer anything else
+_RESYNC = 600.0  # seconds after which everything is listed again
+_BETWEEN = 0.2  # seconds from the end of a watch to the next request; no change is missed meanwhile
+_PAUSE_MIN, _PAUSE_MAX = 0.5, 30.0  # seconds before the attempt after a failure
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """How to reach the API server. The token is read anew for every request: Kubernetes replaces it every hour."""
+    """Access to the API server. The token is read for every request, because Kubernetes replaces it every hour."""
 
     url: str
     token_file: Path
@@ -46,32 +46,32 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @classmethod
     def around(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Cluster:
-        """The cluster that this process runs in. Raises ConfigError when it runs in none."""
+        """Return the cluster that this process runs in. Raises ConfigError outside of a cluster."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ConfigError(
-                "k8s:// finds nodes from within a cluster, and KUBERNETES_SERVICE_HOST is not set here; run in a pod, "
-                "or use dns:// or addresses"
+                "k8s:// works only inside a cluster, and KUBERNETES_SERVICE_HOST is not set here; run in a pod, or use "
+                "dns:// or addresses"
             )
         return cls(f"https://{join_address(host, int(port))}", account / "token", account / "ca.crt")
 
     def connect(self) -> httpx.AsyncClient:
-        """Raises OSError or ssl.SSLError when the CA cannot be read."""
+        """Raises OSError or ssl.SSLError if the CA cannot be read."""
         verify = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
         timeout = httpx.Timeout(_GRACE, read=_WATCH + _GRACE)
         return httpx.AsyncClient(base_url=self.url, verify=verify, timeout=timeout, trust_env=False)
 
     def headers(self) -> dict[str, str]:
-        """Raises OSError when there is no token."""
+        """Raises OSError if the token file is missing."""
         return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
 
 
 class Gone(Exception):
-    """The API server does not know any more what has changed since then."""
+    """The API server no longer has the changes since our version."""
 
 
 class ServiceEndpoints:
-    """``port`` is that of the pods, or its name in the service."""
+    """``port`` is the pods' port number, or its name in the service."""
 
     def __init__(self, cluster: Cluster, namespace: str, service: str, port: str) -> None:
         self._cluster = cluster
@@ -95,12 +95,12 @@ class ServiceEndpoints:
                             known = found
                             yield found
             except Gone:
-                _log.info("%s: its changes were missed; it is listed again", self._name)
+                _log.info("%s: changes were missed; listing it again", self._name)
                 await asyncio.sleep(_BETWEEN)
             except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError) as exc:
                 failures += 1
-                what = str(exc) or type(exc).__name__
-                _log.warning("%s cannot be watched: %s; what is known of it stays", self._name, what)
+                reason = str(exc) or type(exc).__name__
+                _log.warning("%s cannot be watched: %s; its known addresses stay in use", self._name, reason)
                 pause = min(_PAUSE_MAX, _PAUSE_MIN * 2.0 ** min(failures - 1, 10))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
@@ -138,12 +138,12 @@ class ServiceEndpoints:
                     yield json.loads(line)
 
     def _apply(self, event: dict[str, Any]) -> bool:
-        """Take in an event of a watch. Returns whether a slice has changed. Raises Gone."""
+        """Apply a watch event. Returns whether a slice has changed. Raises Gone."""
         kind, item = event["type"], event["object"]
         if kind == "ERROR":
             if item.get("code") == 410:
                 raise Gone
-            raise ValueError(f"the API server says {item.get('message', item)}")
+            raise ValueError(f"the API server reports {item.get('message', item)}")
         self._version = item["metadata"]["resourceVersion"]
         if kind == "BOOKMARK":
             return False
@@ -162,7 +162,7 @@ def _check(response: httpx.Response) -> None:
 
 
 def addresses_of(slices: Iterable[dict[str, Any]], port: str) -> frozenset[str]:
-    """host:port of all ready endpoints. An endpoint whose condition is not known is ready, as the API defines it."""
+    """Return host:port of all ready endpoints. By the API's definition an unknown condition counts as ready."""
     found: set[str] = set()
     for item in slices:
         number = _port_of(item, port)

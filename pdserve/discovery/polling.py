@@ -1,4 +1,4 @@
-"""Places that do not tell of changes: they are asked again and again."""
+"""Polls sources that do not announce changes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _log = logging.getLogger(__name__)
 
 
 async def polled(
-    what: str, look: Callable[[], Awaitable[frozenset[str]]], interval: float
+    name: str, query: Callable[[], Awaitable[frozenset[str]]], interval: float
 ) -> AsyncGenerator[frozenset[str], None]:
-    """What ``look`` returns, when it is another than before; ``interval`` seconds between looks.
+    """Yield the result of ``query`` whenever it has changed; ``interval`` is in seconds.
 
-    A failure (OSError, UnicodeDecodeError, ConfigError) is logged once and changes nothing: nodes outlive whoever lists
-    them.
+    A failure (OSError, UnicodeDecodeError, ConfigError) is logged once and changes nothing, because nodes outlive their
+    sources.
     """
     known: frozenset[str] | None = None
     failure = ""
     while True:
         try:
-            found = await look()
+            found = await query()
         except (OSError, UnicodeDecodeError, ConfigError) as exc:
             if str(exc) != failure:
                 failure = str(exc)
-                _log.warning("%s cannot be used: %s; what is known of it stays", what, failure)
+                _log.warning("%s cannot be read: %s; its known addresses stay in use", name, failure)
         else:
             failure = ""
             if found != known:

@@ -1,9 +1,9 @@
-"""Places at which nodes are found, as ``--prefill`` and ``--decode`` name them.
+"""Node sources, as ``--prefill`` and ``--decode`` name them.
 
-host:port                        that address, for good
-dns://name:port                  every address of a name, such as a headless service's; IPv4 and IPv6
+host:port                        a fixed address
+dns://name:port                  all addresses of a name, such as a headless service's; IPv4 and IPv6
 k8s://namespace/service:port     the ready endpoints of a service, from Kubernetes' API; port is a number or a name
-file:///path                     the addresses in a file, one in a line
+file:///path                     the addresses in a file, one per line
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ _FILE = re.compile(r"file://(?P<path>/\S+)")
 
 
 class NodeSource(Protocol):
-    """One place. What goes wrong there is logged, and what was known before stays true until more is known."""
+    """Errors are logged; the known addresses stay until the source answers again."""
 
     def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        """All addresses, host:port, as soon as they are known and whenever they have changed. Raises nothing."""
+        """Yield all addresses, host:port, at first and after each change. Raises nothing."""
 
 
 class FixedAddress:
-    """An address that was given as such."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -39,60 +37,61 @@ class FixedAddress:
         yield frozenset({self._address})
 
 
-def parse_source(place: str) -> NodeSource:
-    """The source that a place names. Raises ConfigError for what is none, or cannot be asked from here."""
-    if match := _DNS.fullmatch(place):
+def parse_source(text: str) -> NodeSource:
+    """Return the source that a flag's value names. Raises ConfigError if it is malformed or not usable here."""
+    if match := _DNS.fullmatch(text):
         from pdserve.discovery.dns import DnsName
 
         return DnsName(match["name"], int(match["port"]))
-    if match := _KUBERNETES.fullmatch(place):
+    if match := _KUBERNETES.fullmatch(text):
         from pdserve.discovery.kubernetes import Cluster, ServiceEndpoints  # imports an HTTP client
 
         return ServiceEndpoints(Cluster.around(), match["namespace"], match["service"], match["port"])
-    if match := _FILE.fullmatch(place):
+    if match := _FILE.fullmatch(text):
         from pdserve.discovery.address_file import AddressFile
 
         return AddressFile(Path(match["path"]), check_address)
-    return FixedAddress(check_address(place))
+    return FixedAddress(check_address(text))
 
 
-def check_source(place: str) -> str:
-    """Returns it. Raises ConfigError when it names no place."""
-    if any(pattern.fullmatch(place) for pattern in (_DNS, _KUBERNETES, _FILE)):
-        return place
-    return check_address(place)
+def check_source(text: str) -> str:
+    """Return the text of a source. Raises ConfigError if it is malformed."""
+    if any(pattern.fullmatch(text) for pattern in (_DNS, _KUBERNETES, _FILE)):
+        return text
+    return check_address(text)
 
 
-def check_address(place: str) -> str:
-    """Returns it. Raises ConfigError when it is no address."""
-    if not _ADDRESS.fullmatch(place):
+def check_address(text: str) -> str:
+    """Return the address. Raises ConfigError if it is malformed."""
+    if not _ADDRESS.fullmatch(text):
         raise ConfigError(
-            f"{place!r} is no address; write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
+            f"{text!r} is not an address; "
+            "write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
         )
-    return place
+    return text
 
 
 class Directory:
-    """All places of one kind of nodes. ``on_change`` gets all addresses of all of them."""
+    """All sources of one node role. ``on_change`` receives the addresses of all of them together."""
 
-    def __init__(self, places: Sequence[str], on_change: Callable[[frozenset[str]], None]) -> None:
+    def __init__(self, texts: Sequence[str], on_change: Callable[[frozenset[str]], None]) -> None:
         """Raises ConfigError."""
-        self._sources = {place: parse_source(place) for place in places}
+        self._sources = {text: parse_source(text) for text in texts}
         self._found: dict[str, frozenset[str]] = {}
         self._on_change = on_change
-        self.complete = asyncio.Event()  # every place has been heard of
+        self.complete = asyncio.Event()  # every source has answered
         if not self._sources:
             self.complete.set()
 
     async def run(self) -> None:
-        """Look, for ever where a place may change."""
+        """Follow all sources; returns only if none of them can change."""
         async with asyncio.TaskGroup() as group:
-            for place, source in self._sources.items():
-                group.create_task(self._follow(place, source), name=f"nodes at {place}")
+            for text, source in self._sources.items():
+                group.create_task(self._follow(text, source), name=f"nodes at {text}")
 
-    async def _follow(self, place: str, source: NodeSource) -> None:
+    async def _follow(self, text: str, source: NodeSource) -> None:
         async for addresses in source.addresses():
-            self._found[place] = addresses
+            self._found[text] = addresses
             self._on_change(frozenset().union(*self._found.values()))
             if len(self._found) == len(self._sources):
                 self.complete.set()

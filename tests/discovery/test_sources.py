@@ -1,4 +1,4 @@
-"""Places as flags name them, names in DNS, and all places of a role together."""
+"""Sources as flags name them, names in DNS, and all sources of a role together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    "place",
+    "source",
     [
         "h:1",
         "[::1]:9001",
@@ -25,18 +25,18 @@ from pdserve.errors import ConfigError
         "file:///etc/pdserve/prefill",
     ],
 )
-def test_sources_are_parsed(place: str) -> None:
-    assert check_source(place) == place
+def test_sources_are_parsed(source: str) -> None:
+    assert check_source(source) == source
 
 
 @pytest.mark.parametrize(
-    "place", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1", "file://x"]
+    "source", ["", "h", "dns://h", "dns://h:p", "k8s://s:1", "k8s://n/s", "http://h:1", "h :1", "file://x"]
 )
-def test_invalid_source_is_refused(place: str) -> None:
+def test_invalid_source_is_refused(source: str) -> None:
     with pytest.raises(
         ConfigError, match="write host:port, dns://name:port, k8s://namespace/service:port or file:///path"
     ):
-        check_source(place)
+        check_source(source)
 
 
 def test_dns_name_is_resolved_again_and_failures_change_nothing() -> None:
