@@ -1,4 +1,4 @@
-"""What cannot be served is refused with a status, a message and the name of the field."""
+"""Invalid requests get a status, a message and the name of the field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.completions_api.sampling import make_job
 from router.fleet.fleet import ModelLimits
 from router.text.prompt import Prompt
 
-LIMIT = 1000  # of the scripted node
+LIMIT = 1000  # max_model_len of the scripted node
 VOCABULARY = 506
 
 COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -104,7 +104,7 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error object, once its shape and the status have been checked."""
+    """Check status and shape of an error response; return the error object."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error: dict[str, Any] = response.json()["error"]
@@ -133,12 +133,12 @@ def test_broken_json(client: httpx.Client, path: str, data: bytes) -> None:
     assert "JSON" in refused(client.post(path, content=data))["message"]
 
 
-def test_too_long_has_the_code_of_openai(client: httpx.Client) -> None:
+def test_too_long_prompt_has_openai_code(client: httpx.Client) -> None:
     error = refused(client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1000}))
     assert error["code"] == "context_length_exceeded"
 
 
-def test_a_wrong_model_is_not_found(client: httpx.Client) -> None:
+def test_unknown_model_is_404(client: httpx.Client) -> None:
     bodies: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": []}}
     for path, body in bodies.items():
         error = refused(client.post(path, json={"model": "gpt-5", **body}), 404)
@@ -147,7 +147,7 @@ def test_a_wrong_model_is_not_found(client: httpx.Client) -> None:
     refused(client.get("/v1/models/gpt-5"), 404)
 
 
-def test_paths_and_methods_have_the_same_shape(client: httpx.Client) -> None:
+def test_unknown_paths_and_methods_return_error_objects(client: httpx.Client) -> None:
     refused(client.get("/v1/nothing"), 404)
     response = client.get("/v1/completions")
     refused(response, 405)
@@ -155,13 +155,13 @@ def test_paths_and_methods_have_the_same_shape(client: httpx.Client) -> None:
     refused(client.delete("/health"), 405)
 
 
-def test_a_large_body_is_refused(client: httpx.Client) -> None:
+def test_large_body_is_rejected(client: httpx.Client) -> None:
     body = b'{"prompt": "' + b"a" * (33 * 1024 * 1024) + b'"}'
     error = refused(client.post("/v1/completions", content=body), 413)
     assert str(32 * 1024 * 1024) in error["message"]
 
 
-def test_null_is_the_same_as_absent(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_null_means_absent(client: httpx.Client, scripted_node: ScriptedNode) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.token(65, finish="length")
 
@@ -182,7 +182,7 @@ FIELDS = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__,
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6))
-def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
+def test_any_body_is_parsed_or_rejected(fields: dict[str, Any]) -> None:
     limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
     parsers: list[Callable[[bytes], GenerateBody]] = [parse_completion, parse_chat]
     for parse in parsers:
@@ -196,7 +196,7 @@ def test_any_body_is_parsed_or_refused(fields: dict[str, Any]) -> None:
 
 
 @given(st.integers(1, 1200), st.none() | st.integers(1, 1200), st.booleans())
-def test_a_job_fits_the_model_or_is_refused(prompt_len: int, max_tokens: int | None, chat: bool) -> None:
+def test_job_fits_the_model_or_is_rejected(prompt_len: int, max_tokens: int | None, chat: bool) -> None:
     limits = ModelLimits(max_model_len=LIMIT, vocab_size=VOCABULARY)
     body: GenerateBody
     body = ChatBody(messages=[], max_tokens=max_tokens) if chat else CompletionBody(prompt="", max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""What a client may send at most, and how slowly: over real sockets, to a real router."""
+"""Limits on size, depth and speed of requests, over real sockets to a real router."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nested(depth: int) -> Any:
         ({"stop": ["a", "x" * 4097]}, "stop", "limit is 4096"),
     ],
 )
-def test_too_much_of_anything_is_named(client: httpx.Client, fields: dict[str, Any], param: str, said: str) -> None:
+def test_exceeded_limit_names_the_field(client: httpx.Client, fields: dict[str, Any], param: str, said: str) -> None:
     response = client.post("/v1/chat/completions", json={"messages": [USER], **fields})
     assert response.status_code == 400
     error = response.json()["error"]
@@ -52,14 +52,14 @@ def test_too_much_of_anything_is_named(client: httpx.Client, fields: dict[str, A
     assert error["param"] == param
 
 
-def test_json_that_is_nested_without_end_is_no_json(client: httpx.Client) -> None:
+def test_endlessly_nested_json_is_rejected(client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", content=b'{"messages":' + b"[" * 1_000_000)
     assert response.status_code == 400
     assert "not valid JSON" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "param"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
-def test_a_text_that_cannot_fit_is_not_even_tokenized(client: httpx.Client, path: str, param: str) -> None:
+def test_oversized_text_is_rejected_before_tokenization(client: httpx.Client, path: str, param: str) -> None:
     text = "x" * 1_000_000
     body = {"prompt": text} if param == "prompt" else {"messages": [{"role": "user", "content": text}]}
     error = client.post(path, json=body).json()["error"]
@@ -83,15 +83,13 @@ def test_a_text_that_cannot_fit_is_not_even_tokenized(client: httpx.Client, path
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_no_parameter_names_what_is_behind_the_router(client: httpx.Client, path: str, name: str) -> None:
+def test_no_parameter_names_internal_state(client: httpx.Client, path: str, name: str) -> None:
     body = {"prompt": [1]} if path == "/v1/completions" else {"messages": [USER]}
     error = client.post(path, json={**body, name: "x"}).json()["error"]
     assert (error["param"], error["code"]) == (name, "unknown_parameter")
 
 
-def test_no_header_and_no_part_of_a_parameter_reaches_the_nodes(
-    client: httpx.Client, scripted_node: ScriptedNode
-) -> None:
+def test_headers_and_extra_parameters_do_not_reach_nodes(client: httpx.Client, scripted_node: ScriptedNode) -> None:
     async def answer(conversation: Conversation) -> None:
         conversation.token(65, finish="length")
 
@@ -119,7 +117,7 @@ def connect(router: RouterProcess) -> socket.socket:
 
 
 def answer_to(router: RouterProcess, *parts: bytes) -> bytes:
-    """All that comes back until the router closes the connection."""
+    """Read until the router closes the connection."""
     received = b""
     with connect(router) as sock:
         try:
@@ -148,17 +146,15 @@ START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         ),
     ],
 )
-def test_headers_without_end_end_the_connection(
-    router: RouterProcess, client: httpx.Client, parts: list[bytes]
-) -> None:
-    """Twenty times what is allowed: it ends long before all has been sent."""
+def test_endless_headers_close_the_connection(router: RouterProcess, client: httpx.Client, parts: list[bytes]) -> None:
+    """The connection ends long before twenty times the limit has been sent."""
     answer = answer_to(router, *parts)
     assert answer == b"" or answer.split(b" ")[1] in (b"400", b"431")
     assert client.get("/health").status_code == 200
 
 
 class Transport(asyncio.Transport):
-    """What a connection has written, and whether it still stands."""
+    """Bytes written by a connection, and whether it is still open."""
 
     def __init__(self) -> None:
         super().__init__({"sockname": ("127.0.0.1", 1), "peername": ("127.0.0.1", 2)})
@@ -189,7 +185,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until_ended(*parts: bytes, unread: bool = False) -> None:
-    """Returns once a connection that has received ``parts``, and hears no more, has been ended."""
+    """Return once the router aborts a connection that sent only ``parts``."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -220,16 +216,16 @@ def until_ended(*parts: bytes, unread: bool = False) -> None:
         pytest.param([START, b"Content-Length: 9\r\n\r\n", b"x"], id="half a body"),
     ],
 )
-def test_what_stays_incomplete_is_ended(short_times: None, parts: list[bytes]) -> None:
+def test_incomplete_request_is_aborted(short_times: None, parts: list[bytes]) -> None:
     until_ended(*parts)
 
 
-def test_what_stays_unread_is_ended(short_times: None) -> None:
+def test_unread_response_is_aborted(short_times: None) -> None:
     until_ended(START, b"Content-Length: 0\r\n\r\n", unread=True)
 
 
-def test_a_whole_request_may_take_its_time(client: httpx.Client, router: RouterProcess) -> None:
-    """Byte by byte, but within bounds, and another one behind it."""
+def test_complete_request_may_take_long(client: httpx.Client, router: RouterProcess) -> None:
+    """Send a slow but valid request byte by byte, then another on the same connection."""
     body = json.dumps({"prompt": [1], "n": 0}).encode()
     head = START + b"Content-Length: %d\r\n\r\n" % len(body)
     with connect(router) as sock:
@@ -238,7 +234,7 @@ def test_a_whole_request_may_take_its_time(client: httpx.Client, router: RouterP
                 sock.sendall(bytes([byte]))
             time.sleep(0.01)
             answer = b""
-            while b"n is 0" not in answer:  # head and body may come one after the other
+            while b"n is 0" not in answer:  # head and body may arrive separately
                 data = sock.recv(1 << 16)
                 assert data, answer
                 answer += data

@@ -1,4 +1,4 @@
-"""/dashboard over HTTP: who may see it, what it tells of nodes, and its history."""
+"""/dashboard over HTTP: access, node states and history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[ScriptedNode]:
 
 
 @pytest.mark.parametrize("path", PAGE)
-def test_the_page_lets_nothing_else_in(client: httpx.Client, path: str) -> None:
+def test_page_has_strict_security_headers(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200
     assert "default-src 'none'" in response.headers["content-security-policy"]
@@ -57,7 +57,7 @@ def test_the_page_lets_nothing_else_in(client: httpx.Client, path: str) -> None:
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_page_is_open_and_what_it_shows_wants_a_key(
+def test_page_is_public_and_its_state_needs_a_key(
     tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path: Path
 ) -> None:
     key, file = new_key(), tmp_path / "keys.toml"
@@ -73,13 +73,13 @@ def test_the_page_is_open_and_what_it_shows_wants_a_key(
         assert response.headers["cache-control"] == "no-store"
 
 
-def test_there_is_none_where_it_is_switched_off(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+def test_no_dashboard_removes_the_routes(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     flags = ["--decode", scripted_node.address, "--no-dashboard"]
     with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
         assert [client.get(path).status_code for path in (*PAGE, STATE_PATH)] == [404] * (len(PAGE) + 1)
 
 
-def test_requests_are_told_of_within_seconds(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_requests_appear_within_seconds(client: httpx.Client, scripted_node: ScriptedNode) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.token(65)
         conversation.token(66)

@@ -1,4 +1,4 @@
-"""Keys, limits and the line of a router, over HTTP: a real router before a node that follows a script."""
+"""API keys, rate limits and admission over HTTP, against a real router and a scripted node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def guarded(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> Iterator[RouterProcess]:
-    """A router with keys, one place and one more request that may wait."""
+    """A router with API keys, one slot and one waiting request."""
     scripted_node.scripts |= {"answer": answer, "linger": linger}
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--max-inflight", "1", "--max-queue", "1"]
     with router_process(tokenizer_dir, flags) as process:
@@ -80,10 +80,10 @@ def ask(http: httpx.Client, name: str, salt: str = "answer", **fields: object) -
 
 @contextmanager
 def lingering(http: httpx.Client, name: str) -> Iterator[None]:
-    """A stream that holds a place until the block ends."""
+    """Hold a slot with a stream until the block ends."""
     body = {"prompt": [1], "cache_salt": "linger", "stream": True}
     with http.stream("POST", "/v1/completions", json=body, headers=headers(name)) as response:
-        chunks = response.iter_raw()  # dropping it would close the connection
+        chunks = response.iter_raw()  # keeps the connection open
         next(chunks)
         yield
 
@@ -107,7 +107,7 @@ def metric(http: httpx.Client, series: str) -> float:
     ids=["none", "no key", "wrong", "another scheme", "cut", "not ASCII", "no scheme"],  # keys differ in each run
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/nothing/there"])
-def test_without_a_key_there_is_nothing(http: httpx.Client, path: str, authorization: str | None) -> None:
+def test_missing_or_malformed_key_gets_401(http: httpx.Client, path: str, authorization: str | None) -> None:
     sent = [] if authorization is None else [(b"Authorization", authorization.encode("latin-1"))]
     response = http.request("POST" if "models" not in path else "GET", path, headers=sent, content=b"{}")
     assert response.status_code == 401
@@ -117,24 +117,24 @@ def test_without_a_key_there_is_nothing(http: httpx.Client, path: str, authoriza
     assert KEYS["alice"] not in response.text
 
 
-def test_a_wrong_key_is_refused_in_the_words_that_clients_look_for(http: httpx.Client) -> None:
+def test_wrong_key_is_rejected_in_openai_words(http: httpx.Client) -> None:
     response = http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
     assert response.json()["error"]["message"].startswith("Incorrect API key provided")
 
 
-def test_health_and_metrics_are_open(http: httpx.Client) -> None:
+def test_health_and_metrics_need_no_key(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
     assert http.get("/metrics").status_code == 200
 
 
-def test_metrics_can_want_a_key(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> None:
+def test_protected_metrics_need_a_key(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> None:
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--protect-metrics"]
     with router_process(tokenizer_dir, flags) as process:
         assert httpx.get(f"{process.url}/metrics", trust_env=False).status_code == 401
         assert httpx.get(f"{process.url}/metrics", headers=headers("bob"), trust_env=False).status_code == 200
 
 
-def test_the_log_has_names_of_keys_where_it_is_asked_for(
+def test_request_log_has_key_names_but_no_keys(
     tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scripted_node.scripts["answer"] = answer
@@ -153,7 +153,7 @@ def test_the_log_has_names_of_keys_where_it_is_asked_for(
     assert not any(key in log for key in KEYS.values())
 
 
-def test_a_key_opens_the_door_and_is_counted_by_its_name_only(http: httpx.Client) -> None:
+def test_valid_key_is_served_and_counted_by_name(http: httpx.Client) -> None:
     before = metric(http, 'pdserve_key_requests_total{key="alice",outcome="ok"}')
     response = ask(http, "alice")
     assert response.json()["choices"][0]["finish_reason"] == "length"
@@ -176,7 +176,7 @@ def test_requests_per_minute(http: httpx.Client) -> None:
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "2 requests per minute" in error["message"]
-    assert ask(http, "alice").status_code == 200  # another key has its own
+    assert ask(http, "alice").status_code == 200  # limits are per key
 
 
 def test_tokens_per_minute_count_prompts_and_outputs(http: httpx.Client) -> None:
@@ -189,7 +189,7 @@ def test_tokens_per_minute_count_prompts_and_outputs(http: httpx.Client) -> None
     assert "30 tokens per minute" in refused.json()["error"]["message"]
 
 
-def test_requests_at_once(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_concurrent_requests_are_limited(http: httpx.Client, scripted_node: ScriptedNode) -> None:
     with lingering(http, "single"):
         refused = ask(http, "single")
         assert refused.status_code == 429
@@ -198,8 +198,8 @@ def test_requests_at_once(http: httpx.Client, scripted_node: ScriptedNode) -> No
     wait_for(lambda: ask(http, "single").status_code == 200)
 
 
-def test_the_line_serves_by_priority_and_sends_its_last_away(http: httpx.Client, scripted_node: ScriptedNode) -> None:
-    """One has the place, one waits; who comes then goes, unless of more weight than who waits."""
+def test_queue_serves_by_priority_and_rejects_its_last(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+    """With one request running and one waiting, a new one is rejected unless its priority is higher."""
     with ThreadPoolExecutor() as threads:
         with lingering(http, "alice"):
             waits = threads.submit(ask, http, "bob", priority=3)
@@ -225,7 +225,7 @@ def test_priority_reaches_the_node(
     assert scripted_node.seen["answer"].message.priority == sent
 
 
-def test_a_decode_node_without_room_leaves_it_to_another_once(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+def test_full_decode_node_passes_a_request_on_once(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     async def full(conversation: Conversation) -> None:
         conversation.fail(pb.Failure.OVERLOADED, "no room", retry_after_ms=7000)
 
@@ -236,7 +236,7 @@ def test_a_decode_node_without_room_leaves_it_to_another_once(tokenizer_dir: Pat
             router_process(tokenizer_dir, flags) as process,
             httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
         ):
-            for node in (scripted_node, other):  # whichever is asked first
+            for node in (scripted_node, other):  # either may be chosen first
                 node.scripts |= {"moves": full if node is scripted_node else answer, "stays": full}
             for _ in range(2):
                 assert ask(http, "alice", "moves").status_code == 200
@@ -247,7 +247,7 @@ def test_a_decode_node_without_room_leaves_it_to_another_once(tokenizer_dir: Pat
         other.close()
 
 
-def test_a_client_that_leaves_the_line_is_forgotten(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_disconnected_client_leaves_the_queue(http: httpx.Client, scripted_node: ScriptedNode) -> None:
     with lingering(http, "alice"):
         scripted_node.seen.pop("answer", None)
         with pytest.raises(httpx.ReadTimeout):
@@ -259,11 +259,11 @@ def test_a_client_that_leaves_the_line_is_forgotten(http: httpx.Client, scripted
     assert "answer" not in scripted_node.seen
 
 
-def test_keys_change_while_the_router_runs(http: httpx.Client, key_file: Path) -> None:
+def test_changed_key_file_is_reloaded(http: httpx.Client, key_file: Path) -> None:
     def replace(text: str) -> None:
         fresh = key_file.with_name("fresh")
         fresh.write_text(text)
-        os.replace(fresh, key_file)  # as a mounted Secret changes: all at once
+        os.replace(fresh, key_file)  # atomic, like a mounted Secret
 
     def models(name: str) -> int:
         return http.get("/v1/models", headers=headers(name)).status_code
@@ -278,7 +278,7 @@ def test_keys_change_while_the_router_runs(http: httpx.Client, key_file: Path) -
     wait_for(lambda: models("bob") == 200)
 
 
-def test_what_waits_when_the_router_ends_at_once_is_told(
+def test_waiting_request_gets_503_on_immediate_shutdown(
     tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path
 ) -> None:
     scripted_node.scripts["linger"] = linger
@@ -307,12 +307,12 @@ def test_what_waits_when_the_router_ends_at_once_is_told(
         (f"[keys.'a b']\nsha256 = '{'0' * 64}'", "key name 'a b' is invalid"),
     ],
 )
-def test_a_wrong_file_is_explained(text: str, said: str) -> None:
+def test_invalid_key_file_is_explained(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_keys(text.encode(), "keys.toml")
 
 
-def test_two_keys_of_one_client_while_one_is_replaced() -> None:
+def test_client_may_have_two_keys() -> None:
     hashes = [re.findall(r'"([0-9a-f]{64})"', key_entry("alice", KEYS[name]))[0] for name in ("alice", "bob")]
     ring = parse_keys(f"[keys.alice]\nsha256 = {hashes}".encode(), "keys.toml")
     for name in ("alice", "bob"):
@@ -321,7 +321,7 @@ def test_two_keys_of_one_client_while_one_is_replaced() -> None:
         assert client.name == "alice"
 
 
-def test_a_made_key_is_known_to_a_router_that_has_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_key_matches_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "carol"]) == 0
     said = capsys.readouterr()
     key = said.err.split()[-1]

@@ -1,4 +1,4 @@
-"""The API as clients use it: the official SDK against a router, a prefill node and a decode node, all real."""
+"""The official SDK against a real router, prefill node and decode node."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_completion(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert answer.usage.prompt_tokens == len(choice.prompt_token_ids)
 
 
-def test_a_stream_says_the_same(sdk: openai.OpenAI) -> None:
+def test_stream_equals_full_response(sdk: openai.OpenAI) -> None:
     whole = complete(sdk, extra={"return_token_ids": True})
     options = {"include_usage": True}
     chunks = list(complete(sdk, extra={"return_token_ids": True}, stream=True, stream_options=options))
@@ -88,14 +88,14 @@ def test_chat_and_its_stream(sdk: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
 
 
-def test_chat_goes_on_to_the_length_of_the_model(sdk: openai.OpenAI) -> None:
+def test_chat_defaults_to_the_model_length(sdk: openai.OpenAI) -> None:
     answer = sdk.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, extra_body=FOREVER)
     assert answer.usage is not None
     assert answer.usage.total_tokens == 384
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_prompts_of_every_kind(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_every_kind_of_prompt_is_accepted(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     text = complete(sdk).choices[0].text
     assert complete(sdk, ids).choices[0].text == text
@@ -175,7 +175,7 @@ def test_echo(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert "".join(chunk.choices[0].text for chunk in complete(sdk, echo=True, stream=True)) == PROMPT + text
 
 
-def test_bias_and_penalties_change_what_is_said(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_bias_and_penalties_change_the_output(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     wanted = tokenizer.encode("a")[0]
     extra = {"return_token_ids": True}
     assert set(complete(sdk, logit_bias={str(wanted): 100}, extra=extra).choices[0].token_ids) == {wanted}
@@ -195,7 +195,7 @@ def test_models(sdk: openai.OpenAI) -> None:
     assert sdk.models.retrieve(MODEL_NAME).id == MODEL_NAME
 
 
-def test_errors_are_those_of_the_sdk(sdk: openai.OpenAI) -> None:
+def test_errors_map_to_sdk_classes(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         complete(sdk, model="gpt-5")
     with pytest.raises(openai.BadRequestError) as caught:
@@ -208,7 +208,7 @@ def test_errors_are_those_of_the_sdk(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "temperature"
 
 
-def test_many_at_once_say_what_each_says_alone(fleet: Fleet, sdk: openai.OpenAI) -> None:
+def test_concurrent_requests_equal_single_ones(fleet: Fleet, sdk: openai.OpenAI) -> None:
     prompts = [f"Prompt number {number} says" for number in range(16)]
     alone = [complete(sdk, prompt).choices[0].text for prompt in prompts]
 
@@ -224,7 +224,7 @@ def test_many_at_once_say_what_each_says_alone(fleet: Fleet, sdk: openai.OpenAI)
     assert asyncio.run(all_at_once()) == alone
 
 
-def test_a_client_that_leaves_frees_what_it_held(fleet: Fleet, sdk: openai.OpenAI) -> None:
+def test_disconnected_client_frees_its_blocks(fleet: Fleet, sdk: openai.OpenAI) -> None:
     stream = complete(sdk, max_tokens=300, stream=True)
     next(iter(stream))
     stream.close()
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_frees_what_it_held(fleet: Fleet, sdk: openai.OpenA
     fleet.prefill[0].wait_idle()
 
 
-def test_only_the_end_of_a_prompt_is_used(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_truncate_prompt_tokens_keeps_the_end(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROMPT)
     short = complete(sdk, extra={"truncate_prompt_tokens": 3, "return_token_ids": True}, echo=True, max_tokens=4)
     assert short.choices[0].prompt_token_ids == ids[-3:]

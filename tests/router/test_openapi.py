@@ -1,4 +1,4 @@
-"""What the router answers is what its OpenAPI document says, whatever it is sent."""
+"""Responses match the OpenAPI document for any request."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ changes = st.lists(st.tuples(st.sampled_from(FIELDS), json_texts), max_size=4)
 
 @given(path=st.sampled_from(sorted(BODIES)), changed=changes, cut=st.integers(0, 60))
 @settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_json_is_served_or_refused(http: httpx.Client, path: str, changed: list[tuple[str, str]], cut: int) -> None:
+def test_any_json_is_served_or_rejected(
+    http: httpx.Client, path: str, changed: list[tuple[str, str]], cut: int
+) -> None:
     """Fields come twice where a change has the name of a field; a text may end early."""
     members = [(name, json.dumps(value)) for name, value in BODIES[path].items()]
     body = _object_of(members + changed)
@@ -107,7 +109,7 @@ def test_any_json_is_served_or_refused(http: httpx.Client, path: str, changed: l
 
 @given(path=st.sampled_from(sorted(BODIES)), body=st.binary(max_size=60) | json_texts.map(str.encode))
 @settings(max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_bytes_are_served_or_refused(http: httpx.Client, path: str, body: bytes) -> None:
+def test_any_bytes_are_served_or_rejected(http: httpx.Client, path: str, body: bytes) -> None:
     check(http, path, body)
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses as the official SDK uses it."""
+"""/v1/responses through the official SDK."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ TOOLS: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 
 
-def test_a_text(sdk: openai.OpenAI, say_text: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer) -> None:
+def test_text_response(
+    sdk: openai.OpenAI, say_text: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
+) -> None:
     response = sdk.responses.create(input="Hi", instructions="Be brief.", max_output_tokens=50, **say_text("Hello!"))
     assert response.output_text == "Hello!"
     assert response.status == "completed"
     assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
-    prompt = reading_tokenizer.decode(scripted_node.seen["test_a_text"].prompt)
+    prompt = reading_tokenizer.decode(scripted_node.seen["test_text_response"].prompt)
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
-    assert scripted_node.seen["test_a_text"].message.sampling.max_tokens == 50
+    assert scripted_node.seen["test_text_response"].message.sampling.max_tokens == 50
 
 
 def test_reasoning_text_and_calls_are_items(sdk: openai.OpenAI, say_text: Any) -> None:
@@ -47,7 +49,7 @@ def test_reasoning_text_and_calls_are_items(sdk: openai.OpenAI, say_text: Any) -
     assert response.usage.output_tokens_details.reasoning_tokens > 1
 
 
-def test_the_events_of_a_stream(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_events_of_a_stream_are_in_order(sdk: openai.OpenAI, say_text: Any) -> None:
     fields = say_text(f"<think>Hm.</think>Sure.{CALL}")
     events = list(sdk.responses.create(input="Hi", tools=TOOLS, stream=True, **fields))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -63,7 +65,7 @@ def test_the_events_of_a_stream(sdk: openai.OpenAI, say_text: Any) -> None:
     ]
 
 
-def test_the_helper_of_the_sdk_follows_a_stream(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_sdk_stream_helper_works(sdk: openai.OpenAI, say_text: Any) -> None:
     with sdk.responses.stream(input="Hi", tools=TOOLS, **say_text(f"<think>Hm.</think>Sure.{CALL}")) as stream:
         texts = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
         response = stream.get_final_response()
@@ -71,7 +73,7 @@ def test_the_helper_of_the_sdk_follows_a_stream(sdk: openai.OpenAI, say_text: An
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
 
 
-def test_a_text_cut_short_is_incomplete(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_truncated_text_is_incomplete(sdk: openai.OpenAI, say_text: Any) -> None:
     fields = say_text("Hello", finish="length")
     response = sdk.responses.create(input="Hi", **fields)
     assert response.status == response.output[0].to_dict()["status"] == "incomplete"
@@ -80,20 +82,20 @@ def test_a_text_cut_short_is_incomplete(sdk: openai.OpenAI, say_text: Any) -> No
     assert list(sdk.responses.create(input="Hi", stream=True, **fields))[-1].type == "response.incomplete"
 
 
-def test_nothing_is_an_empty_message(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_empty_output_is_an_empty_message(sdk: openai.OpenAI, say_text: Any) -> None:
     response = sdk.responses.create(input="Hi", **say_text(""))
     assert [item.type for item in response.output] == ["message"]
     assert response.output_text == ""
 
 
-def test_log_probabilities(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_response_has_logprobs(sdk: openai.OpenAI, say_text: Any) -> None:
     fields = say_text("Hello!")
     response: Any = sdk.responses.create(input="Hi", include=["message.output_text.logprobs"], **fields)
     logprobs = response.output[0].content[0].logprobs
     assert "".join(entry.token for entry in logprobs) == "Hello!"
 
 
-def test_a_late_failure_ends_the_stream_with_an_event(
+def test_late_failure_ends_the_stream_with_an_event(
     sdk: openai.OpenAI, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
 ) -> None:
     async def script(conversation: Any) -> None:
@@ -108,7 +110,7 @@ def test_a_late_failure_ends_the_stream_with_an_event(
     assert failed.response.output[0].content[0].text == "a"
 
 
-def test_items_of_a_turn_are_one_message() -> None:
+def test_consecutive_assistant_items_are_one_message() -> None:
     conversation: list[dict[str, Any]] = [
         {"role": "user", "content": "Hi"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
@@ -127,7 +129,7 @@ def test_items_of_a_turn_are_one_message() -> None:
     assert rest == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-def test_what_a_response_says_can_be_sent_back(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_output_items_can_be_sent_back(sdk: openai.OpenAI, say_text: Any) -> None:
     fields = say_text(f"<think>Hm.</think>Sure.{CALL}")
     first = sdk.responses.create(input="Hi", tools=TOOLS, **fields)
     output: Any = [item.to_dict() for item in first.output]
@@ -157,13 +159,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED)
-def test_what_cannot_be_is_refused(reading_router: RouterProcess, body: dict[str, Any], said: str) -> None:
+def test_unsupported_fields_are_rejected(reading_router: RouterProcess, body: dict[str, Any], said: str) -> None:
     response = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
 
-def test_nothing_is_stored(sdk: openai.OpenAI, say_text: Any) -> None:
+def test_responses_are_not_stored(sdk: openai.OpenAI, say_text: Any) -> None:
     response = sdk.responses.create(input="Hi", store=True, **say_text("Hello"))
     for call in (sdk.responses.retrieve, sdk.responses.delete, sdk.responses.cancel, sdk.responses.input_items.list):
         with pytest.raises(openai.NotFoundError, match="not stored"):
@@ -206,7 +208,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_input_is_understood_or_refused(value: Any) -> None:
+def test_any_input_is_parsed_or_rejected(value: Any) -> None:
     for item in (value, [value], [{"type": "reasoning", "content": value}], [{"type": "function_call", "name": value}]):
         try:
             assert parse_responses(json.dumps({"input": item}).encode()).messages

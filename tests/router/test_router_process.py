@@ -1,4 +1,4 @@
-"""The router as a process: how it starts, how it refuses to, how it ends."""
+"""The router process: start, failed start, draining and exit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["m", "--decoed", "x:1"], "did you mean --decode"),
     ],
 )
-def test_wrong_flags_are_explained(flags: list[str], said: str) -> None:
+def test_invalid_flags_are_explained(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_options(flags)
 
@@ -56,14 +56,14 @@ def test_wrong_flags_are_explained(flags: list[str], said: str) -> None:
         (["m", "--host", "203.0.113.7", "--port", "1"], "203.0.113.7"),
     ],
 )
-def test_a_wrong_start_is_one_line(flags: list[str], said: str) -> None:
+def test_failed_start_prints_one_line(flags: list[str], said: str) -> None:
     ended = run(*flags)
     assert ended.returncode == 2
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-def test_a_port_in_use_is_one_line(tokenizer_dir: Path) -> None:
+def test_port_in_use_prints_one_line(tokenizer_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = run(str(tokenizer_dir), "--port", str(port))
@@ -88,7 +88,7 @@ def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: Script
         assert set(states[1:-1]) == {"loading"}
 
 
-def test_without_nodes_it_is_up_but_not_healthy(tokenizer_dir: Path) -> None:
+def test_router_without_nodes_is_unhealthy(tokenizer_dir: Path) -> None:
     with (
         router_process(tokenizer_dir, ["--decode", "127.0.0.1:9"], until="loading") as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
@@ -103,9 +103,7 @@ def test_without_nodes_it_is_up_but_not_healthy(tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_over_an_idle_connection_is_answered_though_the_router_stood_still(
-    tokenizer_dir: Path, scripted_node: ScriptedNode
-) -> None:
+def test_request_on_idle_connection_survives_a_stalled_router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     with (
         router_process(tokenizer_dir, ["--decode", scripted_node.address]) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
@@ -118,7 +116,7 @@ def test_a_request_over_an_idle_connection_is_answered_though_the_router_stood_s
 
 @contextmanager
 def streaming(process: RouterProcess, node: ScriptedNode, script: Script) -> Iterator[Iterator[str]]:
-    """The events of a request, behind its first token, which ``script`` has said."""
+    """The events of a request after its first token, which ``script`` sends."""
     node.scripts["signal"] = script
     body = {"prompt": [1], "cache_salt": "signal", "stream": True}
     with httpx.stream("POST", f"{process.url}/v1/completions", json=body, trust_env=False, timeout=20) as response:
@@ -128,7 +126,7 @@ def streaming(process: RouterProcess, node: ScriptedNode, script: Script) -> Ite
 
 
 def health(process: RouterProcess) -> int:
-    """The status of an answer, 0 where nobody can connect any more."""
+    """The status of /health; 0 if the connection is refused."""
     try:
         return httpx.get(f"{process.url}/health", trust_env=False).status_code
     except httpx.TransportError:
@@ -150,7 +148,7 @@ async def endless(conversation: Conversation) -> None:
     ],
     ids=["ctrl-c", "twice", "twice in the grace", "limit"],
 )
-def test_what_does_not_end_in_time_is_told(
+def test_request_beyond_the_drain_timeout_gets_an_error(
     tokenizer_dir: Path, scripted_node: ScriptedNode, flags: tuple[str, ...], signals: tuple[signal.Signals, ...]
 ) -> None:
     with (
@@ -159,7 +157,7 @@ def test_what_does_not_end_in_time_is_told(
     ):
         for number in signals:
             process.process.send_signal(number)
-            wait_for(lambda: health(process) != 200)  # two of a kind at once would be one
+            wait_for(lambda: health(process) != 200)  # equal pending signals would merge into one
         rest = list(lines)
         assert "shutting down" in rest[-1]
         assert "[DONE]" not in "".join(rest)
@@ -167,10 +165,8 @@ def test_what_does_not_end_in_time_is_told(
     scripted_node.wait_cancelled("signal")
 
 
-def test_sigterm_lets_streams_end_and_new_requests_go_elsewhere(
-    tokenizer_dir: Path, scripted_node: ScriptedNode
-) -> None:
-    """For the grace new requests are taken in, since whoever balances load learns of the end late."""
+def test_sigterm_drains_streams_and_rejects_new_requests(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    """During the grace period the router accepts requests, because load balancers notice late."""
     go_on = asyncio.Event()
 
     async def until_told(conversation: Conversation) -> None:
@@ -200,7 +196,7 @@ def test_sigterm_lets_streams_end_and_new_requests_go_elsewhere(
         assert process.process.wait(timeout=10) == 0
 
 
-def test_the_end_of_the_lifeline_ends_the_process(tokenizer_dir: Path) -> None:
+def test_closed_lifeline_ends_the_process(tokenizer_dir: Path) -> None:
     with router_process(tokenizer_dir, [], until="listening") as process:
         pid = process.process.pid
     assert process.process.returncode != 0

@@ -1,4 +1,4 @@
-"""Models, tokens, health, version, metrics."""
+"""/v1/models, /tokenize, /detokenize, /health, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tokenize_messages(client: httpx.Client, tokenizer: Tokenizer) -> None:
         assert client.post("/tokenize", json=body).json()["tokens"] == expected
 
 
-def test_a_long_text_is_tokenized_all_the_same(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_tokenize_accepts_text_beyond_the_model_length(client: httpx.Client, tokenizer: Tokenizer) -> None:
     text = "all work and no play " * 5000
     assert client.post("/tokenize", json={"prompt": text}).json()["tokens"] == tokenizer.encode(text)
 
@@ -65,7 +65,7 @@ def test_a_long_text_is_tokenized_all_the_same(client: httpx.Client, tokenizer: 
         ("/detokenize", {"tokens": "a"}, "tokens: expected array"),
     ],
 )
-def test_bad_bodies(client: httpx.Client, path: str, body: dict[str, Any], said: str) -> None:
+def test_invalid_bodies_are_rejected(client: httpx.Client, path: str, body: dict[str, Any], said: str) -> None:
     response = client.post(path, json=body)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
@@ -76,7 +76,7 @@ def metric(client: httpx.Client, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
-def test_metrics_count_what_happens(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_metrics_count_requests_and_tokens(client: httpx.Client, scripted_node: ScriptedNode) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.token(65, cached_tokens=2)
         conversation.token(66)
