@@ -112,8 +112,8 @@ class PrefillSide:
         for lease in self.table.expire(now):
             self._free(lease)
 
-    def turn(self, now: float) -> None:
-        batch = self.node.turn()
+    def step(self, now: float) -> None:
+        batch = self.node.step()
         for rid, _, token_id, *_ in batch.outputs.rows():
             if rid in self._computing:
                 self._samples[rid] += (token_id,)
@@ -176,8 +176,8 @@ class DecodeSide:
         if (call := self.calls.get(rid)) is not None:
             self._act(call, call.handoff.give_up(), now)
 
-    def turn(self, now: float) -> None:
-        batch = self.node.turn()
+    def step(self, now: float) -> None:
+        batch = self.node.step()
         for reserved in batch.reserved:
             if reserved.rid in self.wanted:
                 self._start(reserved.rid, reserved.cached_tokens, now)

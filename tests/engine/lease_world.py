@@ -55,11 +55,11 @@ class World:
         self.d.submit([0 if shared else next(self.prompts) % 900 + 1] * length, max_tokens)
         self._check()
 
-    def turn(self, both: int = 1) -> None:
+    def step(self, both: int = 1) -> None:
         """Each engine makes a step."""
         for _ in range(both):
-            self.p.turn(self.now)
-            self.d.turn(self.d_now)
+            self.p.step(self.now)
+            self.d.step(self.d_now)
             self._check()
 
     def wait(self, seconds: float) -> None:
@@ -231,7 +231,7 @@ class World:
             for read_id in list(self.d.connector.transfers):
                 while read_id in self.d.connector.transfers:
                     self.land(read_id)
-            self.turn()
+            self.step()
             self.tick_d()
             if self._at_rest:
                 break

@@ -45,7 +45,7 @@ def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
 def load(node: Node, rid: int, num_tokens: int) -> None:
     """Reserve blocks for a prompt that a peer computes."""
     node.submit(rid, list(range(num_tokens)), SamplingParams(max_tokens=2), Mode.HANDOFF)
-    reserved: list[Batch] = [node.turn()]
+    reserved: list[Batch] = [node.step()]
     assert [each.rid for each in reserved[0].reserved] == [rid]
 
 

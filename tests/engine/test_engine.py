@@ -31,12 +31,12 @@ def test_connector_orders_are_carried_out_without_tokens_to_compute(depth: int) 
     node = Node(16, depth)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.submit(1, [2] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
-    node.turn()
+    node.step()
     node.obey(StartRead(0, "nobody", (1, 2, 3), 10))
-    reads = [read for _ in range(3) for read in node.turn().reads]
+    reads = [read for _ in range(3) for read in node.step().reads]
     while not reads:
         time.sleep(0.001)  # the connector's thread is at work
-        reads += node.turn().reads
+        reads += node.step().reads
     assert [(read.rid, "no connection" in read.error) for read in reads] == [(0, True)]
     node.close()
 
@@ -58,6 +58,6 @@ def test_loop_serves_until_shutdown(depth: int) -> None:
     node.send(Shutdown())
     loop.join()
     assert tokens == [(rid, token) for rid in range(3) for token in reference([rid] * 6, 0, 5)]
-    # Besides the steps that compute: one per request that tells the runner of its end, the first turn, and the last.
+    # Besides the steps that compute: one per request that tells the runner of its end, the first step, and the last.
     assert sum(not plan.scheduled for plan in node.runner.launched) <= 3 + 2
     node.close()

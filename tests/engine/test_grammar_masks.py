@@ -36,7 +36,7 @@ def test_plan_never_waits_for_masks(depth: int, monkeypatch: pytest.MonkeyPatch)
     node = Node(64, depth, grammars=lambda wake: workers(stand_still))
     node.submit(0, [1, 2, 3], LETTERS, Mode.LOCAL)
     for _ in range(10_000):
-        node.turn()
+        node.step()
         if len(node.tokens[0, 0]) >= 3:  # its grammar is compiled, and each of the two threads has published a mask
             break
         time.sleep(0.001)
@@ -50,12 +50,12 @@ def test_plan_never_waits_for_masks(depth: int, monkeypatch: pytest.MonkeyPatch)
         patch.setattr(threading.Condition, "wait", wait_beside_the_loop)
         node.submit(1, [4, 5, 6], SamplingParams(max_tokens=30), Mode.LOCAL)
         while (1, 0) not in node.finished:
-            node.turn()
+            node.step()
     assert node.tokens[1, 0] == reference([4, 5, 6], 0, 30)
     assert (0, 0) not in node.finished
     gate.set()
     while (0, 0) not in node.finished:
-        node.turn()
+        node.step()
         time.sleep(0.001)
     assert len(node.tokens[0, 0]) == 20
     node.assert_all_free()

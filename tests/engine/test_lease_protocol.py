@@ -28,14 +28,14 @@ class LeaseProtocol(RuleBasedStateMachine):
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
         self.world.submit(length, shared, max_tokens)
 
-    @rule(turns=st.sampled_from([1, 2, 6]))
-    def turn(self, turns: int) -> None:
-        self.world.turn(turns)
+    @rule(steps=st.sampled_from([1, 2, 6]))
+    def step(self, steps: int) -> None:
+        self.world.step(steps)
 
-    @rule(turns=st.integers(1, 3))
-    def go_on(self, turns: int) -> None:
-        for _ in range(turns):
-            self.world.turn()
+    @rule(steps=st.integers(1, 3))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
             self.world.talk()
 
     @precondition(lambda self: self.world.requests)

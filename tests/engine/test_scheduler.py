@@ -108,7 +108,7 @@ def test_choices_share_the_blocks_of_their_prompt(make: Make) -> None:
     node.submit(0, list(range(16)), SamplingParams(max_tokens=5, n=3), Mode.LOCAL)
     most = 0
     while not node.engine.idle:
-        most = max(most, node.turn().status.held)
+        most = max(most, node.step().status.held)
     assert most <= 4 + 3 * 2  # the prompt once, and two blocks for each choice's five tokens
 
 
@@ -117,7 +117,7 @@ def test_too_long_prompts_and_a_full_queue_are_refused_at_once(make: Make) -> No
     node.submit(0, [1] * 16, SamplingParams(max_tokens=1), Mode.LOCAL)
     for rid in range(1, 102):
         node.submit(rid, [1], SamplingParams(max_tokens=1), Mode.LOCAL)
-    refused = {entry.rid: entry.kind for entry in node.turn().refused}
+    refused = {entry.rid: entry.kind for entry in node.step().refused}
     assert refused == {0: "RequestTooLong", 101: "Overloaded"}
     node.run()
     node.assert_all_free()
@@ -144,9 +144,9 @@ def test_least_urgent_sequence_is_preempted_if_blocks_run_out(make: Make) -> Non
 def test_read_with_too_few_blocks_from_the_peer_is_refused(make: Make) -> None:
     node = make(16)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
-    assert [r.rid for r in node.turn().reserved] == [0]
+    assert [r.rid for r in node.step().reserved] == [0]
     node.obey(StartRead(0, "nobody", (1, 2), 10))
-    (ended,) = node.turn().reads
+    (ended,) = node.step().reads
     assert "2 blocks where 3" in ended.error
     node.obey(PrefillLocally(0, ((5,),)))
     node.run()
@@ -154,13 +154,13 @@ def test_read_with_too_few_blocks_from_the_peer_is_refused(make: Make) -> None:
     node.assert_all_free()
 
 
-@pytest.mark.parametrize("turns", range(8))
-def test_cancel_frees_all_blocks_and_stops_output(make: Make, turns: int) -> None:
+@pytest.mark.parametrize("steps", range(8))
+def test_cancel_frees_all_blocks_and_stops_output(make: Make, steps: int) -> None:
     """Cancelled while waiting, during prefill, when choices branch off, and while decoding."""
     node = make(16)
     node.submit(0, [1] * 30, SamplingParams(max_tokens=12, n=2), Mode.LOCAL)
-    for _ in range(turns):
-        node.turn()
+    for _ in range(steps):
+        node.step()
     before = {key: list(tokens) for key, tokens in node.tokens.items()}
     node.obey(Cancel(0))
     node.run()
@@ -168,17 +168,17 @@ def test_cancel_frees_all_blocks_and_stops_output(make: Make, turns: int) -> Non
     node.assert_all_free()
 
 
-@pytest.mark.parametrize("turns", range(4))
-def test_cancelled_prefills_are_not_leased(make: Make, turns: int) -> None:
+@pytest.mark.parametrize("steps", range(4))
+def test_cancelled_prefills_are_not_leased(make: Make, steps: int) -> None:
     """Also if the last step of the prompt is in flight. Blocks that were announced stay leased."""
     node = make(16)
     node.submit(0, [1] * 20, SamplingParams(max_tokens=12), Mode.LEASE)
-    leased = [lease for _ in range(turns) for lease in node.turn().leased]
+    leased = [lease for _ in range(steps) for lease in node.step().leased]
     first_result = min(node.runner.max_in_flight, 3)  # the third step would compute nothing
-    assert [lease.num_tokens for lease in leased] == [16, 20][: max(0, turns + 1 - first_result)]
+    assert [lease.num_tokens for lease in leased] == [16, 20][: max(0, steps + 1 - first_result)]
     node.obey(Cancel(0))
     while not node.engine.idle:
-        assert not node.turn().leased
+        assert not node.step().leased
     node.obey(FreeLease(0))
     node.assert_all_free()
 
@@ -206,7 +206,7 @@ def test_full_blocks_are_leased_as_they_are_computed(
     node.submit(1, prompt, SamplingParams(max_tokens=5), Mode.LEASE, skip)
     leased: list[Leased] = []
     while not node.engine.idle:
-        batch = node.turn()
+        batch = node.step()
         leased += batch.leased
         assert (1 in batch.outputs.rids) == any(part.num_tokens == 42 for part in batch.leased)
     assert [(part.num_tokens, len(part.block_ids)) for part in leased] == parts
@@ -221,13 +221,13 @@ def test_lease_freed_during_prefill_frees_all_its_blocks(make: Make, messages: t
     node = make(20)
     node.submit(1, [1] * 70, SamplingParams(max_tokens=5), Mode.LEASE)
     while not node.leased:
-        node.turn()
+        node.step()
     for message in messages:
         before = node.scheduler.status().leased
         node.obey(message)
         assert node.scheduler.status().leased == (0 if isinstance(message, FreeLease) else before)
     while not node.engine.idle:
-        assert not node.turn().leased
+        assert not node.step().leased
     node.assert_all_free()
 
 
@@ -237,16 +237,16 @@ def test_lease_freed_during_prefill_frees_all_its_blocks(make: Make, messages: t
 def test_announced_parts_that_do_not_fit_are_not_read(make: Make, parts: list[tuple[int, int]]) -> None:
     node = make(16)
     node.submit(0, [1] * 13, SamplingParams(max_tokens=3), Mode.HANDOFF)
-    node.turn()
+    node.step()
     for num_blocks, num_tokens in parts:
         node.obey(StartRead(0, "nobody", tuple(range(num_blocks)), num_tokens))
-    node.turn()
+    node.step()
     assert sum(len(plan.connector.reads) for plan in node.runner.launched) == len(parts) - 1
     node.obey(PrefillLocally(0))
     node.run()
     while node.scheduler.status().quarantined:
         time.sleep(0.001)  # the connector's thread is at work
-        node.turn()
+        node.step()
     assert node.tokens[0, 0] == reference([1] * 13, 0, 3)
     node.assert_all_free()
 
@@ -291,13 +291,13 @@ def test_decode_ahead_samples_as_many_tokens_as_allowed(
 
 
 @pytest.mark.parametrize("length", [12, 40, 120])
-@pytest.mark.parametrize("turns", range(9))
-def test_decode_ahead_stops_for_another_request(make: Make, turns: int, length: int) -> None:
+@pytest.mark.parametrize("steps", range(9))
+def test_decode_ahead_stops_for_another_request(make: Make, steps: int, length: int) -> None:
     """At most one of its steps is in flight when a prompt arrives. After the end of a lease no token follows."""
     node = make(60)
     node.submit(0, list(range(20)), SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
-    for _ in range(turns):
-        node.turn()
+    for _ in range(steps):
+        node.step()
     before = len(node.tokens[0, 0])
     node.submit(1, [1] * length, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=2)
     node.run()
@@ -306,7 +306,7 @@ def test_decode_ahead_stops_for_another_request(make: Make, turns: int, length: 
     assert (0, 0) in node.finished, "the end of decode-ahead was reported"
     node.submit(2, [2] * 20, SamplingParams(max_tokens=40), Mode.LEASE, decode_ahead=30)
     while len(node.tokens[2, 0]) < 5:
-        node.turn()
+        node.step()
     node.obey(FreeLease(2))
     node.run()
     assert node.tokens[2, 0] == reference([2] * 20, 0, 5)
@@ -352,18 +352,18 @@ def test_handoff_is_reserved_while_another_prompt_is_computed(make: Make) -> Non
     node = make(64)
     node.submit(0, [1] * 100, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.submit(1, [2] * 20, SamplingParams(max_tokens=2), Mode.HANDOFF)
-    assert [reserved.rid for reserved in node.turn().reserved] == [1]
+    assert [reserved.rid for reserved in node.step().reserved] == [1]
 
 
 def test_engine_is_idle_while_all_sequences_wait_for_peers(make: Make) -> None:
     node = make(64, max_num_seqs=2)
     for rid in range(3):
         node.submit(rid, [rid] * 5, SamplingParams(max_tokens=2), Mode.HANDOFF)
-    assert [reserved.rid for reserved in node.turn().reserved] == [0, 1]
+    assert [reserved.rid for reserved in node.step().reserved] == [0, 1]
     assert node.engine.idle
     node.obey(Cancel(0))
     assert not node.engine.idle
-    assert [reserved.rid for reserved in node.turn().reserved] == [2]
+    assert [reserved.rid for reserved in node.step().reserved] == [2]
 
 
 def test_a_stop_token_frees_the_blocks_once_no_step_writes_to_them(make: Make, depth: tuple[int, int]) -> None:
@@ -372,7 +372,7 @@ def test_a_stop_token_frees_the_blocks_once_no_step_writes_to_them(make: Make, d
     stop = reference(prompt, 0, 3)[-1]
     node.submit(0, prompt, SamplingParams(max_tokens=20, stop_token_ids=(stop,)), Mode.LOCAL)
     while (0, 0) not in node.finished:
-        status = node.turn().status
+        status = node.step().status
     assert (status.running, status.held > 0) == (0, depth == (2, 1))  # with stages a step of others comes between
     node.run()
     assert node.tokens[0, 0] == reference(prompt, 0, 3)

@@ -32,7 +32,7 @@ def test_stages_idle_only_after_a_sequence_begins_or_ends(
     idle = 0
     while len(requests) - len(node.finished) >= stages:
         launched = len(node.runner.launched)
-        node.turn()
+        node.step()
         idle += not any(plan.scheduled for plan in node.runner.launched[launched:])
     assert idle <= stages * (1 + len(requests))
     node.run()
@@ -66,7 +66,7 @@ def test_chunks_of_a_prompt_are_launched_back_to_back(depth: int, stages: int) -
     node.submit(0, list(range(100)), SamplingParams(max_tokens=3), Mode.LOCAL)
     in_flight = []
     while not node.tokens:
-        node.turn()
+        node.step()
         in_flight.append(len(node.runner.launched))
     # Seven parts; a result is taken only when no more steps may be in flight.
     assert in_flight[:7] == [1, 2, 3, 4, 5, 6, 7]

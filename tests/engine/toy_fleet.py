@@ -28,7 +28,7 @@ STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", 
 
 @dataclass(frozen=True)
 class Job:
-    """A request to D. ``what`` happens to it ``when``: at a stage, or turns after arrival.
+    """A request to D. ``what`` happens to it ``when``: at a stage, or steps after arrival.
 
     "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends. Where nodes
     compare digests: "corrupt": those of later blocks are announced wrong; "overwrite": P's blocks have changed by then.
@@ -121,7 +121,7 @@ class Fleet:
         self._turn_of_p()
 
     def _turn_of_d(self) -> None:
-        batch = self.d.turn()
+        batch = self.d.step()
         for reserved in batch.reserved:
             rid, job = reserved.rid, self.jobs[reserved.rid]
             self.reserved.add(rid)
@@ -151,7 +151,7 @@ class Fleet:
             self.settled.add(rid)
 
     def _turn_of_p(self) -> None:
-        batch = self.p.turn()
+        batch = self.p.step()
         for rid, choice, token_id, *_ in batch.outputs.rows():
             self.sampled[rid].setdefault(choice, []).append(token_id)
             if rid in self.outputs and rid not in self.settled | self.cancelled:

@@ -36,7 +36,7 @@ DEPTHS = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
 
 
 class Node:
-    """``depth`` is the number of steps that may be in flight. ``turn`` is one iteration of the step loop.
+    """``depth`` is the number of steps that may be in flight. ``step`` is one iteration of the step loop.
 
     After every iteration and command, the counts of its blocks are checked.
     """
@@ -105,7 +105,7 @@ class Node:
         self.engine.handle([message])
         self._check()
 
-    def turn(self) -> Batch:
+    def step(self) -> Batch:
         self.engine.step()
         batches = self.received()
         lists = {
@@ -135,11 +135,11 @@ class Node:
         self._check()
         return batch
 
-    def run(self, turns: int = 2000) -> None:
-        for _ in range(turns):
+    def run(self, steps: int = 2000) -> None:
+        for _ in range(steps):
             if self.engine.idle:
                 return
-            self.turn()
+            self.step()
         raise AssertionError("the engine does not come to rest")
 
     def close(self) -> None:
