@@ -9,7 +9,7 @@ from router.completions_api.request_bodies import ChatBody, CompletionBody, Gene
 from router.completions_api.response_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
 from router.completions_api.response_writers import FullResponse, Response, ResponseOptions, StreamedResponse
 from router.generation.job import Job
-from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
+from router.responses_api.output_writers import FullOutputItems, OutputItemParser, StreamedOutputItems, new_response
 from router.responses_api.request import ResponsesBody
 from router.served_model import ServedModel
 from router.text.chat.messages import join_parts
@@ -66,8 +66,9 @@ def make_response(
     name = body.model or model.name
     if isinstance(body, ResponsesBody):
         assert parsing is not None
-        head = new_response(body, name, request_id)
-        return (StreamedOutputItems if body.stream else FullOutputItems)(head, body, jobs, parsing, model.tokenizer)
+        parser = OutputItemParser(body, parsing, model.tokenizer)
+        items = StreamedOutputItems if body.stream else FullOutputItems
+        return items(new_response(body, name, request_id), jobs, parser)
     options = _options(body)
 
     def encoder(kind: type[ResponseEncoder]) -> ResponseEncoder:

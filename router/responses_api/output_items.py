@@ -33,7 +33,7 @@ class OutputItemWriter:
 
     def __init__(self, write_event: Callable[[bytes], None], new_call_id: Callable[[], str]) -> None:
         self.items: list[OutputItem] = []
-        self._write_event = write_event
+        self.write_event = write_event
         self._new_call_id = new_call_id
         self._sequence_number = 0
         self._open: OutputItem | None = None  # the last item, while it grows
@@ -43,7 +43,7 @@ class OutputItemWriter:
     def event(self, kind: str, **fields: Any) -> None:
         data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
         self._sequence_number += 1
-        self._write_event(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        self.write_event(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
     def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
         self._logprobs += logprobs

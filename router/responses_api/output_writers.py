@@ -76,24 +76,22 @@ def _finished(response: ResponseObject, finish_reason: str, items: list[OutputIt
     )
 
 
-class _OutputParser:
-    """Parse the one choice of a response into output items."""
+class OutputItemParser:
+    """Parse the one choice of a response into the items of ``writer``."""
 
-    def __init__(
-        self, body: ResponsesBody, parsing: OutputParsing, tokenizer: Tokenizer, writer: OutputItemWriter
-    ) -> None:
+    def __init__(self, body: ResponsesBody, parsing: OutputParsing, tokenizer: Tokenizer) -> None:
         self.finish_reason = ""
-        self._writer = writer
+        self.writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
         self._num_logprobs = body.num_logprobs
         self._parser = ChoiceParser(parsing)
         self._tokenizer = tokenizer
 
     def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> None:
         deltas = self._parser.feed(choice, text, output, usage)
-        self._writer.write(deltas, self._logprobs(choice, output))
+        self.writer.write(deltas, self._logprobs(choice, output))
         self.finish_reason = choice.finish_reason
         if choice.finish_reason:
-            self._writer.end(choice.finish_reason != _CUT)
+            self.writer.end(choice.finish_reason != _CUT)
 
     def _logprobs(self, choice: Choice, output: pb.Output) -> list[ChatTokenLogprob]:
         if self._num_logprobs < 0 or not output.has_token:
@@ -103,40 +101,26 @@ class _OutputParser:
 
 
 class FullOutputItems(BodyResponse):
-    def __init__(
-        self,
-        response: ResponseObject,
-        body: ResponsesBody,
-        jobs: Sequence[Job],
-        parsing: OutputParsing,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, response: ResponseObject, jobs: Sequence[Job], parser: OutputItemParser) -> None:
         super().__init__(jobs)
         self._response = response
-        self._writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
-        self._parser = _OutputParser(body, parsing, tokenizer, self._writer)
+        self._parser = parser
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         self._parser.feed(choice, text, output, self.generation.usage)
 
     def body(self) -> bytes:
-        usage = self.generation.usage
-        return msgspec.json.encode(_finished(self._response, self._parser.finish_reason, self._writer.items, usage))
+        items, usage = self._parser.writer.items, self.generation.usage
+        return msgspec.json.encode(_finished(self._response, self._parser.finish_reason, items, usage))
 
 
 class StreamedOutputItems(EventStreamResponse):
-    def __init__(
-        self,
-        response: ResponseObject,
-        body: ResponsesBody,
-        jobs: Sequence[Job],
-        parsing: OutputParsing,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, response: ResponseObject, jobs: Sequence[Job], parser: OutputItemParser) -> None:
         super().__init__(jobs)
         self._response = response
-        self._writer = OutputItemWriter(self._write, parsing.new_call_id)
-        self._parser = _OutputParser(body, parsing, tokenizer, self._writer)
+        self._parser = parser
+        self._writer = parser.writer
+        self._writer.write_event = self._write
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:
