@@ -1,4 +1,4 @@
-"""What tests of connectors share beside the nodes of kv_nodes.py and kv_teams.py."""
+"""Fixtures of connector tests. Nodes are in kv_nodes.py and kv_rank_groups.py."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between machines: the source's CPU takes part, so a source that hangs stalls a read."""
+    """UCX over TCP only, as between hosts: the source's CPU takes part, so a hung source stalls a read."""
     monkeypatch.setenv("UCX_TLS", "tcp")

@@ -1,4 +1,4 @@
-"""Nodes with a KV cache in host memory: one that reads, in this process, and ones to read from."""
+"""Nodes with a KV cache in host memory: a reader in this process, sources in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNTOUCHED = 255
 
 
 def pattern(layout: KVLayout) -> NDArray[np.uint8]:
-    """What every source holds: bytes that differ from block to block. Shape [num_blocks, block_bytes]."""
+    """Return the content of every source: bytes that differ between blocks. Shape [num_blocks, block_bytes]."""
     return np.arange(layout.total_bytes // 4, dtype=np.uint32).view(np.uint8).reshape(layout.num_blocks, -1)
 
 
@@ -42,7 +42,7 @@ class Reader:
         self.rank = connector.register(region, layout, self._progress.set)
 
     def wait(self, enough: Callable[[KVConnectorOutput], bool], timeout: float = 30.0) -> list[KVConnectorOutput]:
-        """Poll whenever the connector says that there is something, until ``enough`` of one output."""
+        """Poll after each ``on_progress`` until ``enough`` holds of an output."""
         outputs: list[KVConnectorOutput] = []
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -54,7 +54,7 @@ class Reader:
         raise AssertionError(f"not within {timeout} s; so far: {outputs}")
 
     def connect(self, peer: Peer) -> str:
-        """Empty, or why it failed."""
+        """Connect; return the reason of a failure, or an empty string."""
         self.connector.connect(peer)
         output = self.wait(lambda output: bool(output.connected or output.failed_peers))[-1]
         return dict(output.failed_peers).get(peer.epoch, "")
@@ -91,7 +91,7 @@ class Reader:
 
 
 class Source:
-    """A node in a process of its own, serving ``pattern``; or one rank of a node, serving its part of random cells."""
+    """A process with ``pattern`` as its cache, or with one rank's part of random cells."""
 
     def __init__(self, agent: str, layout: KVLayout, shares: Sequence[KVShare] = (), rank: int = 0) -> None:
         arguments = [agent, *(msgspec.json.encode(value).decode() for value in (layout, shares, rank))]
@@ -104,11 +104,11 @@ class Source:
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
-        if number == signal.SIGSTOP:  # it takes a moment, in which the source could still answer
+        if number == signal.SIGSTOP:  # otherwise the source could still answer for a moment
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def kill(self) -> None:
-        """As ``kill -9`` does. Idempotent."""
+        """SIGKILL. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -116,7 +116,7 @@ class Source:
             pipe.close()
 
     def finish(self) -> int:
-        """End it the orderly way; returns its status."""
+        """Close its stdin; return its exit status."""
         self._process.send_signal(signal.SIGCONT)
         _, _ = self._process.communicate(timeout=30)
         return self._process.returncode

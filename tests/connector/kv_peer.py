@@ -1,7 +1,7 @@
-"""A rank to read from, in a process of its own: ``kv_peer.py AGENT LAYOUT SHARES RANK``, all but the first as JSON.
+"""A source rank in a process of its own: ``kv_peer.py AGENT LAYOUT SHARES RANK``, all but AGENT as JSON.
 
-Prints the Peer that has only this rank, as JSON. Then obeys lines on stdin: ``fill BYTE`` overwrites the whole cache
-and answers ``ok``. Ends with its stdin.
+Prints a Peer with this one rank as JSON. Each line ``fill BYTE`` on stdin overwrites the whole cache and is answered
+with ``ok``. Ends with its stdin.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Nodes of several ranks, and what their caches hold by plain indexing: no offset is computed the connector's way.
+"""Nodes of several ranks, and the content of their caches by plain indexing, without the connector's offsets.
 
-A node's KV is one array of *cells* ``[blocks, heads, layers, planes, block_size, cells per row]``; ``packed`` gives the
-part of it that one rank holds, in the order in which the rank's memory holds it.
+A node's KV is one array of *cells* ``[blocks, heads, layers, planes, block_size, cells per row]``; ``packed``
+returns one rank's part of it in memory order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads over NIXL when something goes wrong. Above all: once a read has been reported, no byte of it lands any more."""
+"""Faults of reads over NIXL. Main invariant: after a read has been reported, none of its bytes lands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
 from pdserve.rpc.timeouts import PeerTiming
 
-# 128 KiB a block. Over TCP, all of them take a fifth of a second.
+# Blocks of 128 KiB. Over TCP, all of them take a fifth of a second.
 BIG = KVLayout(
     num_blocks=1024, block_size=16, kernel_block_size=16, num_layers=8, spec=FullAttentionSpec(4, 64, "bfloat16")
 )
@@ -63,7 +63,7 @@ def connector(peer_timeout: float = 1.5) -> NixlConnector:
 
 
 @pytest.mark.usefixtures("tcp")
-def test_a_source_killed_during_a_read(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_a_source_killed_during_a_read_fails_it(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
@@ -73,7 +73,7 @@ def test_a_source_killed_during_a_read(make_source: MakeSource, make_reader: Mak
     reader.assert_nothing_lands()
 
 
-def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_a_source_killed_before_a_read_fails_it(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
     assert reader.connect(source.peer) == ""
     source.kill()
@@ -81,11 +81,11 @@ def test_a_source_killed_before_a_read(make_source: MakeSource, make_reader: Mak
     output = reader.wait(lambda output: bool(output.finished_recving))[-1]
     assert output.finished_recving[0].error
     assert output.finished_recving[0].read_id == read.read_id
-    assert output.failed_peers[0][0] == source.epoch, "a broken connection is told, so that somebody connects again"
+    assert output.failed_peers[0][0] == source.epoch, "a broken connection is reported, so that the node connects again"
 
 
 @pytest.mark.usefixtures("tcp")
-def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
@@ -94,13 +94,13 @@ def test_a_source_that_hangs_is_cut_off(make_source: MakeSource, make_reader: Ma
     assert "hangs" in reader.result(read_id, timeout=10).error
     source.send(signal.SIGCONT)
     reader.assert_nothing_lands()
-    assert reader.connect(source.peer) == "", "it goes on in the same life, though nobody waits for its answers"
+    assert reader.connect(source.peer) == "", "the source continues in the same epoch, though its answers are discarded"
     assert reader.read(source.epoch, [3], [5]).error == ""
     assert reader.touched() == {3}
 
 
 @pytest.mark.usefixtures("tcp")
-def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_disconnecting_ends_reads_from_a_hung_source(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(BIG), make_reader(connector(peer_timeout=100), BIG)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
@@ -112,18 +112,18 @@ def test_giving_up_on_a_source_that_hangs(make_source: MakeSource, make_reader: 
 
 
 @pytest.mark.usefixtures("tcp")
-def test_a_source_that_hangs_does_not_hold_up_others(make_source: MakeSource, make_reader: MakeReader) -> None:
-    hung, well, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
+def test_a_hung_source_does_not_delay_reads_from_others(make_source: MakeSource, make_reader: MakeReader) -> None:
+    hung, healthy, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(hung.peer) == ""
-    assert reader.connect(well.peer) == ""
+    assert reader.connect(healthy.peer) == ""
     hung.send(signal.SIGSTOP)
     reader.order(hung.epoch, [1], [1])
-    assert reader.read(well.epoch, [2], [2]).error == ""
+    assert reader.read(healthy.epoch, [2], [2]).error == ""
     assert reader.touched() == {2}
 
 
 @pytest.mark.usefixtures("tcp")
-def test_closing_while_a_source_hangs_is_quick_and_final(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_close_ends_reads_from_a_hung_source(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
@@ -134,24 +134,24 @@ def test_closing_while_a_source_hangs_is_quick_and_final(make_source: MakeSource
     reader.connector.close()
 
 
-def test_a_connection_that_broke_heals(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_a_broken_connection_can_be_made_again(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
     assert reader.connect(source.peer) == ""
     assert reader.read(source.epoch, [1], [1]).error == ""
     assert ucx.shut_sockets(source.peer.ranks[0].metadata) >= 1
-    reader.order(source.epoch, [2], [2])  # may find the connection still standing
+    reader.order(source.epoch, [2], [2])  # the connection may still be intact
     while not reader.read(source.epoch, [2], [2]).error:
         pass
     assert reader.connect(source.peer) == ""
     assert reader.read(source.epoch, [3], [3]).error == ""
 
 
-def test_the_next_life_of_a_node(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_a_restarted_node_is_another_epoch(make_source: MakeSource, make_reader: MakeReader) -> None:
     first, reader = make_source(SMALL), make_reader(connector(), SMALL)
     assert reader.connect(first.peer) == ""
     assert reader.read(first.epoch, [1], [1]).error == ""
     first.kill()
-    assert reader.connect(Peer("source", "stale", first.peer.ranks)) != "", "nobody is there"
+    assert reader.connect(Peer("source", "stale", first.peer.ranks)) != "", "the process has ended"
     second = make_source(SMALL)
     assert reader.connect(second.peer) == ""
     assert reader.read(first.epoch, [2], [2]).error != ""
@@ -159,47 +159,47 @@ def test_the_next_life_of_a_node(make_source: MakeSource, make_reader: MakeReade
     assert reader.touched() == {1, 3}
 
 
-def test_nothing_of_dead_peers_is_kept(make_source: MakeSource, make_reader: MakeReader) -> None:
-    """Neither sockets and other open files nor threads, however often a peer comes back."""
+def test_dead_peers_leave_no_files_or_threads(make_source: MakeSource, make_reader: MakeReader) -> None:
+    """Also after many restarts of a peer."""
     reader = make_reader(connector(), SMALL)
 
-    def held() -> list[int]:
+    def count_held() -> list[int]:
         return [len(os.listdir(f"/proc/self/{things}")) for things in ("fd", "task")]
 
-    def live_and_die() -> None:
+    def run_and_kill() -> None:
         source = make_source(SMALL)
         assert reader.connect(source.peer) == ""
         assert reader.read(source.epoch, [1], [1]).error == ""
         source.kill()
         reader.connector.disconnect(source.epoch)
 
-    live_and_die()
-    time.sleep(2.0)  # some of it is let go of a little later
-    before = held()
+    run_and_kill()
+    time.sleep(2.0)  # some are closed later
+    before = count_held()
     for _ in range(3):
-        live_and_die()
+        run_and_kill()
     deadline = time.monotonic() + 10
-    while any(now > then for now, then in zip(held(), before, strict=True)):
-        assert time.monotonic() < deadline, f"files and threads: {before} before, {held()} now"
+    while any(now > then for now, then in zip(count_held(), before, strict=True)):
+        assert time.monotonic() < deadline, f"files and threads: {before} before, {count_held()} now"
         time.sleep(0.05)
 
 
-def test_metadata_of_somebody_else(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_metadata_of_another_agent_is_refused(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
-    rank = msgspec.structs.replace(source.peer.ranks[0], agent="somebody-e1")
-    assert "somebody-e1" in reader.connect(Peer("somebody", "e1", (rank,)))
+    rank = msgspec.structs.replace(source.peer.ranks[0], agent="other-e1")
+    assert "other-e1" in reader.connect(Peer("other", "e1", (rank,)))
     assert reader.connect(source.peer) == ""
 
 
 @pytest.mark.parametrize("metadata", [b"", b"garbage", b"nixlSerDes|", b"\xff" * 500])
-def test_metadata_that_is_none(make_reader: MakeReader, make_source: MakeSource, metadata: bytes) -> None:
+def test_invalid_metadata_is_refused(make_reader: MakeReader, make_source: MakeSource, metadata: bytes) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
     rank = msgspec.structs.replace(source.peer.ranks[0], metadata=metadata)
     assert "connecting failed" in reader.connect(Peer("source", "e1", (rank,)))
     assert reader.connect(source.peer) == ""
 
 
-def test_memory_that_the_source_never_registered(make_source: MakeSource, make_reader: MakeReader) -> None:
+def test_unregistered_memory_is_refused(make_source: MakeSource, make_reader: MakeReader) -> None:
     source, reader = make_source(SMALL), make_reader(connector(), SMALL)
     rank = source.peer.ranks[0]
     region = msgspec.structs.replace(rank.region, num_bytes=rank.region.num_bytes * 64)
@@ -210,7 +210,7 @@ def test_memory_that_the_source_never_registered(make_source: MakeSource, make_r
     assert reader.read(source.epoch, [1], [1]).error == ""
 
 
-def test_settings_of_ucx_are_ours_only_while_it_starts(
+def test_environment_is_restored_after_ucx_has_started(
     make_reader: MakeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UCX_TCP_KEEPCNT", "7")
@@ -219,7 +219,7 @@ def test_settings_of_ucx_are_ours_only_while_it_starts(
     assert dict(os.environ) == before
 
 
-def test_nothing_is_left_in_shared_memory(make_source: MakeSource) -> None:
+def test_ended_sources_leave_no_shared_memory(make_source: MakeSource) -> None:
     def left() -> tuple[list[str], int]:
         segments = Path("/proc/sysvipc/shm").read_text().splitlines()
         return sorted(name for name in os.listdir("/dev/shm") if "ucx" in name), len(segments)
@@ -230,15 +230,15 @@ def test_nothing_is_left_in_shared_memory(make_source: MakeSource) -> None:
     assert left() == before
 
 
-def test_importing_the_connectors_imports_no_nixl() -> None:
+def test_importing_the_connector_imports_no_nixl() -> None:
     program = "import sys, connector; print([m for m in ('nixl_cu12', 'nixl_cu13', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.usefixtures("tcp")
-def test_a_source_that_is_slow_is_not_dead(make_source: MakeSource, make_reader: MakeReader) -> None:
-    """Bytes come all the time, though no piece is complete for longer than a stall."""
+def test_a_slow_source_is_not_a_stall(make_source: MakeSource, make_reader: MakeReader) -> None:
+    """Bytes keep arriving, though no chunk completes within the stall timeout."""
     source, reader = make_source(BIG), make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)

@@ -1,4 +1,4 @@
-"""Bytes really moved between nodes of unequal shape, through the connectors of their ranks."""
+"""Reads between nodes of unequal shape, through the connectors of their ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 import torch
+from kv_rank_groups import RankGroup
 from kv_ranks import Model, Node, node, random_cells
-from kv_teams import Team
 
 from pdserve.records import DigestOrder
 from runner.kv_digest import KVDigester
@@ -46,18 +46,18 @@ CELLS = random_cells(shape("one rank", 1).layouts[0], shape("one rank", 1).share
 
 
 class Fleet:
-    """A node of each shape that holds something and one that reads, started when they are asked for."""
+    """A source and a reader of each shape, started on first use."""
 
     def __init__(self, kind: str, stack: ExitStack) -> None:
-        def start(role: str, name: str, *num_blocks: int) -> Team:
-            team = Team(kind, f"{role}-{list(SHAPES).index(name)}", shape(name, *num_blocks))
-            return stack.enter_context(closing(team))
+        def start(role: str, name: str, *num_blocks: int) -> RankGroup:
+            group = RankGroup(kind, f"{role}-{list(SHAPES).index(name)}", shape(name, *num_blocks))
+            return stack.enter_context(closing(group))
 
         @cache
-        def source(name: str) -> Team:
-            team = start("source", name, 6, 9)  # some ranks have room for more blocks than others
-            team.fill(CELLS)
-            return team
+        def source(name: str) -> RankGroup:
+            group = start("source", name, 6, 9)  # some ranks have more blocks than others
+            group.fill(CELLS)
+            return group
 
         self.source = source
         self.reader = cache(lambda name: start("reader", name, 8, 11))
@@ -72,7 +72,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=lambda name: name)
-def test_every_rank_gets_its_part(fleet: Fleet, theirs: str, ours: str) -> None:
+def test_each_rank_reads_its_part(fleet: Fleet, theirs: str, ours: str) -> None:
     source, reader = fleet.source(theirs), fleet.reader(ours)
     reader.reset()
     assert not any(reader.connect(source.peer))
@@ -82,19 +82,19 @@ def test_every_rank_gets_its_part(fleet: Fleet, theirs: str, ours: str) -> None:
     reader.check(CELLS, LOCAL, REMOTE)
 
 
-def digests(team: Team, block_ids: list[int]) -> list[int]:
-    """Of whole blocks: those of the parts, each counted once, added up."""
+def digests(group: RankGroup, block_ids: list[int]) -> list[int]:
+    """Return digests of whole blocks: the sums over the parts, each counted once."""
     order, parts = DigestOrder(tuple(block_ids), len(block_ids) * MODEL.block_size), {}
-    for rank, layout, share in zip(team.ranks, team.node.layouts, team.node.shares, strict=True):
+    for rank, layout, share in zip(group.ranks, group.node.layouts, group.node.shares, strict=True):
         memory = torch.from_numpy(rank.blocks).view(getattr(torch, layout.dtype)).view(layout.shape)
         parts[share] = KVDigester(memory, layout, share).compute([order])
     return list(sum(parts.values(), torch.zeros(len(block_ids), dtype=torch.int64)).tolist())
 
 
-def test_digests_of_what_was_read_add_up_to_those_of_the_source() -> None:
-    with closing(Team("local", "source", shape("pp2 tp2, small pages", 9))) as source:
+def test_digests_of_read_blocks_equal_those_of_the_source() -> None:
+    with closing(RankGroup("local", "source", shape("pp2 tp2, small pages", 9))) as source:
         source.fill(CELLS)
-        with closing(Team("local", "reader", shape("tp4", 9))) as reader:
+        with closing(RankGroup("local", "reader", shape("tp4", 9))) as reader:
             assert not any(reader.connect(source.peer))
             assert not any(result.error for result in reader.read(source.epoch, LOCAL, REMOTE))
             assert digests(reader, LOCAL) == digests(source, REMOTE)

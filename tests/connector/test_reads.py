@@ -1,4 +1,4 @@
-"""What every connector that moves bytes must do, over NIXL between processes and over memmove within one."""
+"""Reads of all connectors that move bytes: NIXL between processes, memmove within one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from connector import build
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVRegion, Peer
 
-# 2 KiB a block: 5,000 of them are more than one piece.
+# Blocks of 2 KiB: 5,000 of them are more than one chunk.
 OURS = KVLayout(
     num_blocks=6000, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")
 )
@@ -29,7 +29,7 @@ class Pair:
         self.epoch = peer.epoch
 
     def check(self, local: list[int], remote: list[int]) -> None:
-        """The wanted bytes are in place and no other block was touched."""
+        """Assert that the wanted bytes are in place and no other block was touched."""
         assert (self.reader.blocks[local] == pattern(THEIRS)[remote]).all()
         others = np.setdiff1d(np.arange(OURS.num_blocks), local)
         assert (self.reader.blocks[others] == 255).all()
@@ -88,12 +88,12 @@ def test_one_remote_block_may_be_read_twice(pair: Pair) -> None:
     pair.check([1, 2], [7, 7])
 
 
-def test_a_read_of_nothing_ends(pair: Pair) -> None:
+def test_an_empty_read_ends(pair: Pair) -> None:
     result = pair.reader.read(pair.epoch, [], [])
     assert (result.error, result.num_bytes) == ("", 0)
 
 
-def test_many_reads_at_once_all_end(pair: Pair) -> None:
+def test_concurrent_reads_all_end(pair: Pair) -> None:
     blocks = [list(range(i, 4000, 40)) for i in range(40)]
     waiting = {pair.reader.order(pair.epoch, ids, ids) for ids in blocks}
     while waiting:
@@ -114,7 +114,7 @@ def test_many_reads_at_once_all_end(pair: Pair) -> None:
         ([1, 1], [3, 4], "twice"),
     ],
 )
-def test_a_wrong_read_ends_with_an_error_and_touches_nothing(
+def test_an_invalid_read_fails_and_touches_no_block(
     pair: Pair, local: list[int], remote: list[int], message: str
 ) -> None:
     result = pair.reader.read(pair.epoch, local, remote)
@@ -122,12 +122,12 @@ def test_a_wrong_read_ends_with_an_error_and_touches_nothing(
     assert not pair.reader.touched()
 
 
-def test_a_read_from_an_unknown_epoch_ends_with_an_error(pair: Pair) -> None:
+def test_a_read_from_an_unknown_epoch_fails(pair: Pair) -> None:
     result = pair.reader.read("never-seen", [4, 5], [4, 5])
     assert "never-seen" in result.error
 
 
-def test_after_disconnecting_reads_end_with_an_error_until_connected_again(pair: Pair) -> None:
+def test_reads_fail_between_disconnect_and_connect(pair: Pair) -> None:
     pair.reader.connector.disconnect(pair.epoch)
     assert pair.epoch in pair.reader.read(pair.epoch, [1], [1]).error
     assert pair.reader.connect(pair.peer) == ""
@@ -135,7 +135,7 @@ def test_after_disconnecting_reads_end_with_an_error_until_connected_again(pair:
     pair.check([2], [2])
 
 
-def test_disconnecting_ends_every_unfinished_read_once(pair: Pair) -> None:
+def test_disconnecting_ends_each_unfinished_read_once(pair: Pair) -> None:
     blocks = list(range(4000))
     waiting = {pair.reader.order(pair.epoch, blocks, blocks) for _ in range(5)}
     pair.reader.connector.disconnect(pair.epoch)
@@ -150,12 +150,12 @@ def test_disconnecting_from_an_unknown_epoch_is_ignored(pair: Pair) -> None:
     assert pair.reader.read(pair.epoch, [1], [1]).error == ""
 
 
-def test_connecting_twice_is_answered_twice(pair: Pair) -> None:
+def test_connecting_twice_is_reported_twice(pair: Pair) -> None:
     assert pair.reader.connect(pair.peer) == ""
     assert pair.reader.read(pair.epoch, [1], [1]).error == ""
 
 
-def test_another_layout_is_refused_naming_both_values(pair: Pair) -> None:
+def test_another_layout_is_refused_with_both_values(pair: Pair) -> None:
     rank = pair.peer.ranks[0]
     other = msgspec.structs.replace(rank, layout=msgspec.structs.replace(rank.layout, num_layers=3))
     reason = pair.reader.connect(Peer("other", "e9", (other,)))
@@ -169,5 +169,5 @@ def test_a_layout_larger_than_the_region_is_refused(pair: Pair) -> None:
 
 
 def test_a_peer_that_does_not_exist_is_refused(pair: Pair) -> None:
-    nobody = msgspec.structs.replace(pair.peer.ranks[0], agent="nobody-e0", metadata=b"\x00" * 64)
-    assert pair.reader.connect(Peer("nobody", "e0", (nobody,))) != ""
+    missing = msgspec.structs.replace(pair.peer.ranks[0], agent="missing-e0", metadata=b"\x00" * 64)
+    assert pair.reader.connect(Peer("missing", "e0", (missing,))) != ""

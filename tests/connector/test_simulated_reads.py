@@ -1,4 +1,4 @@
-"""Reads that move nothing: each ends once, when its time is over or its peer is given up."""
+"""Simulated reads: each ends once, when its time has passed or its peer is disconnected."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def connected(costs: SimulatedCosts) -> Iterator[SimulatedConnector]:
         connector.close()
 
 
-def news_of(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
-    """What it tells of its next reads, together."""
+def wait_for_reads(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
+    """Return the results of the next ``num_reads`` reads as one output."""
     end = time.monotonic() + 5.0
     results: list[ReadResult] = []
     while len(results) < num_reads:
@@ -41,37 +41,37 @@ def news_of(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:
     return KVConnectorOutput(tuple(results))
 
 
-def test_reads_end_one_after_the_other_and_say_how_much_they_were() -> None:
+def test_reads_end_in_order_and_report_their_bytes() -> None:
     with connected(SimulatedCosts(read=0.02, read_token=0.001)) as connector:
         start = time.monotonic()
         connector.read(KVRead(1, "epoch", (4, 5), (7, 8)))
         connector.read(KVRead(2, "epoch", (6,), (9,)))
-        output = news_of(connector, 2)
+        output = wait_for_reads(connector, 2)
         assert time.monotonic() - start > 0.0879
     assert [result.read_id for result in output.finished_recving] == [1, 2]
     assert [result.num_bytes for result in output.finished_recving] == [2 * LAYOUT.block_bytes, LAYOUT.block_bytes]
     assert all(result.error == "" for result in output.finished_recving)
 
 
-def test_reads_of_a_peer_that_is_given_up_end_with_an_error_and_others_go_on() -> None:
+def test_disconnecting_fails_reads_of_that_peer_only() -> None:
     with connected(SimulatedCosts(read=0.2)) as connector:
         connector.connect(Peer("elsewhere", "other", ()))
         connector.read(KVRead(1, "epoch", (4,), (7,)))
         connector.read(KVRead(2, "other", (5,), (7,)))
         connector.disconnect("epoch")
-        output = news_of(connector, 2)
+        output = wait_for_reads(connector, 2)
     assert [(result.read_id, bool(result.error)) for result in output.finished_recving] == [(1, True), (2, False)]
 
 
-def test_a_read_from_a_stranger_is_refused() -> None:
+def test_a_read_from_an_unknown_epoch_fails() -> None:
     with connected(FREE) as connector:
         connector.disconnect("epoch")
         connector.read(KVRead(1, "epoch", (4,), (7,)))
-        output = news_of(connector, 1)
+        output = wait_for_reads(connector, 1)
     assert "epoch" in output.finished_recving[0].error
 
 
-def test_it_closes_with_reads_under_way() -> None:
+def test_close_does_not_wait_for_reads() -> None:
     with connected(SimulatedCosts(read=1000.0)) as connector:
         connector.read(KVRead(1, "epoch", (4,), (7,)))
     connector.close()

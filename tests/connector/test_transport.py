@@ -1,4 +1,4 @@
-"""Which way the bytes of a connection take: as UCX's words are read, and as real connections tell it."""
+"""Transports of connections: parsed from UCX's lanes, and reported by real connections."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LOOPBACK = "rma_am(tcp/lo) amo_am(tcp/lo) am(tcp/lo cma/memory) ka(tcp/lo)"
         ("", "cpu", "unknown"),
     ],
 )
-def test_the_fastest_lane_that_can_carry_the_memory_counts(lanes: str, device: str, kind: str) -> None:
+def test_the_fastest_lane_for_the_memory_is_the_transport(lanes: str, device: str, kind: str) -> None:
     assert transport_of(lanes, device) == kind
 
 
-def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
+def test_a_requirement_is_met_by_its_transport_and_faster_ones() -> None:
     for index, required in enumerate(TRANSPORTS):
         met = [kind for kind in (*TRANSPORTS, "unknown") if Connected("e", kind).meets(required)]
         assert met == list(TRANSPORTS[index:])
@@ -45,18 +45,18 @@ def test_a_requirement_is_met_by_its_kind_and_by_faster_ones() -> None:
     ("kinds", "kind"),
     [(["tcp"], "tcp"), (["nvlink", "shm", "rdma"], "shm"), (["nvlink", UNKNOWN], UNKNOWN), (["shm", "shm"], "shm")],
 )
-def test_connections_of_several_ranks_are_as_slow_as_the_slowest(kinds: list[str], kind: str) -> None:
+def test_the_slowest_rank_is_the_transport_of_a_peer(kinds: list[str], kind: str) -> None:
     assert combine([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
 
 
-def test_lanes_that_are_the_same_are_named_once() -> None:
+def test_equal_lanes_are_named_once() -> None:
     parts = [Connected("e", "shm", lanes) for lanes in ("a/x", "b/y", "a/x")]
     assert combine(parts) == Connected("e", "shm", "a/x | b/y")
 
 
 @pytest.mark.parametrize(("tls", "kind"), [(None, "shm"), ("tcp", "tcp")])
-def test_every_connection_says_its_transport(tls: str | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the second one with the same lanes, which UCX itself does not mention."""
+def test_each_connection_reports_its_transport(tls: str | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second one with equal lanes, which UCX does not log."""
     if tls is not None:
         monkeypatch.setenv("UCX_TLS", tls)
     reader = Reader(NixlConnector(f"reader-{os.urandom(4).hex()}"), LAYOUT)

@@ -1,4 +1,4 @@
-"""P and D around what decides about a handoff: their fronts in a few lines, their real engines with a toy model."""
+"""P and D for lease tests: real Handoff, LeaseTable and engines, a toy model, and frontends in a few lines."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Reply:
 
 
 class PrefillSide:
-    """What P's front does, around its LeaseTable; and P's engine."""
+    """P's LeaseTable and engine, with a minimal frontend."""
 
     def __init__(self, depth: tuple[int, int]) -> None:
         self.node = Node(P_BLOCKS, *depth)
         self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
         self._numbers = count(1)
-        self._calls: dict[int, Call] = {}  # by lease, that have not ended
+        self._calls: dict[int, Call] = {}  # by lease; not ended
         self._samples: dict[int, Tokens] = {}
         self._computing: set[int] = set()  # leases whose last blocks have not been announced
 
@@ -146,17 +146,17 @@ class PrefillSide:
 
 
 class DecodeSide:
-    """D's front around the real Handoff, and D's real engine. ``outbox`` holds what it sends to P."""
+    """D's Handoffs and engine, with a minimal frontend. ``sent`` holds requests to P until the network takes them."""
 
     def __init__(self, depth: tuple[int, int], memory_of: Callable[[str], ToyRunner | None]) -> None:
         self.connector = SlowConnector("d", memory_of)
         self.node = Node(D_BLOCKS, *depth, connector=self.connector)
         self.connector.runner = self.node.runner
-        self.peer = ""  # epoch of it that we are connected to
+        self.peer = ""  # connected epoch of P
         self.prompts: dict[int, list[int]] = {}
         self.wanted: dict[int, SamplingParams] = {}  # requests that have not been cancelled
         self.calls: dict[int, Call] = {}  # by rid, with active handoffs
-        self.outbox: list[Request] = []
+        self.sent: list[Request] = []
         self._rids = count(1)
 
     def submit(self, prompt: list[int], max_tokens: int) -> None:
@@ -235,7 +235,7 @@ class DecodeSide:
             assert kind not in call.given_back, f"D sends {kind} twice"
             assert call.given_back in ([], ["cancel"]), f"D sends {kind} after {call.given_back}"
             call.given_back.append(kind)
-        self.outbox.append(Request(kind, call, message))
+        self.sent.append(Request(kind, call, message))
 
     def _receive_tokens(self, call: Call, tokens: Tokens, now: float) -> None:
         handoff = call.handoff
@@ -253,4 +253,4 @@ class DecodeSide:
         prompt = self.prompts[rid]
         handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(prompt), now)
         call = self.calls[rid] = Call(rid, self.peer, prompt, self.wanted[rid].max_tokens, cached, handoff)
-        self.outbox.append(Request("prefill", call))
+        self.sent.append(Request("prefill", call))

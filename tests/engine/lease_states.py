@@ -59,7 +59,7 @@ class State:
         return self.now if self.d_runs else 0.0
 
     def freeze(self) -> bytes:
-        """States that differ in nothing which matters have equal bytes."""
+        """Return equal bytes for equivalent states."""
         self.to_p.sort()
         self.to_d.sort()
         if self.handoff is None:
@@ -258,11 +258,11 @@ def answer_is_lost(index: int, s: State) -> None:
     s.to_d.pop(index)
 
 
-# ---------------------------------------------------------------- what there is to search
+# ---------------------------------------------------------------- search
 
 
 def moves(s: State) -> Iterator[Callable[[State], None]]:
-    """What can happen next, without faults."""
+    """Yield the possible next events without faults."""
     if s.computed is not None:
         yield p_computes
     when = s.table.next_expiry()

@@ -1,11 +1,11 @@
-"""P and D with everything of ours that decides about a handoff, and a network and clocks that a test moves at will.
+"""P and D with all product code that decides about a handoff; a test controls network and clocks.
 
     D  Handoff ─ Scheduler ─ SlowConnector          P  LeaseTable ─ Scheduler
          │                        └── bytes ──────────────┤ its memory
          └── requests, replies, one stream per call ──────┘
 
-Requests and replies may come in any order, twice or never; a call's events keep theirs, and a call may break anywhere.
-Each public method of ``World`` is something that can happen, and checks afterwards what must hold.
+Requests and replies may arrive in any order, twice or never. The events of a call stay in order, and a call may break
+at any point. Each public method of ``World`` is one event, and checks the invariants afterwards.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from decode_node.handoff import Phase
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 
-SLOWEST = 0.7  # of clocks that work: a lease less its margin by such a clock is shorter than one with its guard
+SLOWEST = 0.7  # working clocks: a lease less its margin by such a clock is shorter than a lease and its guard
 
 
 class World:
-    """``rate`` is how fast D's clock runs: 1 is as fast as P's.
+    """``rate`` is the speed of D's clock relative to P's.
 
-    A clock that is slower than ``SLOWEST`` is broken: then P may take blocks back that D reads, and D has to notice.
+    Below ``SLOWEST`` the clock is broken: P may free blocks that D reads, and D must notice.
     """
 
     def __init__(self, depth: tuple[int, int], rate: float) -> None:
@@ -49,21 +49,21 @@ class World:
     def memory_of(self, epoch: str) -> ToyRunner | None:
         return self.p.node.runner if epoch == self.p.epoch else None
 
-    # ------------------------------------------------------------ what can happen
+    # ------------------------------------------------------------ events
 
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
         self.d.submit([0 if shared else next(self.prompts) % 900 + 1] * length, max_tokens)
         self._check()
 
     def step(self, both: int = 1) -> None:
-        """Each engine makes a step."""
+        """Run a step of each engine."""
         for _ in range(both):
             self.p.step(self.now)
             self.d.step(self.d_now)
             self._check()
 
     def wait(self, seconds: float) -> None:
-        """Time passes, and nobody notices yet."""
+        """Let time pass; neither node looks at its clock yet."""
         self.now += seconds
         self._check()
 
@@ -76,7 +76,7 @@ class World:
         self._check()
 
     def deliver(self, request: Request, again: bool = False) -> None:
-        """P receives a request; ``again``: not for the last time."""
+        """Deliver a request to P; with ``again`` it can be delivered once more."""
         if not again:
             self.requests.remove(request)
         call, p = request.call, self.p
@@ -88,7 +88,7 @@ class World:
             case "hang up":  # the end of the stream: the prompt cannot come later
                 self.requests = [r for r in self.requests if r.call is not call or r.kind != "prefill"]
                 p.hang_up(call)
-            case "cancel":  # on one stream, so the prompt comes before
+            case "cancel":  # one stream: the prompt arrives first
                 for prompt in [r for r in self.requests if r.call is call and r.kind == "prefill"]:
                     self.deliver(prompt)
                 p.hang_up(call)
@@ -102,9 +102,9 @@ class World:
         self._check()
 
     def talk(self) -> None:
-        """All that is on its way arrives, but for KV."""
+        """Deliver everything in flight except KV."""
         for request in list(self.requests):
-            if request in self.requests:  # a call that ended may have taken its beginning with it
+            if request in self.requests:  # an ended call may have removed its prompt
                 self.deliver(request)
         for reply in list(self.replies):
             self.answer(reply)
@@ -113,7 +113,7 @@ class World:
                 self.announce(call)
 
     def lose(self, request: Request) -> None:
-        """A request does not arrive. A lost prompt ends its stream; D notices a missing answer by its clock."""
+        """Lose a request. A lost prompt ends its stream; D notices a missing answer by its clock."""
         self.requests.remove(request)
         if request.kind == "prefill":
             request.call.events.append(PeerError("the connection was lost"))
@@ -129,18 +129,18 @@ class World:
         self._check()
 
     def announce(self, call: Call) -> None:
-        """The next event of a call reaches D."""
+        """Deliver the next event of a call to D."""
         self.d.hear(call, call.events.popleft(), self.d_now)
         self._check()
 
     def break_call(self, call: Call, arrived: int) -> None:
-        """The connection is lost after some of the events on their way; P learns it at a time of its own."""
+        """Break a call after ``arrived`` of its events in flight; P notices later."""
         call.events = deque([*list(call.events)[:arrived], PeerError("the connection was lost")])
         self.requests.append(Request("hang up", call))
         self._check()
 
     def land(self, read_id: int) -> None:
-        """One more block of a read arrives, or its end is noticed."""
+        """Land one more block of a read, or end the read."""
         if self.memory_of(self.d.connector.transfers[read_id].epoch) is None:
             self.d.connector.fail(read_id)
         else:
@@ -156,12 +156,12 @@ class World:
         self._check()
 
     def reconnect(self) -> None:
-        """D notices the life that P lives now, or makes its connection anew."""
+        """Connect D to the present epoch of P, again if it is connected."""
         self.d.connect(self.p)
         self._check()
 
     def restart_p(self) -> None:
-        """Its memory, its leases and its calls are gone; messages to it still arrive, at its successor."""
+        """Restart P: memory, leases and calls are lost; messages in flight arrive at its next epoch."""
         self.p.node.close()
         self.p = PrefillSide(self.depth)
         for call in self.calls:
@@ -170,7 +170,7 @@ class World:
         self._check()
 
     def restart_d(self) -> None:
-        """Its reads and handoffs are gone; its messages still arrive."""
+        """Restart D: reads and handoffs are lost; its messages in flight still arrive."""
         for call in self.calls:
             if call.open:
                 self.requests.append(Request("hang up", call))
@@ -181,21 +181,21 @@ class World:
         self.d.connect(self.p)
         self._check()
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ invariants
 
     def _check(self) -> None:
-        """The nodes check their own accounts."""
-        for request in self.d.outbox:
+        """Check the invariants between the nodes; each node checks its own block counts."""
+        for request in self.d.sent:
             self.requests.append(request)
             if request.kind == "prefill":
                 self.calls.append(request.call)
-        self.d.outbox.clear()
+        self.d.sent.clear()
         self.calls = [call for call in self.calls if call.open or call.events]
         self._check_promises()
         self._check_quarantine()
 
     def _check_promises(self) -> None:
-        """What a D was told of is leased and unchanged at P, until D's limit or until D has given up."""
+        """Announced blocks are leased and unchanged at P until D's limit or until D gives up."""
         if self.rate < SLOWEST:
             return
         for call in self.d.calls.values():
@@ -210,7 +210,7 @@ class World:
                 assert found == tokens, f"block {block} was changed while D may read it"
 
     def _check_quarantine(self) -> None:
-        """Bytes on their way land in blocks that are of the request that waits for them, or of nobody."""
+        """Transfers in flight write only to blocks of their own request or to quarantined blocks."""
         transfers = self.d.connector.transfers.values()
         landing = [local for transfer in transfers for local in transfer.order.local_blocks]
         assert len(landing) == len(set(landing)), "two transfers write to one block"
@@ -221,7 +221,7 @@ class World:
     # ------------------------------------------------------------ the end
 
     def settle(self) -> None:
-        """Nothing is lost any more. Everything comes to its end within the time that leases take."""
+        """Without further faults, all requests and leases end within the time of a lease."""
         self.reconnect()
         for _ in range(400 + 50 * len(self.d.wanted)):
             for _ in range(100):
@@ -239,7 +239,7 @@ class World:
                 self.wait(0.5)
                 self.tick_p()
         else:
-            raise AssertionError("the world does not come to rest")
+            raise AssertionError("requests or leases do not end")
         self.wait(2 * (SECONDS + GUARD))
         self.tick_p()
         for rid, params in self.d.wanted.items():

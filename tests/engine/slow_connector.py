@@ -1,4 +1,4 @@
-"""A connector whose bytes land block by block, when a test says so, and from memory as it is at that moment."""
+"""A connector whose blocks land one by one, when a test says so, with the source's content at that time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pdserve.transports import Connected
 
 @dataclass
 class Transfer:
-    """A read that has not ended. Disconnecting dooms it, but does not keep its bytes from landing."""
+    """A read that has not ended. After a disconnect it will fail, but its bytes still land."""
 
     order: KVRead
     source: ToyRunner
     missing: deque[tuple[int, int]]  # (local, remote) blocks
-    doomed: bool = False
+    will_fail: bool = False
 
     @property
     def epoch(self) -> str:
@@ -29,7 +29,7 @@ class Transfer:
 
 
 class SlowConnector:
-    """``source_of`` finds the peer's runner by epoch; None when it does not live any more."""
+    """``source_of`` returns the peer's runner by epoch; None if that epoch has ended."""
 
     def __init__(self, epoch: str, source_of: Callable[[str], ToyRunner | None]) -> None:
         self.runner: ToyRunner  # ours
@@ -52,7 +52,7 @@ class SlowConnector:
     def disconnect(self, epoch: str) -> None:
         self._peers.discard(epoch)
         for transfer in self.transfers.values():
-            transfer.doomed |= transfer.epoch == epoch
+            transfer.will_fail |= transfer.epoch == epoch
 
     def read(self, read: KVRead) -> None:
         source = self._source_of(read.epoch)
@@ -66,21 +66,21 @@ class SlowConnector:
         return self._completions.drain()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
-    # ------------------------------------------------------------ what happens to transfers
+    # ------------------------------------------------------------ events
 
     def land(self, read_id: int) -> None:
-        """One more block arrives; after the last one the read ends."""
+        """Land one more block; after the last one, end the read."""
         transfer = self.transfers[read_id]
         if transfer.missing:
             local, remote = transfer.missing.popleft()
             self.runner.cache[local] = transfer.source.cache[remote]
-        elif transfer.doomed:
+        elif transfer.will_fail:
             self.fail(read_id)
         else:
             self._completions.read_ended(ReadResult(self.transfers.pop(read_id).order.read_id))
 
     def fail(self, read_id: int) -> None:
-        """It ends with an error, whatever has landed; from now on nothing does."""
+        """End a read with an error; none of its bytes lands any more."""
         self._completions.read_refused(self.transfers.pop(read_id).order, "the connection broke")

@@ -1,4 +1,4 @@
-"""Requests through prefill and decode engines with a real connector between them, whatever goes wrong, and when."""
+"""Handoffs between real prefill and decode engines and a connector, with faults at every stage."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
     )
 )
 @settings(max_examples=50, deadline=None)
-def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
+def test_tokens_are_exact_with_a_fault_at_any_stage(
     depth: tuple[int, int], requests: list[tuple[int, int, int, bool, str, str, int]]
 ) -> None:
-    """Handed over, given up, cancelled, broken or expired at any stage: right tokens, and every block comes back.
+    """Handed over, given up, cancelled, broken or expired: tokens are right and all blocks are freed.
 
-    Most prompts take several steps on P, and are read while it computes.
+    Most prompts take several steps on P and are read meanwhile.
     """
     jobs = [
         Job(
@@ -70,10 +70,10 @@ def test_handoff_is_exact_at_whatever_stage_it_goes_wrong(
     )
 )
 @settings(max_examples=30, deadline=None)
-def test_with_digests_it_is_exact_too(
+def test_tokens_are_exact_with_digests(
     depth: tuple[int, int], requests: list[tuple[int, int, bool, str, str, int]]
 ) -> None:
-    """Also where they are announced wrong from some stage on."""
+    """Also if wrong digests are announced from some stage on."""
     jobs = [
         Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when, ahead=ahead)
         for rid, (length, n, shared, what, when, ahead) in enumerate(requests)
@@ -85,11 +85,11 @@ def test_with_digests_it_is_exact_too(
 
 @each_depth
 @pytest.mark.parametrize("length", [4, 16, 30, 59])
-def test_blocks_that_are_no_longer_what_was_announced_are_not_used(depth: tuple[int, int], length: int) -> None:
+def test_blocks_that_changed_after_their_announcement_are_not_used(depth: tuple[int, int], length: int) -> None:
     job = Job([3] * length, SamplingParams(max_tokens=6), what="overwrite", when="leased")
     fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), [job])
     fleet.run()
-    assert fleet.d.runner.num_tokens == length + 5, "it has computed the prompt itself"
+    assert fleet.d.runner.num_tokens == length + 5, "D has computed the prompt itself"
     fleet.close()
 
 
@@ -116,12 +116,12 @@ def jobs(draw: st.DrawFn) -> Job:
 @each_depth
 @given(jobs=st.lists(jobs(), min_size=1, max_size=10), blocks=st.tuples(st.integers(12, 32), st.integers(12, 32)))
 @settings(max_examples=80, deadline=None)
-def test_handoff_is_exact_at_whatever_time_it_goes_wrong(
+def test_tokens_are_exact_with_a_fault_at_any_time(
     depth: tuple[int, int], jobs: list[Job], blocks: tuple[int, int]
 ) -> None:
-    """Under arrivals, stops, preemption and shared prefixes, with steps in flight on either side.
+    """With arrivals, stops, preemption, shared prefixes and steps in flight on both nodes.
 
-    Some requests are new, others go on behind what another D has brought.
+    Some requests are new, others resume the output of another D.
     """
     fleet = Fleet(Node(blocks[0], *depth), Node(blocks[1], *depth), jobs)
     fleet.run()
@@ -130,8 +130,8 @@ def test_handoff_is_exact_at_whatever_time_it_goes_wrong(
 
 @each_depth
 @pytest.mark.parametrize("num_blocks", [16, 17, 18])
-def test_a_prompt_that_a_peer_waits_for_does_not_make_way(depth: tuple[int, int], num_blocks: int) -> None:
-    """P lacks blocks for a sequence that decodes there: the prompt's could not be freed, since D may read them."""
+def test_a_prompt_for_a_peer_is_not_preempted(depth: tuple[int, int], num_blocks: int) -> None:
+    """P lacks blocks for a decoding sequence: blocks that D may read cannot be freed for it."""
     job = Job(list(range(100, 160)), SamplingParams(max_tokens=6))
     fleet = Fleet(Node(num_blocks, *depth), Node(36, *depth), [job])
     fleet.p.submit(99, [1] * 3, SamplingParams(max_tokens=20), Mode.LOCAL)

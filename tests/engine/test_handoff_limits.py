@@ -1,4 +1,4 @@
-"""A handoff whose P answers in time is read to its end, however long the prompt and the reads take."""
+"""A handoff with a responsive P is read to its end, for any duration of prompt and reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TimedEvent = tuple[float, int, Event]  # time, and a number that orders events o
 @example(lease_ms=3000, pauses=[0.8999], read=0.05, answer=0.1)  # 0.3 ms before it
 @example(lease_ms=3000, pauses=[0.8], read=0.3, answer=0.9)
 @example(lease_ms=250, pauses=[0.5], read=1.0, answer=0.9)  # just before it would extend at once
-def test_no_read_is_given_up(lease_ms: int, pauses: list[float], read: float, answer: float) -> None:
+def test_no_read_is_given_up_while_p_answers(lease_ms: int, pauses: list[float], read: float, answer: float) -> None:
     """A part follows each of ``pauses``; pauses and a ``read`` are in lengths of a lease.
 
     P answers each Extend after the share ``answer`` of the time that it has for that.

@@ -1,4 +1,4 @@
-"""Leases and handoffs under whatever network, clocks, crashes and clients may do, in any order. See docs/leases.md."""
+"""Leases and handoffs under random faults of network, clocks, nodes and clients. See docs/leases.md."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lease_sides import Call, Request
 from lease_world import World
 from toy_node import DEPTHS
 
-picks = st.integers(0, 7)  # which of those that there are
+picks = st.integers(0, 7)  # index into the present requests, replies, calls or reads, modulo their number
 
 
 class LeaseProtocol(RuleBasedStateMachine):
-    """What must hold is checked by World after each of its events."""
+    """World checks the invariants after each event."""
 
     world: World
 
@@ -22,7 +22,7 @@ class LeaseProtocol(RuleBasedStateMachine):
     def start(self, depth: tuple[int, int], rate: float) -> None:
         self.world = World(depth, rate)
 
-    # ------------------------------------------------------------ all goes well
+    # ------------------------------------------------------------ events without faults
 
     @rule(length=st.integers(3, 40), shared=st.booleans(), max_tokens=st.integers(2, 4))
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
@@ -65,14 +65,14 @@ class LeaseProtocol(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 2.6, 4.5]), p_first=st.booleans(), d_looks=st.booleans())
     def wait(self, seconds: float, p_first: bool, d_looks: bool) -> None:
-        """D may notice late that time has passed, P when it likes."""
+        """Let time pass; each node looks at its clock now or later."""
         self.world.wait(seconds)
         if p_first:
             self.world.tick_p()
         if d_looks:
             self.world.tick_d()
 
-    # ------------------------------------------------------------ something goes wrong
+    # ------------------------------------------------------------ faults
 
     @precondition(lambda self: self._unary)
     @rule(pick=picks)
@@ -83,7 +83,7 @@ class LeaseProtocol(RuleBasedStateMachine):
     @rule(pick=picks)
     def lose(self, pick: int) -> None:
         request = self._request(pick)
-        if request.kind != "hang up":  # P notices sooner or later that a call has ended
+        if request.kind != "hang up":  # P always notices the end of a call
             self.world.lose(request)
 
     @precondition(lambda self: self.world.replies)
@@ -126,7 +126,7 @@ class LeaseProtocol(RuleBasedStateMachine):
             self.world.settle()
             self.world.close()
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ choices
 
     def _request(self, pick: int) -> Request:
         return self.world.requests[pick % len(self.world.requests)]
@@ -144,5 +144,5 @@ class LeaseProtocol(RuleBasedStateMachine):
         return list(self.world.d.connector.transfers)
 
 
-TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # to make a failure small takes a while
+TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # shrinking a failure takes a while
 TestLeaseProtocol.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)

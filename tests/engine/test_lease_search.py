@@ -1,4 +1,4 @@
-"""Every order of events that one handoff and a few faults can meet. See docs/leases.md."""
+"""Exhaustive search over all orders of events of one handoff with a few faults. See docs/leases.md."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from lease_states import State, check, faults, moves
 
 
 def search(initial: State) -> int:
-    """Visit every state; returns how many. Raises AssertionError with the shortest way to one that must not be."""
+    """Visit all states and return their number. Raises AssertionError with the shortest path to a bad state."""
     first = initial.freeze()
     came_from: dict[bytes, tuple[bytes, str] | None] = {first: None}
     queue = deque([first])
     while queue:
         frozen = queue.popleft()
         state: State = pickle.loads(frozen)
-        happenings = [(move, False) for move in moves(state)]
+        events = [(move, False) for move in moves(state)]
         if state.faults:
-            happenings += [(fault, True) for fault in faults(state)]
-        for happen, is_fault in happenings:
+            events += [(fault, True) for fault in faults(state)]
+        for event, is_fault in events:
             state = pickle.loads(frozen)
-            name = str(getattr(happen, "func", happen).__name__)
+            name = str(getattr(event, "func", event).__name__)
             try:
                 state.faults -= is_fault
-                happen(state)
+                event(state)
                 check(state)
             except AssertionError as error:
-                raise AssertionError(f"{error}, after {', '.join([*_way(came_from, frozen), name])}") from error
+                raise AssertionError(f"{error}, after {', '.join([*_path(came_from, frozen), name])}") from error
             following = state.freeze()
             if following not in came_from:
                 came_from[following] = (frozen, name)
@@ -36,12 +36,12 @@ def search(initial: State) -> int:
     return len(came_from)
 
 
-def _way(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> list[str]:
-    way: list[str] = []
+def _path(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> list[str]:
+    path: list[str] = []
     while (step := came_from[frozen]) is not None:
         frozen, name = step
-        way.insert(0, name)
-    return way
+        path.insert(0, name)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def _way(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> lis
     [(1, True), (2, False), pytest.param(2, True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
 def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs: bool) -> None:
-    """Where D's clock stands still, it may read what is somebody else's by then, but not use it."""
+    """With a stopped clock, D may read blocks that P has reused, but must not use them."""
     assert search(State(num_faults, d_runs)) > 1000

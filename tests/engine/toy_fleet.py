@@ -1,4 +1,4 @@
-"""P and D with the toy runner, a connector between them, and what a front does to bring a request through both."""
+"""P and D with the toy runner, a connector between them, and a scripted frontend."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", 
 
 @dataclass(frozen=True)
 class Job:
-    """A request to D. ``what`` happens to it ``when``: at a stage, or steps after arrival.
+    """A request to D. ``what`` happens to it ``when``: at a stage, or a number of steps after its arrival.
 
-    "cancel" and "give up" are D's doing; "break": its reads fail from then on; "expire": P's lease ends. Where nodes
-    compare digests: "corrupt": those of later blocks are announced wrong; "overwrite": P's blocks have changed by then.
-    The first ``done`` tokens of each choice were another D's, as far as a choice does not end with them.
+    "cancel" and "give up" come from D; "break": its reads fail from then on; "expire": P's lease ends. With digests:
+    "corrupt": later digests are announced wrong; "overwrite": P's blocks change after their announcement.
+    The first ``done`` tokens of each choice come from another D, unless a choice ends with them.
     """
 
     prompt: list[int]
@@ -46,12 +46,12 @@ class Job:
 
     @property
     def resume(self) -> dict[int, list[int]]:
-        """Choices that go on; none at all for a new request."""
+        """Output so far of each resumed choice; empty for a new request."""
         wholes = {choice: self._whole(choice) for choice in range(self.sampling.n)}
         return {choice: whole[: self.done] for choice, whole in wholes.items() if 0 < self.done < len(whole)}
 
     def expected(self, choice: int) -> list[int]:
-        """What D is to bring."""
+        """Return the tokens that D must output."""
         whole = self._whole(choice)
         return whole[self.done :] if self.resume else whole
 
@@ -61,13 +61,13 @@ class Job:
 
 @dataclass
 class Fleet:
-    """Requests by number. ``settled`` ones have been cancelled, or given back to D for good."""
+    """Requests by number. D alone goes on with ``settled`` ones."""
 
     p: Node
     d: Node
     jobs: list[Job]
     now: int = 0
-    outputs: dict[int, list[list[int]]] = field(default_factory=dict)  # of P, by choice, once D was told of any
+    outputs: dict[int, list[list[int]]] = field(default_factory=dict)  # of P, by choice, once D has received any
     reserved: set[int] = field(default_factory=set)
     announced: dict[int, int] = field(default_factory=dict)  # tokens
     reading: Counter[int] = field(default_factory=Counter)  # parts
@@ -80,7 +80,7 @@ class Fleet:
     cancelled: set[int] = field(default_factory=set)
 
     def run(self) -> None:
-        """All requests to their ends; then everybody's tokens must be right, and every block back."""
+        """Run all requests to their end; then check all tokens, and that all blocks are free."""
         self.d.obey(Connect(Peer("p", self.p.epoch, (self.p.kv,))))
         last = max(job.arrival for job in self.jobs)
         for _ in range(3000):
@@ -88,7 +88,7 @@ class Fleet:
             if self._idle and self.now > last:
                 break
         else:
-            raise AssertionError("the fleet does not come to rest")
+            raise AssertionError("requests do not end")
         for rid, job in enumerate(self.jobs):
             for choice in range(job.sampling.n):
                 tokens, expected = self.d.tokens[rid, choice], job.expected(choice)
@@ -106,7 +106,7 @@ class Fleet:
         if not (self.d.engine.idle and self.p.engine.idle):
             return False
         if status.reading or status.quarantined:
-            time.sleep(0.0005)  # the connector's thread is at work
+            time.sleep(0.0005)  # the connector's thread is copying
             return False
         return True
 
@@ -157,7 +157,7 @@ class Fleet:
             if rid in self.outputs and rid not in self.settled | self.cancelled:
                 self._tell(rid)
         for leased in batch.leased:
-            if leased.rid in self.settled | self.cancelled:  # it was given up while its digests were computed
+            if leased.rid in self.settled | self.cancelled:  # given up while its digests were computed
                 self.p.obey(FreeLease(leased.rid))
                 continue
             self._lease(leased)
@@ -182,7 +182,7 @@ class Fleet:
         self._fate(rid, "reading" if last else "part reading")
 
     def _tell(self, rid: int) -> None:
-        """D passes on what P has sampled by now."""
+        """Pass the tokens that P has sampled to the client."""
         self.outputs[rid] = [list(tokens) for _, tokens in sorted(self.sampled[rid].items())]
         for choice, tokens in enumerate(() if self.jobs[rid].resume else self.outputs[rid]):
             self.d.tokens[rid, choice][:] = tokens
@@ -191,7 +191,7 @@ class Fleet:
         return tuple(map(tuple, self.outputs.get(rid, ())))
 
     def _fate(self, rid: int, stage: str) -> bool:
-        """Whether the handoff of the request has ended now because of what is to happen to it."""
+        """Apply the request's fault if it is due at this stage; return whether its handoff has ended."""
         if self.jobs[rid].when == stage:
             self._intervene(rid)
         return rid in self.settled | self.cancelled
@@ -212,7 +212,7 @@ class Fleet:
             self._give_up(rid)
 
     def _hang_up(self, rid: int) -> None:
-        """D calls P no more, and gives it the lease back."""
+        """Cancel the prompt on P and free its lease."""
         self.p.obey(Cancel(rid))
         self.p.obey(FreeLease(rid))
 

@@ -1,4 +1,4 @@
-"""Nodes of several ranks: one whose connectors are in this process, and one with a process per rank to read from."""
+"""Nodes of several ranks: one with all connectors in this process, one with a process per source rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 
-class Team:
-    """A node that reads and can be read from: a connector of ``kind`` for each of its ranks."""
+class RankGroup:
+    """A node with one connector of ``kind`` per rank, which reads and can be read from."""
 
     def __init__(self, kind: str, name: str, of: Node, timing: PeerTiming = DEFAULT_TIMING) -> None:
         self.node = of
@@ -30,7 +30,7 @@ class Team:
         self.peer = Peer(name, self.epoch, tuple(rank.rank for rank in self.ranks))
 
     def fill(self, cells: NDArray[np.uint8]) -> None:
-        """Have the caches hold blocks of a model's KV, as many as there are."""
+        """Fill the caches with the first blocks of a model's KV."""
         for rank, layout, share in zip(self.ranks, self.node.layouts, self.node.shares, strict=True):
             rank.blocks.reshape(-1)[:] = packed(cells, layout, share)
 
@@ -39,16 +39,16 @@ class Team:
             rank.reset()
 
     def connect(self, peer: Peer) -> list[str]:
-        """Of each rank: empty, or why it failed."""
+        """Connect each rank; return the reasons of failures, or empty strings."""
         return [rank.connect(peer) for rank in self.ranks]
 
     def read(self, epoch: str, local: list[int], remote: list[int]) -> list[ReadResult]:
-        """By rank; all read at the same time."""
+        """Read on all ranks at the same time; return the results by rank."""
         orders = [rank.order(epoch, local, remote) for rank in self.ranks]
         return [rank.result(order) for rank, order in zip(self.ranks, orders, strict=True)]
 
     def check(self, cells: NDArray[np.uint8], local: list[int], remote: list[int]) -> None:
-        """Every rank has its part of these blocks of the model's KV, and no other block was touched."""
+        """Assert that each rank has its part of these blocks of the model's KV, and that no other block was touched."""
         for rank, layout, share in zip(self.ranks, self.node.layouts, self.node.shares, strict=True):
             wanted = packed(cells[remote], msgspec.structs.replace(layout, num_blocks=len(local)), share)
             assert (rank.blocks[local].reshape(-1) == wanted).all()
@@ -59,8 +59,8 @@ class Team:
             rank.connector.close()
 
 
-class Processes:
-    """A node to read from, with a process for each of its ranks. Its blocks are random cells of the model."""
+class RankProcesses:
+    """A source node with one process per rank. Its blocks are random cells of the model."""
 
     def __init__(self, name: str, of: Node) -> None:
         self.epoch = os.urandom(4).hex()
