@@ -1,4 +1,4 @@
-"""Random steps for attention backends, and what the reference in plain torch makes of them."""
+"""Random steps for attention back ends, and their reference results in plain torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 
-_ANY_PAGE = 1 << 30  # what stands behind a sequence's pages must never be read
+_ANY_PAGE = 1 << 30  # entries behind a sequence's pages must never be read
 _MAX_SEQS = 64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's attention. One layer per sliding window."""
+    """The attention of a model with one layer per sliding window."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass
 class Inputs:
-    """Device tensors of a step, at addresses that stay while ``fill`` replaces their contents."""
+    """Device tensors of a step, at fixed addresses while ``fill`` replaces their contents."""
 
     shape: Shape
     device: torch.device
@@ -101,7 +101,7 @@ class Inputs:
         )
 
     def fill(self, sequences: list[tuple[int, int]], seed: int) -> None:
-        """Sequences as (tokens in the cache, new tokens); rows beyond them pad the batch."""
+        """Fill with sequences of (tokens in the cache, new tokens); rows beyond them pad the batch."""
         draw = random.Random(seed)
         pages = draw.sample(range(self.shape.num_pages), self.shape.num_pages)
         table = np.full((self.rows, self.shape.num_pages), _ANY_PAGE, dtype=np.int32)
@@ -132,7 +132,7 @@ class Inputs:
         self.batch = replace(batch, query_starts=starts[: len(sequences) + 1], seq_lens=lens[: len(sequences)])
 
     def take(self, other: Inputs) -> None:
-        """Replace the contents by those of inputs of the same shape, on the device and without waiting for it."""
+        """Copy the contents of inputs of the same shape on the device, without waiting for it."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)
         for mine, theirs in pairs:
             mine.copy_(theirs)
@@ -140,14 +140,14 @@ class Inputs:
 
     def _tensors(self) -> list[Tensor]:
         batch = self.batch
-        of_batch = [batch.device_query_starts, batch.device_seq_lens, batch.page_table, batch.slots]
-        return [*self.qkv, self.rotary.cos, self.rotary.sin, *of_batch]
+        batch_tensors = [batch.device_query_starts, batch.device_seq_lens, batch.page_table, batch.slots]
+        return [*self.qkv, self.rotary.cos, self.rotary.sin, *batch_tensors]
 
 
 def make_inputs(
     shape: Shape, sequences: list[tuple[int, int]], device: str, dtype: torch.dtype, padding: int = 0, seed: int = 1
 ) -> Inputs:
-    """A filled step; ``padding`` rows follow its sequences."""
+    """Return a filled step; ``padding`` rows follow its sequences."""
     tokens = sum(new for _, new in sequences) + padding
     inputs = Inputs(shape, torch.device(device), dtype, len(sequences) + padding, tokens)
     inputs.fill(sequences, seed)
@@ -155,25 +155,25 @@ def make_inputs(
 
 
 class Side:
-    """A backend with a cache of its own. All sides of a shape begin with the same contents."""
+    """A back end with its own cache. All caches of a shape begin with the same contents."""
 
     def __init__(self, name: str, shape: Shape, device: torch.device, dtype: torch.dtype, compute: torch.dtype) -> None:
         self.cache = KVCache(shape.layout(dtype), device)
         self.reset()
-        place = TensorPlacement(device, dtype, compute)
+        placement = TensorPlacement(device, dtype, compute)
         self.compute = compute
         self.backend: AttentionBackend = build_backend(
-            name, shape.config(), self.cache, place, _MAX_SEQS, max_num_keys=4096
+            name, shape.config(), self.cache, placement, _MAX_SEQS, max_num_keys=4096
         )
         weights = torch.randn(2, shape.head_dim, generator=torch.Generator().manual_seed(4)).to(device, compute)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if shape.has_norms else None
 
     def reset(self) -> None:
-        """Bring the cache back to what it first held."""
+        """Restore the cache's first contents."""
         self.cache.tensor.normal_(generator=torch.Generator(self.cache.tensor.device).manual_seed(3))
 
     def run(self, inputs: Inputs) -> list[Tensor]:
-        """What every layer makes of planned inputs, [tokens, heads * head_dim] each."""
+        """Return the output of every layer for planned inputs, [tokens, heads * head_dim] each."""
         outputs = []
         for layer, qkv in enumerate(inputs.qkv):
             q = self.backend.prepare_and_store(layer, qkv.to(self.compute), inputs.rotary, self.norms)
@@ -182,7 +182,7 @@ class Side:
 
 
 def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    """Outputs in float32, and the cache afterwards."""
+    """Return outputs in float32, and the cache afterwards."""
     side = Side("torch", inputs.shape, inputs.device, inputs.dtype, torch.float32)
     side.backend.plan(inputs.batch)
     # On a GPU other kernels might round to less than float32.
@@ -191,7 +191,7 @@ def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
 
 
 def assert_matches_reference(inputs: Inputs, outputs: list[Tensor], cache: Tensor, tolerance: float) -> None:
-    """Outputs of sequences and the cache afterwards agree; padding is finite."""
+    """Check that outputs of sequences and the cache agree, and that padding is finite."""
     expected, expected_cache = reference(inputs)
     tokens = int(inputs.batch.query_starts[-1])
     for ours, theirs in zip(outputs, expected, strict=True):

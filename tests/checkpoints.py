@@ -51,7 +51,7 @@ def make_checkpoint(
     """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
     ``overrides`` are fields of the family's transformers config. Weights are drawn wider than transformers' initial
-    ones, so that attention and sampling have something to decide: an argmax of near-equal logits tests nothing.
+    ones, so that logits differ clearly: an argmax of near-equal logits tests nothing.
     """
     config_class, model_class, defaults = _CLASSES[family]
     config = config_class(**{**_TINY, **defaults, **overrides})
@@ -74,14 +74,14 @@ def make_checkpoint(
 
 
 def reference_model(path: Path, dtype: str = "float32") -> Any:
-    """The transformers model of a checkpoint, ready to compare with."""
+    """Return the transformers model of a checkpoint."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None  # ``generate`` would forbid EOS until min_new_tokens
     return model.eval()
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """The ``num_tokens`` tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it."""
+    """Return the tokens that transformers' greedy ``generate`` appends to a prompt; an EOS does not end it."""
     greedy: Any = transformers.GenerationConfig
     output = model.generate(
         torch.tensor([prompt]),
@@ -114,7 +114,7 @@ def node_config(
     stage_layers: tuple[int, ...] | None = None,
     shared_mlps: bool = False,
 ) -> NodeConfig:
-    """A resolved configuration for a checkpoint (that of rank 0), without ``pdserve.config.resolve.resolve``."""
+    """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``."""
     model = load_model_config(model_dir)
     layout = KVLayout(
         num_blocks=num_blocks,

@@ -110,9 +110,7 @@ def build() -> Callable[..., ModelRunner]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_logprobs_are_those_of_transformers(
-    case: str, tmp_path: Path, build: Callable[..., ModelRunner]
-) -> None:
+def test_tokens_and_logprobs_equal_transformers(case: str, tmp_path: Path, build: Callable[..., ModelRunner]) -> None:
     family, overrides, (block_size, page), lengths = CASES[case]
     directory = make_checkpoint(tmp_path / "model", family, **overrides)
     reference = reference_model(directory)
@@ -134,7 +132,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(
 
 
 def logprobs_of(sequence: Running) -> Tensor:
-    """[outputs, VOCAB] of a sequence that asked for all of them."""
+    """Return the log-probabilities [outputs, VOCAB] of a sequence that requested all."""
     rows = torch.empty(len(sequence.samples), VOCAB)
     for row, sample in zip(rows, sequence.samples, strict=True):
         assert sample.logprobs is not None
@@ -144,12 +142,12 @@ def logprobs_of(sequence: Running) -> Tensor:
 
 @torch.inference_mode()
 def reference_logprobs(model: Any, sequence: Running) -> Tensor:
-    """The same of transformers, by one forward pass over all tokens."""
+    """Return transformers' log-probabilities by one forward pass over all tokens."""
     logits: Tensor = model(torch.tensor([sequence.tokens], device=model.device)).logits
     return logits[0, sequence.prompt_len - 1 : -1].float().log_softmax(-1).cpu()
 
 
-def test_sixteen_requests_at_once(tmp_path: Path, build: Callable[..., ModelRunner]) -> None:
+def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: Callable[..., ModelRunner]) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     reference = reference_model(directory)
     prompts = prompts_of(tuple(random.Random(3).randrange(1, 120) for _ in range(16)))
@@ -161,7 +159,7 @@ def test_sixteen_requests_at_once(tmp_path: Path, build: Callable[..., ModelRunn
     ("family", "overrides"),
     [("llama", {}), ("mistral", {"sliding_window": 20}), ("qwen2", {}), ("qwen3", {"num_key_value_heads": 1})],
 )
-def test_triton_kernels_give_the_same_tokens(
+def test_triton_kernels_yield_the_tokens_of_transformers(
     family: str, overrides: dict[str, Any], tmp_path: Path, build: Callable[..., ModelRunner]
 ) -> None:
     directory = make_checkpoint(tmp_path / "model", family, num_hidden_layers=2, **overrides)
@@ -174,7 +172,7 @@ def test_triton_kernels_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_bfloat16_stays_close_to_float32(
+def test_bfloat16_errs_no_more_than_transformers(
     native: bool, tmp_path: Path, build: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Computing in bfloat16, as on CPUs that can, and in float32 as on others; oneDNN emulates what is not there.
@@ -187,7 +185,7 @@ def test_bfloat16_stays_close_to_float32(
 
 
 def assert_as_close_as_bfloat16(results: list[Running], exact_model: Any, rounded_model: Any) -> None:
-    """Runners err no more than transformers' own forward pass in bfloat16, both against float32 on the same weights."""
+    """Check that a runner errs no more than transformers in bfloat16, both against float32 on the same weights."""
     exact = torch.cat([reference_logprobs(exact_model, result) for result in results])
     rounded = torch.cat([reference_logprobs(rounded_model, result) for result in results])
     ours = torch.cat([logprobs_of(result) for result in results])
@@ -205,7 +203,7 @@ def needs_a_gpu(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("version", "backend"), [("V1", "torch"), ("V1", "triton"), ("V2", "triton")])
-def test_cuda_gives_the_same_tokens(
+def test_cuda_yields_the_tokens_of_transformers(
     version: str, backend: str, family: str, tmp_path: Path, build: Callable[..., ModelRunner]
 ) -> None:
     needs_a_gpu(backend)
@@ -225,10 +223,10 @@ def test_cuda_gives_the_same_tokens(
     ("version", "backend"),
     [("V1", "torch"), ("V1", "triton"), ("V1", "flashinfer"), ("V2", "triton"), ("V2", "flashinfer")],
 )
-def test_cuda_in_bfloat16_is_as_close_as_transformers(
+def test_cuda_in_bfloat16_errs_no_more_than_transformers(
     version: str, backend: str, family: str, tmp_path: Path, build: Callable[..., ModelRunner]
 ) -> None:
-    """Alone in a graph of one row, in padded ones, and in steps too large for any."""
+    """Cover a graph of one row, padded graphs, and steps too large for a graph."""
     needs_a_gpu(backend)
     overrides: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 128}
     if family == "mistral":

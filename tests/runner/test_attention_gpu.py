@@ -1,7 +1,7 @@
 """The Triton and FlashInfer backends on a GPU against plain torch in float32: sizes, dtypes, graphs, steps in flight.
 
-FlashInfer compiles four kernels for these at its first run, each in up to a minute, and more for those marked slow.
-Where pytest is all there is of the tools:
+FlashInfer compiles four kernels for these tests at its first run, each in up to a minute, and more for the slow ones.
+On a machine that has only pytest:
 
     PYTHONPATH=.:tests python -m pytest -c /dev/null --noconftest -m "not slow" tests/runner/test_attention_gpu.py
 """
@@ -78,14 +78,16 @@ def check(name: str, shape: Shape, step: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, TRITON_HALF, FLASHINFER])
-def test_every_step(name: str, dtype: torch.dtype, shape: str, step: str) -> None:
+def test_every_step_equals_the_reference(name: str, dtype: torch.dtype, shape: str, step: str) -> None:
     check(name, SHAPES[shape], step, dtype)
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", OTHER_HEADS | SMALL_HEADS)
 @pytest.mark.parametrize(("name", "dtype"), TRITON)
-def test_other_heads_with_triton(name: str, dtype: torch.dtype, shape: str, step: str) -> None:
+def test_other_head_shapes_equal_the_reference_with_triton(
+    name: str, dtype: torch.dtype, shape: str, step: str
+) -> None:
     check(name, (OTHER_HEADS | SMALL_HEADS)[shape], step, dtype)
 
 
@@ -93,12 +95,14 @@ def test_other_heads_with_triton(name: str, dtype: torch.dtype, shape: str, step
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", OTHER_HEADS)
 @pytest.mark.parametrize(("name", "dtype"), [FLASHINFER, FLASHINFER_HALF])
-def test_other_heads_with_flashinfer(name: str, dtype: torch.dtype, shape: str, step: str) -> None:
+def test_other_head_shapes_equal_the_reference_with_flashinfer(
+    name: str, dtype: torch.dtype, shape: str, step: str
+) -> None:
     check(name, OTHER_HEADS[shape], step, dtype)
 
 
 def capture(side: Side, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of all layers, and the outputs it writes."""
+    """Capture all layers; return the graph and the outputs it writes."""
     side.backend.plan(inputs.batch, graph=True)
     side.run(inputs)  # compiles what has to be
     torch.cuda.synchronize()
@@ -110,7 +114,7 @@ def capture(side: Side, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, list[Tens
 
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows"])
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
-def test_captured_graphs_stay_right_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
+def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
     sizes = {rows: make_inputs(SHAPES[shape], [(5, 1)] * rows, "cuda", dtype) for rows in (40, 8, 1)}
     side = make_side(name, sizes[40])
     graphs = {rows: capture(side, inputs) for rows, inputs in sizes.items()}
@@ -127,7 +131,7 @@ def test_captured_graphs_stay_right_for_other_lengths(name: str, dtype: torch.dt
 
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen3-0.6b", "windows"])
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
-def test_captured_graphs_with_chunks_stay_right_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
+def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str, dtype: torch.dtype, shape: str) -> None:
     inputs = make_inputs(SHAPES[shape], [(5, 25), *[(5, 1)] * 7], "cuda", dtype)
     side = make_side(name, inputs)
     graph, outputs = capture(side, inputs)
@@ -165,7 +169,7 @@ def test_steps_may_be_planned_before_earlier_ones_have_run(name: str, dtype: tor
 
 @pytest.mark.parametrize("step", ["decodes", "chunks"])
 @pytest.mark.parametrize(("name", "dtype"), [TRITON[1], FLASHINFER])
-def test_a_cache_of_more_elements_than_an_int32_counts(name: str, dtype: torch.dtype, step: str) -> None:
+def test_offsets_beyond_int32_are_exact(name: str, dtype: torch.dtype, step: str) -> None:
     shape = Shape(heads=8, kv_heads=8, head_dim=128, page=64, num_pages=35_000)  # of 131,072 elements
     inputs = make_inputs(shape, STEPS[step], "cuda", dtype)
     assert int(inputs.batch.slots.max()) // 64 * 131_072 > 1 << 31

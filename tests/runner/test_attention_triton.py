@@ -40,7 +40,7 @@ def check(shape: Shape, sequences: list[tuple[int, int]], dtype: torch.dtype, to
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_step_in_float32(shape: str, step: str) -> None:
+def test_every_shape_and_step_equals_the_reference_in_float32(shape: str, step: str) -> None:
     check(SHAPES[shape], STEPS[step], torch.float32, 2e-5, padding=0)
 
 
@@ -50,5 +50,5 @@ def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cache_of_16_bits(dtype: torch.dtype) -> None:
+def test_a_16_bit_cache_equals_the_reference(dtype: torch.dtype) -> None:
     check(SHAPES["pairs"], STEPS["mixed"], dtype, 2e-2, padding=0)

@@ -1,4 +1,4 @@
-"""Finding a model, telling checkpoints apart, and refusing weights that are broken or belong to another model."""
+"""Model directories, fingerprints of weights, and errors for weights that are broken or of another model."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_a_directory_is_a_model(tmp_path: Path) -> None:
+def test_a_directory_resolves_to_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "a/b/c", "../x", "has space"])
-def test_what_is_neither_directory_nor_hub_id(model: str) -> None:
+def test_neither_directory_nor_hub_id_is_refused(model: str) -> None:
     with pytest.raises(CheckpointError, match="neither an existing directory nor a hub id"):
         resolve_model(model)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(CheckpointError, match="is a file; use the directory"):
         resolve_model(str(tmp_path / "model.gguf"))
 
 
-def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_names_the_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="is not a local directory, and its download from the hub failed"):
         resolve_model("pdserve/does-not-exist")
 
 
-def test_fingerprints_tell_fine_tunes_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_fine_tunes(tmp_path: Path) -> None:
     one = make_checkpoint(tmp_path / "one", "llama", seed=1)
     same = make_checkpoint(tmp_path / "same", "llama", seed=1)
     other = make_checkpoint(tmp_path / "other", "llama", seed=2)
@@ -65,7 +65,7 @@ def test_fingerprints_tell_fine_tunes_apart(tmp_path: Path) -> None:
     assert len({weights_fingerprint(path) for path in (one, other, shards)}) == 3
 
 
-def test_no_weights(checkpoint: Path) -> None:
+def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     for refused in (build, weights_fingerprint):
         with pytest.raises(CheckpointError, match=r"has no \*.safetensors"):
@@ -73,7 +73,7 @@ def test_no_weights(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 1000, 100_000])
-def test_truncated_weights(checkpoint: Path, size: int) -> None:
+def test_truncated_weights_are_refused(checkpoint: Path, size: int) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors.*download"):
@@ -100,7 +100,7 @@ def test_wrong_shapes_are_named(checkpoint: Path) -> None:
         build(checkpoint)
 
 
-def test_tensors_without_a_place_are_refused(checkpoint: Path) -> None:
+def test_unexpected_tensors_are_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
     with pytest.raises(CheckpointError, match=r"self_attn.q_proj.bias has no place in the model"):
         build(checkpoint)
@@ -112,14 +112,14 @@ def test_integer_weights_are_refused(checkpoint: Path) -> None:
         build(checkpoint)
 
 
-def test_buffers_that_are_computed_here_are_passed_over(tmp_path: Path) -> None:
+def test_computed_buffers_in_a_checkpoint_are_skipped(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(128, 64)}
     rewrite(checkpoint, lambda tensors: tensors.update(extra))
     build(checkpoint)
 
 
-def test_an_index_that_is_broken_or_names_absent_files(tmp_path: Path) -> None:
+def test_an_index_that_is_broken_or_names_absent_files_is_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", max_shard_size="60KB")
     index = checkpoint / "model.safetensors.index.json"
     shard = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]

@@ -1,4 +1,4 @@
-"""Random weights for benches: quick, in place, the same every time."""
+"""Random weights for benches: in place, and equal every time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_are_one_and_all_else_is_normal(dtype: torch.dtype) -> None:
+def test_norms_are_one_and_other_weights_are_normal(dtype: torch.dtype) -> None:
     filled = tensors(dtype)
     addresses = {name: tensor.data_ptr() for name, tensor in filled.items()}
     fill(filled, seed=3)
@@ -47,7 +47,7 @@ def test_norms_are_one_and_all_else_is_normal(dtype: torch.dtype) -> None:
             assert tensor.isfinite().all()
 
 
-def test_a_seed_decides_the_numbers() -> None:
+def test_equal_seeds_draw_equal_weights() -> None:
     one, same, other = (tensors(torch.float32) for _ in range(3))
     for filled, seed in ((one, 1), (same, 1), (other, 2)):
         fill(filled, seed)

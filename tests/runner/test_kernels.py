@@ -45,13 +45,13 @@ def reference_ops() -> TorchPointwiseOps:
 
 @dtypes
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 100), (3, 1536)])
-def test_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rms_norm_equals_torch(rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     assert_close(TritonPointwiseOps(EPS, ALONE).rms_norm(x, weight), reference_ops().rms_norm(x, weight))
 
 
 @dtypes
-def test_norm_of_a_sum_changes_the_residual(dtype: torch.dtype) -> None:
+def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
     x, residual, weight = (random(3, 200, dtype=dtype, seed=seed) for seed in range(3))
     weight, expected = weight[0].contiguous(), residual.clone()
     normed = reference_ops().add_rms_norm(x, expected, weight)
@@ -67,14 +67,14 @@ def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
 
 @dtypes
 @pytest.mark.parametrize("size", [32, 1024, 1500])
-def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul_equals_torch(size: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * size, dtype=dtype) * 4
     assert_close(TritonPointwiseOps(EPS, ALONE).silu_and_mul(gate_up), reference_ops().silu_and_mul(gate_up))
 
 
 @dtypes
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 8), (7, 1000), (130, 1024), (64, 3584)])
-def test_product_of_one_token(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+def test_gemv_equals_the_exact_product(out_features: int, in_features: int, dtype: torch.dtype) -> None:
     x, weight = random(1, in_features, dtype=dtype), random(out_features, in_features, dtype=dtype, seed=1)
     exact = x.double() @ weight.double().t()
     error = (gemv(x, weight).double() - exact).abs().max()
@@ -82,7 +82,7 @@ def test_product_of_one_token(out_features: int, in_features: int, dtype: torch.
 
 
 @dtypes
-def test_embedding_of_a_run_of_the_vocabulary(dtype: torch.dtype) -> None:
+def test_embed_yields_zeros_outside_of_the_shard(dtype: torch.dtype) -> None:
     table, ids = random(12, 1500, dtype=dtype), torch.tensor([0, 5, 6, 15, 16, 99, 6], device=DEVICE)
     expected = torch.zeros(len(ids), 1500, dtype=torch.float32, device=DEVICE)
     for row, token in enumerate(ids.tolist()):
@@ -94,7 +94,9 @@ def test_embedding_of_a_run_of_the_vocabulary(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "page"), [(4, 4, 16, 16), (6, 2, 64, 32), (40, 10, 32, 64)])
-def test_rope_store(heads: int, kv_heads: int, head_dim: int, page: int, has_norms: bool, dtype: torch.dtype) -> None:
+def test_rope_store_equals_torch(
+    heads: int, kv_heads: int, head_dim: int, page: int, has_norms: bool, dtype: torch.dtype
+) -> None:
     slots = torch.tensor([3 * page, -1, 5 * page - 1, 1, -1], device=DEVICE)
     qkv = random(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     angles = random(len(slots), head_dim, dtype=torch.float32, seed=1)  # as in a table: a row holds cos, then sin
@@ -121,7 +123,7 @@ def test_rope_store(heads: int, kv_heads: int, head_dim: int, page: int, has_nor
     torch.testing.assert_close(pages, expected_pages, atol=scale * TOLERANCE[dtype], rtol=scale * TOLERANCE[dtype])
 
 
-def test_pages_in_lists() -> None:
+def test_page_lists_hold_the_pages_of_all_sequences() -> None:
     sequences = [(16, 1), (0, 16), (100, 8)]
     inputs = make_inputs(Shape(page=16), sequences, str(DEVICE), torch.float32, padding=2)
     lists = PageLists(8, 16, DEVICE)
@@ -133,7 +135,7 @@ def test_pages_in_lists() -> None:
     assert lists.pages[:12].tolist() == [page for pages in expected for page in pages] + [0, 0]
 
 
-def test_lists_of_many_rows_and_long_sequences() -> None:
+def test_page_lists_of_many_rows_and_long_sequences() -> None:
     rows = 300  # more than a program adds up at once
     shape = Shape(page=16, num_pages=1030, kv_heads=1, head_dim=16)
     inputs = make_inputs(shape, [(0, 1)] * 2 + [(16 * 1025, 1)], str(DEVICE), torch.float32, padding=rows - 3)
@@ -144,12 +146,12 @@ def test_lists_of_many_rows_and_long_sequences() -> None:
 
 
 @pytest.mark.parametrize("page", [16, 64])
-def test_gathered_keys(page: int) -> None:
+def test_gathered_keys_are_contiguous_and_zero_padded(page: int) -> None:
     shape = Shape(page=page, kv_heads=2, head_dim=16, windows=(None, None), num_pages=60)
     lens = [TILE + 5, 0, 3 * TILE, 1, 40]
     inputs = make_inputs(shape, [(length, 0) for length in lens], str(DEVICE), torch.float32)
     cache = KVCache(shape.layout(torch.float32), DEVICE)
-    cache.tensor.fill_(torch.nan)  # what nobody has written, or others have
+    cache.tensor.fill_(torch.nan)  # unwritten slots must not be read
     layer = cache.layers[1]
     expected: list[tuple[Tensor, Tensor]] = []
     for row, length in enumerate(lens):

@@ -1,4 +1,4 @@
-"""Linear layers against float64, in every form that a CPU holds weights in."""
+"""Unquantized linear layers against float64, in every form in which a CPU holds weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def loaded(weight: Tensor, bias: Tensor | None, placement: TensorPlacement) -> U
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 17, 64])
-def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, with_bias: bool, tokens: int) -> None:
-    """Also where a 16-bit weight of the checkpoint is too large or too small for the format it is held in."""
+def test_products_err_no_more_than_float32(stored: torch.dtype, magnitude: float, with_bias: bool, tokens: int) -> None:
+    """Includes 16-bit weights too large or too small for the format they are held in."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(96, 200, generator=generator) * magnitude).to(stored)
     bias = torch.randn(96, generator=generator).mul(magnitude).to(stored) if with_bias else None
@@ -43,19 +43,19 @@ def test_products_are_as_good_as_float32(stored: torch.dtype, magnitude: float, 
     assert error <= 8 * (float32.double() - exact).abs().max()
 
 
-def test_weights_of_very_different_size_share_a_layer() -> None:
+def test_rows_of_very_different_magnitude_are_exact() -> None:
     weight = torch.full((4, 64), 3.0e-8, dtype=torch.bfloat16)
     weight[1:] = 200.0
     y = loaded(weight, None, TensorPlacement(CPU, torch.bfloat16, torch.float32)).apply(torch.ones(1, 64))
     assert torch.allclose(y, weight.float().sum(1)[None], rtol=1e-6, atol=0)
 
 
-def test_zero_weights() -> None:
+def test_zero_weights_yield_zero() -> None:
     linear = loaded(torch.zeros(8, 16), None, TensorPlacement(CPU, torch.bfloat16, torch.float32))
     assert torch.equal(linear.apply(torch.ones(3, 16)), torch.zeros(3, 8))
 
 
-def test_few_numbers_of_tokens_are_multiplied() -> None:
+def test_padded_token_counts_are_few_and_close() -> None:
     padded = [padded_tokens(count) for count in range(1, 8193)]
     assert all(count <= more <= count * 3 / 2 for count, more in enumerate(padded, 1))
     assert padded == sorted(padded)

@@ -1,4 +1,4 @@
-"""config.json in the formats of transformers 4 and 5, and everything that can be wrong with it."""
+"""config.json in the formats of transformers 4 and 5, and errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(directory: Path, config: dict[str, Any], generation: dict[str, Any] | N
     return load_model_config(directory)
 
 
-def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+def test_defaults_equal_transformers(tmp_path: Path) -> None:
     llama = load(tmp_path, {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"})
     assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
     assert llama.rope == RopeConfig(theta=10_000.0)
@@ -48,7 +48,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_writes_today(family: str, tmp_path: Path) -> None:
+def test_configs_written_by_transformers_are_read(family: str, tmp_path: Path) -> None:
     config = load_model_config(make_checkpoint(tmp_path / "model", family, tie_word_embeddings=True, dtype="bfloat16"))
     assert (config.dtype, config.tie_word_embeddings, config.eos_token_ids) == ("bfloat16", True, (2,))
 
@@ -73,7 +73,7 @@ def test_rope_means_the_same_in_every_format(rope_type: str, numbers: dict[str, 
         assert new.rope.params["original_max_position_embeddings"] == (128 if rope_type == "yarn" else 512)
 
 
-def test_sliding_windows_of_qwen(tmp_path: Path) -> None:
+def test_qwen_windows_follow_layer_types(tmp_path: Path) -> None:
     on = {**QWEN, "use_sliding_window": True, "sliding_window": 32}
     assert load(tmp_path, {**on, "max_window_layers": 3}).sliding_windows == (None, None, None, 32)
     types = ["sliding_attention", "full_attention"] * 2
@@ -119,7 +119,7 @@ def test_errors_name_file_value_and_what_is_supported(changes: dict[str, Any], m
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_errors_of_qwen_layer_types(tmp_path: Path) -> None:
+def test_wrong_qwen_layer_types_are_refused(tmp_path: Path) -> None:
     on = {**QWEN, "use_sliding_window": True, "sliding_window": 32}
     with pytest.raises(CheckpointError, match="2 layer_types for 4 layers"):
         load(tmp_path, {**on, "layer_types": ["full_attention"] * 2})
@@ -128,7 +128,7 @@ def test_errors_of_qwen_layer_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]", "", '{"a": \xff}'])
-def test_broken_files(text: str, tmp_path: Path) -> None:
+def test_broken_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config.json .*download the checkpoint again"):
         load_model_config(tmp_path)

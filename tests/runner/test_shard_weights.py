@@ -1,4 +1,4 @@
-"""Each rank fills its part of the model, and reads no more than that."""
+"""Each rank fills its shard of the model and reads no more."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ def position_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool 
 
 
 def decoder_at(directory: Path, position: RankPosition) -> Decoder:
-    world: Any = SimpleNamespace(position=position)  # until it is called, a decoder needs nobody else
+    world: Any = SimpleNamespace(position=position)  # building a decoder needs no other rank
     model = load_model_config(directory)
     return decoder_class(model.architecture)(model, world, CPU)
 
 
-def loaded_parts(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
+def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
     decoder = decoder_at(directory, position)
-    parts = dict(decoder.weight_shards())
-    load_weights(directory, parts, decoder.ignored_weights(), lambda fraction: None)
-    return parts
+    shards = dict(decoder.weight_shards())
+    load_weights(directory, shards, decoder.ignored_weights(), lambda fraction: None)
+    return shards
 
 
-def random_parts(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
-    parts = dict(decoder_at(directory, position).weight_shards())
-    fill_random(parts, seed=4)
-    return parts
+def random_shards(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
+    shards = dict(decoder_at(directory, position).weight_shards())
+    fill_random(shards, seed=4)
+    return shards
 
 
 @pytest.mark.parametrize(("tied", "shared_mlps"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("fill", [loaded_parts, random_parts])
-def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, fill: Any, tied: bool, shared_mlps: bool) -> None:
+@pytest.mark.parametrize("fill", [loaded_shards, random_shards])
+def test_shards_of_all_ranks_make_up_the_model(tmp_path: Path, fill: Any, tied: bool, shared_mlps: bool) -> None:
     options: dict[str, Any] = {"attention_bias": True, "tie_word_embeddings": tied, "vocab_size": 130}
     directory = make_checkpoint(tmp_path / "model", "qwen3", **options)
     whole: dict[str, Tensor] = {
-        name: part.memory for name, part in fill(directory, position_of(directory, 1, 1, 0)).items()
+        name: shard.memory for name, shard in fill(directory, position_of(directory, 1, 1, 0)).items()
     }
-    if fill is loaded_parts:
+    if fill is loaded_shards:
         stored = load_file(directory / "model.safetensors")
         assert all(torch.equal(whole[name], stored[name]) for name in whole)
-    unseen = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
+    uncovered = {name: torch.ones(tensor.shape) for name, tensor in whole.items()}
     for rank in range(8):
-        for name, part in fill(directory, position_of(directory, 2, 4, rank, shared_mlps)).items():
-            assert torch.equal(part.memory, whole[name][part.index]), (rank, name)
-            unseen[name][part.index] = 0.0
-    assert not any(left.any() for left in unseen.values())
+        for name, shard in fill(directory, position_of(directory, 2, 4, rank, shared_mlps)).items():
+            assert torch.equal(shard.memory, whole[name][shard.index]), (rank, name)
+            uncovered[name][shard.index] = 0.0
+    assert not any(left.any() for left in uncovered.values())
 
 
-def test_a_stage_has_embedding_or_norm_and_head_only_at_its_end(tmp_path: Path) -> None:
+def test_only_end_stages_have_embedding_norm_and_head(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=3)
-    first, middle, last = (set(loaded_parts(directory, position_of(directory, 3, 1, rank))) for rank in range(3))
+    first, middle, last = (set(loaded_shards(directory, position_of(directory, 3, 1, rank))) for rank in range(3))
     assert first - {"model.embed_tokens.weight"} == {name.replace("layers.1.", "layers.0.") for name in middle}
     assert last - {"model.norm.weight", "lm_head.weight"} == {name.replace("layers.1.", "layers.2.") for name in middle}
 
@@ -80,20 +80,20 @@ def test_a_shared_mlp_is_on_both_sides_of_a_boundary(tmp_path: Path) -> None:
     mlp = {"post_attention_layernorm.weight", *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))}
     for rank in range(3):
         alone, shared = (position_of(directory, 3, 1, rank, shared_mlps) for shared_mlps in (False, True))
-        more = set(loaded_parts(directory, shared)) - set(loaded_parts(directory, alone))
+        more = set(loaded_shards(directory, shared)) - set(loaded_shards(directory, alone))
         assert more == {f"model.layers.{rank - 1}.{name}" for name in mlp if rank}
         assert num_parameters(model, shared) - num_parameters(model, alone) == bool(rank) * 3 * 64 * 96
 
 
-def test_what_is_wrong_is_said_of_whole_tensors_on_every_rank(tmp_path: Path) -> None:
+def test_every_rank_checks_the_full_shape_of_tensors(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama")
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"model.layers.3.mlp.up_proj.weight": torch.zeros(96, 64)}, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.layers.3.mlp.up_proj.weight has no place in the model"):
-        loaded_parts(directory, position_of(directory, 3, 2, 1))
+        loaded_shards(directory, position_of(directory, 3, 2, 1))
     save_file(tensors | {"model.layers.0.mlp.up_proj.weight": torch.zeros(48, 64)}, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"shape \(48, 64\), config.json asks for \(96, 64\)"):
-        loaded_parts(directory, position_of(directory, 3, 2, 1))
+        loaded_shards(directory, position_of(directory, 3, 2, 1))
 
 
 def test_reading_a_shard_takes_no_more_memory_than_the_shard_and_a_tensor(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_reading_a_shard_takes_no_more_memory_than_the_shard_and_a_tensor(tmp_pa
     }
     directory = make_checkpoint(tmp_path / "model", "llama", **options)
     position = position_of(directory, 1, 4, 1)
-    shard = 4 * num_parameters(load_model_config(directory), position)
+    num_bytes = 4 * num_parameters(load_model_config(directory), position)
     before = peak = _private_memory()
     done = threading.Event()
 
@@ -116,15 +116,15 @@ def test_reading_a_shard_takes_no_more_memory_than_the_shard_and_a_tensor(tmp_pa
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    parts = loaded_parts(directory, position)
+    shards = loaded_shards(directory, position)
     done.set()
     watcher.join()
-    assert sum(part.memory.nbytes for part in parts.values()) == pytest.approx(shard, rel=0.01)
-    assert max(peak, _private_memory()) - before <= shard + 8000 * 512 * 4
+    assert sum(shard.memory.nbytes for shard in shards.values()) == pytest.approx(num_bytes, rel=0.01)
+    assert max(peak, _private_memory()) - before <= num_bytes + 8000 * 512 * 4
 
 
 def _private_memory() -> int:
-    """Bytes of this process that are no pages of a file."""
+    """Return the bytes of this process outside of file mappings."""
     status = Path("/proc/self/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
