@@ -1,4 +1,4 @@
-"""A decode node that says what a test tells it to: for the edges that real nodes cannot be made to show.
+"""A decode node whose outputs a test scripts, for edge cases that real nodes cannot be made to show.
 
 Real gRPC on a real port, in a thread of the test. A request finds its script by its ``cache_salt``.
 """

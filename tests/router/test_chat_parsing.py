@@ -55,7 +55,7 @@ def collect(stream: Iterator[ChatCompletionChunk]) -> tuple[dict[str, str], list
     return texts, calls, finish
 
 
-def test_calls_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
+def test_tool_calls_are_equal_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
     fields = say("Let me see.\n" + CALL + "\n" + OTHER)
     choice = sdk.chat.completions.create(tools=TOOLS, **fields).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -69,13 +69,13 @@ def test_calls_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
     assert finish == "tool_calls"
 
 
-def test_arguments_are_streamed_as_they_come(sdk: openai.OpenAI, say: Any) -> None:
+def test_arguments_are_streamed_as_they_arrive(sdk: openai.OpenAI, say: Any) -> None:
     fields = say('<tool_call>{"name": "f", "arguments": {"a": "a rather long text, in many tokens"}}</tool_call>')
     chunks = list(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))
     assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 10
 
 
-def test_without_parallel_calls_the_first_counts(sdk: openai.OpenAI, say: Any) -> None:
+def test_without_parallel_calls_only_the_first_is_sent(sdk: openai.OpenAI, say: Any) -> None:
     message = (
         sdk.chat.completions.create(tools=TOOLS, parallel_tool_calls=False, **say(CALL + OTHER)).choices[0].message
     )
@@ -83,12 +83,12 @@ def test_without_parallel_calls_the_first_counts(sdk: openai.OpenAI, say: Any) -
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_without_tools_text_is_text(sdk: openai.OpenAI, say: Any, fields: dict[str, Any]) -> None:
+def test_without_tools_output_stays_content(sdk: openai.OpenAI, say: Any, fields: dict[str, Any]) -> None:
     choice = sdk.chat.completions.create(**fields, **say(CALL)).choices[0]
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
 
 
-def test_a_call_cut_short_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
+def test_truncated_call_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
     choice = sdk.chat.completions.create(tools=TOOLS, **say(CALL[:45], finish="length")).choices[0]
     assert choice.finish_reason == "length"
     assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"a": ']
@@ -110,7 +110,7 @@ def test_tools_and_earlier_calls_reach_the_prompt(
     assert "<tool_call>f:5</tool_call><|im_end|>\n<|im_start|>tool\ndone<|im_end|>" in prompt
 
 
-def test_reasoning_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
+def test_reasoning_is_equal_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
     fields = say("<think>\nLet me think.\n</think>\n\nHello!")
     answer: Any = sdk.chat.completions.create(**fields)
     message = answer.choices[0].message
@@ -123,7 +123,7 @@ def test_reasoning_whole_and_streamed(sdk: openai.OpenAI, say: Any) -> None:
     assert finish == "stop"
 
 
-def test_reasoning_before_a_call(sdk: openai.OpenAI, say: Any) -> None:
+def test_reasoning_may_precede_a_call(sdk: openai.OpenAI, say: Any) -> None:
     fields = say(f"<think>\nf, surely.\n</think>\n\n{CALL}")
     texts, calls, finish = collect(sdk.chat.completions.create(tools=TOOLS, stream=True, **fields))
     assert texts == {"content": "", "reasoning": "f, surely.", "reasoning_content": "f, surely."}
@@ -131,14 +131,14 @@ def test_reasoning_before_a_call(sdk: openai.OpenAI, say: Any) -> None:
     assert finish == "tool_calls"
 
 
-def test_reasoning_can_be_left_out(sdk: openai.OpenAI, say: Any) -> None:
+def test_include_reasoning_false_drops_reasoning(sdk: openai.OpenAI, say: Any) -> None:
     message: Any = sdk.chat.completions.create(**say("<think>a</think>b", include_reasoning=False)).choices[0].message
     assert message.content == "b"
     assert not hasattr(message, "reasoning")
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])
-def test_reasoning_switched_off_is_not_looked_for(
+def test_reasoning_switched_off_is_not_parsed(
     sdk: openai.OpenAI,
     say: Any,
     fields: dict[str, Any],
@@ -151,7 +151,7 @@ def test_reasoning_switched_off_is_not_looked_for(
     assert tokenizer.decode(scripted_node.seen[request.node.name].prompt).endswith("<think>\n\n</think>\n\n")
 
 
-def test_special_tokens_that_calls_are_made_of_stay(reading_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
+def test_special_tokens_of_tool_calls_become_text(reading_dir: Path, scripted_node: ScriptedNode, say: Any) -> None:
     text = '[TOOL_CALLS]f{"a": 1}'
     with (
         router_process(reading_dir, ["--decode", scripted_node.address, "--tool-call-parser", "mistral"]) as router,
@@ -165,7 +165,7 @@ def test_special_tokens_that_calls_are_made_of_stay(reading_dir: Path, scripted_
         assert sdk.chat.completions.create(**shown).choices[0].message.content == text
 
 
-def test_a_message_is_continued(
+def test_final_message_is_continued(
     sdk: openai.OpenAI, say: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer, request: pytest.FixtureRequest
 ) -> None:
     fields = say("ok", continue_final_message=True, add_generation_prompt=False)
@@ -178,7 +178,7 @@ def test_a_message_is_continued(
     ("begun", "reasoning", "content"),
     [("<think>I wa", "s.", " So."), ("<think>I was.</think>S", None, "s.</think> So."), ("S", None, "s.</think> So.")],
 )
-def test_a_continued_message_may_be_in_the_middle_of_reasoning(
+def test_continued_message_may_end_inside_reasoning(
     sdk: openai.OpenAI, say: Any, begun: str, reasoning: str | None, content: str
 ) -> None:
     fields = say("s.</think> So.", continue_final_message=True, add_generation_prompt=False)
@@ -213,6 +213,6 @@ def test_a_continued_message_may_be_in_the_middle_of_reasoning(
         ({"messages": [{"role": "function", "content": "1"}]}, "role 'tool'"),
     ],
 )
-def test_what_cannot_be_is_refused(sdk: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
+def test_invalid_chat_request_is_refused(sdk: openai.OpenAI, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         sdk.post("/chat/completions", body={"messages": ASK, **fields}, cast_to=object)

@@ -48,7 +48,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", ["llama3", "qwen3", "mistral", "chatml", "exotic"])
-def test_parity_with_transformers(reference: Any, template: str, conversation: str, generate: bool) -> None:
+def test_templates_render_as_in_transformers(reference: Any, template: str, conversation: str, generate: bool) -> None:
     source = (TEMPLATES / f"{template}.jinja").read_text()
     messages = CONVERSATIONS[conversation]
     try:
@@ -70,7 +70,7 @@ TOOL: dict[str, Any] = {
 
 @pytest.mark.parametrize("end", ["2", "Sure, ", " x\n\n"])
 @pytest.mark.parametrize("template", ["llama3", "qwen3", "mistral", "chatml"])
-def test_a_continued_message_and_tools_as_transformers_has_them(reference: Any, template: str, end: str) -> None:
+def test_continued_messages_and_tools_render_as_in_transformers(reference: Any, template: str, end: str) -> None:
     source = (TEMPLATES / f"{template}.jinja").read_text()
     messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": end}]
     expected = reference.apply_chat_template(
@@ -80,14 +80,14 @@ def test_a_continued_message_and_tools_as_transformers_has_them(reference: Any, 
     assert rendered == expected
 
 
-def test_a_template_that_wants_content_gets_some_where_a_message_only_calls_tools() -> None:
+def test_template_that_needs_content_gets_empty_content_for_tool_calls() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}", {})
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     calling: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert template.render([{"role": "user", "content": "Do."}, calling], False) == "user:Do.;assistant:;"
 
 
-def test_only_content_can_be_continued() -> None:
+def test_message_without_content_cannot_be_continued() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", {}
     )
@@ -97,7 +97,7 @@ def test_only_content_can_be_continued() -> None:
         template.render([{"role": "assistant", "content": "a"}], False, continue_final_message=True)
 
 
-def test_the_developer_is_the_system_where_the_template_knows_none() -> None:
+def test_developer_role_becomes_system_if_unknown_to_the_template() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
     assert ChatTemplate("{{ messages[0].role }}", {}).render(messages) == "system"
     assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(messages) == "developer"
@@ -114,7 +114,7 @@ def test_variables_reach_the_template(reference: Any, variables: dict[str, Any])
     assert ChatTemplate(source, TOKENS).render(messages, True, variables) == expected
 
 
-def test_the_token_ids_are_those_of_transformers(reference: Any, tmp_path: Path) -> None:
+def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> None:
     config = {**TOKENS, "chat_template": small_tokenizers.CHATML}
     directory = small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), **config)
     tokenizer = Tokenizer.load(directory)
@@ -138,18 +138,18 @@ def test_the_token_ids_are_those_of_transformers(reference: Any, tmp_path: Path)
         "{% include 'x' %}",
     ],
 )
-def test_what_a_template_must_not_do_is_an_error_of_the_request(source: str) -> None:
+def test_forbidden_template_operation_is_a_request_error(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as caught:
         ChatTemplate(source, {}).render(CONVERSATIONS["one"])
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_does_not_compile_is_an_error_of_the_checkpoint() -> None:
+def test_template_syntax_error_is_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="does not compile"):
         ChatTemplate("{% if %}", {})
 
 
-def test_the_jinja_file_comes_before_the_config(tmp_path: Path) -> None:
+def test_jinja_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
     small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), chat_template="config")
     (tmp_path / "chat_template.jinja").write_text("file")
     template = Tokenizer.load(tmp_path).chat_template
@@ -163,7 +163,7 @@ tools {{ name([tools[0]]) }}
 """
 
 
-def test_of_several_templates_one_is_for_tools(tmp_path: Path) -> None:
+def test_tool_use_template_renders_requests_with_tools(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": TOOL_USE}, {"name": "default", "template": "\n{{ bos_token }} default\n"}]
     small_tokenizers.write(tmp_path, small_tokenizers.byte_level(), chat_template=named, bos_token="<|begin|>")
     template = Tokenizer.load(tmp_path).chat_template
@@ -198,6 +198,6 @@ def test_text_parts_are_joined() -> None:
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls"),
     ],
 )
-def test_messages_that_cannot_be_served_are_named(message: dict[str, Any], said: str) -> None:
+def test_error_names_the_malformed_message(message: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         check_messages([message])

@@ -22,7 +22,7 @@ from router.text.tokenizer import Tokenizer
 TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 
 
-def test_a_request_that_is_over_leaves_no_work_to_the_garbage_collector() -> None:
+def test_finished_request_leaves_no_reference_cycles() -> None:
     jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2))]
     encoder = CompletionEncoder(TOKENIZER, "model", "id", 0, False)
     response = StreamedResponse(encoder, ResponseOptions(-1, False, False), jobs)

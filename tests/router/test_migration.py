@@ -1,4 +1,4 @@
-"""Requests whose decode node fails, with nodes that say what a test tells them to."""
+"""Requests whose decode node fails, with scripted nodes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _salts = itertools.count()
 
 @dataclass
 class Nodes:
-    """Decode nodes behind a router, one of which is asked first."""
+    """Scripted decode nodes behind a router."""
 
     all: list[ScriptedNode]
     client: httpx.Client
 
     def play(self, first: Script, *later: Script) -> dict[str, Any]:
-        """Fields of a request: the first node that is asked plays ``first``, whichever it is, the next one the next."""
+        """Return request fields; the node that gets the request first plays ``first``, the next one the next script."""
         salt = f"salt-{next(_salts)}"
         scripts = iter((first, *later))
 
@@ -74,7 +74,7 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 
 
 def stream(client: httpx.Client, body: dict[str, Any]) -> list[Any]:
-    """Every event, [DONE] too."""
+    """Return every event, with [DONE]."""
     with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -88,7 +88,7 @@ def text_of(events: list[Any], choice: int = 0) -> str:
 
 
 def saying(token_ids: list[int], then: str | None = "length") -> Script:
-    """Says these, and then ends the choice; with None it says that it failed."""
+    """Send these tokens and the finish reason ``then``; None: send a failure."""
 
     async def script(conversation: Conversation) -> None:
         for position, token_id in enumerate(token_ids):
@@ -105,8 +105,8 @@ def resumed(conversation: Conversation) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("told", [0, 1, 3])
-def test_a_prompt_is_scored_again_only_where_it_has_not_been(nodes: Nodes, told: int) -> None:
-    """After the first token nothing is asked of the prompt any more; what was told in part is told anew."""
+def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Nodes, told: int) -> None:
+    """Log-probabilities that arrived only in part are requested again; after the first token none are."""
     asked: list[int] = []
 
     async def beginning(conversation: Conversation) -> None:
@@ -132,8 +132,8 @@ def test_a_prompt_is_scored_again_only_where_it_has_not_been(nodes: Nodes, told:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])
-def test_the_text_goes_on_where_it_was(nodes: Nodes, tokenizer: Tokenizer, cut: int) -> None:
-    """Also between the bytes of a character; nothing of the request changes but what it has already."""
+def test_migrated_text_continues_without_loss_or_repetition(nodes: Nodes, tokenizer: Tokenizer, cut: int) -> None:
+    """Also between the bytes of a character; only the resumed tokens differ in the second request."""
     text = "one 日本 🙂 two"
     token_ids = tokenizer.encode(text)
     asked: list[Conversation] = []
@@ -157,7 +157,7 @@ def test_the_text_goes_on_where_it_was(nodes: Nodes, tokenizer: Tokenizer, cut: 
     assert nodes.metric("pdserve_replayed_tokens_total") == before + cut
 
 
-def test_a_stop_string_is_found_across_the_cut(nodes: Nodes, tokenizer: Tokenizer) -> None:
+def test_stop_string_is_found_across_a_migration(nodes: Nodes, tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("one two STOP three")
     cut = len(tokenizer.encode("one two ST"))
     body = nodes.play(saying(token_ids[:cut], then=None), saying(token_ids[cut:]))
@@ -166,7 +166,7 @@ def test_a_stop_string_is_found_across_the_cut(nodes: Nodes, tokenizer: Tokenize
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_only_choices_that_have_not_ended_go_on(nodes: Nodes, tokenizer: Tokenizer) -> None:
+def test_only_unfinished_choices_migrate(nodes: Nodes, tokenizer: Tokenizer) -> None:
     (a,), (b,), (c,) = (tokenizer.encode(letter) for letter in "abc")
     asked: list[dict[int, list[int]]] = []
 
@@ -187,7 +187,7 @@ def test_only_choices_that_have_not_ended_go_on(nodes: Nodes, tokenizer: Tokeniz
     assert asked == [{0: [a], 2: [c, c]}]
 
 
-def test_cached_tokens_are_those_of_the_first_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
+def test_cached_tokens_are_counted_at_the_first_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
     (a,) = tokenizer.encode("a")
 
     async def beginning(conversation: Conversation) -> None:
@@ -202,8 +202,8 @@ def test_cached_tokens_are_those_of_the_first_node(nodes: Nodes, tokenizer: Toke
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (1, 2)
 
 
-def test_a_request_that_kills_its_nodes_ends(nodes: Nodes, tokenizer: Tokenizer) -> None:
-    """It may go on twice, and then its client is told."""
+def test_request_fails_after_the_limit_of_node_failures(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    """It migrates twice, then the client gets the error."""
     (a,) = tokenizer.encode("a")
     num_asked = 0
 
@@ -221,7 +221,7 @@ def test_a_request_that_kills_its_nodes_ends(nodes: Nodes, tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("code", [pb.Failure.INVALID, pb.Failure.DEADLINE, pb.Failure.OVERLOADED])
-def test_what_is_no_fault_of_a_node_is_told(nodes: Nodes, code: pb.Failure.Code.ValueType) -> None:
+def test_error_that_is_no_node_failure_reaches_the_client(nodes: Nodes, code: pb.Failure.Code.ValueType) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.fail(code, "as it is")
 
@@ -229,8 +229,8 @@ def test_what_is_no_fault_of_a_node_is_told(nodes: Nodes, code: pb.Failure.Code.
     assert response.json()["error"]["message"] == "as it is"
 
 
-def test_a_node_without_room_is_asked_again(nodes: Nodes, tokenizer: Tokenizer) -> None:
-    """A request that has begun does not end because others are busy."""
+def test_migrating_request_retries_a_full_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
+    """A started request waits for room."""
     token_ids = tokenizer.encode("abc")
 
     async def busy(conversation: Conversation) -> None:
@@ -240,8 +240,8 @@ def test_a_node_without_room_is_asked_again(nodes: Nodes, tokenizer: Tokenizer) 
     assert text_of(stream(nodes.client, body)) == "abc"
 
 
-def test_a_request_leaves_nodes_that_are_lost(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
-    """A node that dies is left at once. Where there is no other one, a request waits until one is there, or back."""
+def test_request_migrates_from_lost_nodes(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """It migrates at once; without another node it waits until one appears or returns."""
     (a,) = tokenizer.encode("a")
     alive: list[Conversation] = []
 
@@ -272,8 +272,8 @@ def test_a_request_leaves_nodes_that_are_lost(tokenizer_dir: Path, tokenizer: To
         assert resumed(first.seen[body["cache_salt"]]) == {0: [a, a]}
 
 
-def test_it_goes_to_nodes_that_compute_the_same(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
-    """Others have weights or numbers of another kind, as far as their hashes tell."""
+def test_request_migrates_only_to_compatible_nodes(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+    """A different compatibility hash means other weights or another precision."""
     (a,) = tokenizer.encode("a")
     asked: list[ScriptedNode] = []
 
@@ -295,7 +295,7 @@ def test_it_goes_to_nodes_that_compute_the_same(tokenizer_dir: Path, tokenizer: 
             assert first.description.compat_hash == second.description.compat_hash
 
 
-def test_it_can_be_turned_off(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+def test_migration_can_be_disabled(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
     with start_nodes(tokenizer_dir, "--migrations", "0") as fleet:
         events = stream(fleet.client, fleet.play(saying(tokenizer.encode("a"), then=None)))
         assert events[-1]["error"]["message"] == "the engine died"

@@ -1,4 +1,4 @@
-"""Nodes that come and go, of several models, under requests."""
+"""Nodes that appear, disappear and stop reading, and several models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outputs:
 
 @dataclass
 class Pair:
-    """Two nodes, which send a token, and another one after ``go_on``."""
+    """Two nodes that send one token, and a second one after ``go_on``."""
 
     first: ScriptedNode
     second: ScriptedNode
@@ -68,7 +68,7 @@ def pair() -> Iterator[Pair]:
         node.close()
 
 
-def test_a_node_that_is_not_listed_any_more_ends_what_it_has_begun(pair: Pair) -> None:
+def test_unlisted_node_finishes_its_requests(pair: Pair) -> None:
     first, second = pair.first, pair.second
 
     async def run() -> None:
@@ -94,7 +94,7 @@ def test_a_node_that_is_not_listed_any_more_ends_what_it_has_begun(pair: Pair) -
     asyncio.run(run())
 
 
-def test_a_node_with_two_addresses_is_one(pair: Pair) -> None:
+def test_node_with_two_addresses_counts_once(pair: Pair) -> None:
     first = pair.first
 
     async def run() -> None:
@@ -151,7 +151,7 @@ def test_a_node_that_does_not_read_gets_no_new_requests(pair: Pair, monkeypatch:
     asyncio.run(run())
 
 
-def test_the_more_nodes_there_are_the_less_is_heard_of_each(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_interval_grows_with_the_number_of_nodes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     async def pauses(addresses: frozenset[str]) -> list[int]:
         nodes = Nodes({}, {MODEL})
         nodes.listed("decode", addresses)
@@ -168,7 +168,7 @@ def request() -> pb.Generate:
     return pb.Generate(token_ids=pack_tokens([1, 2]), cache_salt="s")
 
 
-def test_several_models_behind_one_router(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_router_serves_several_models(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def answer(conversation: Conversation) -> None:
         conversation.token(40, finish="length")
 

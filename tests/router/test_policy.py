@@ -1,4 +1,4 @@
-"""The choice of nodes, as a function of a snapshot."""
+"""Load-balancing policies as functions of a snapshot."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES
 # ------------------------------------------------------------ each policy
 
 
-def test_round_robin_goes_round() -> None:
+def test_round_robin_cycles_through_nodes() -> None:
     nodes = (decode("d0", in_flight=9), decode("d1"), prefill("p0"), prefill("p1", backlog=10_000))
     placements = [round_robin(FleetSnapshot("m", nodes, counter), ASK) for counter in range(3)]
     assert placements == [NodeChoice("d0", "p0"), NodeChoice("d1", "p1"), NodeChoice("d0", "p0")]
 
 
-def test_the_least_loaded_of_each_role_whoever_loads_it() -> None:
+def test_least_loaded_counts_requests_of_all_routers() -> None:
     nodes = (decode("d0", requests=3), decode("d1", in_flight=1), prefill("p0", in_flight=2), prefill("p1", requests=1))
     assert least_loaded(FleetSnapshot("m", nodes), ASK) == NodeChoice("d1", "p1")
 
 
-def test_ties_of_the_least_loaded_go_round() -> None:
+def test_least_loaded_ties_are_broken_round_robin() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
     assert [least_loaded(FleetSnapshot("m", nodes, counter), ASK).decode for counter in range(4)] == [
         "d0",
@@ -70,7 +70,7 @@ def test_ties_of_the_least_loaded_go_round() -> None:
     ]
 
 
-def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+def test_prompt_goes_to_the_longest_cached_prefix() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1"))
     for counter in range(4):
         assert prefix_aware(FleetSnapshot("m", nodes, counter), PolicyRequest(4000, {"p1": 3200})) == NodeChoice(
@@ -78,36 +78,36 @@ def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
         )
 
 
-def test_a_long_line_outweighs_a_cached_prefix() -> None:
+def test_long_queue_outweighs_a_cached_prefix() -> None:
     nodes = (decode("d0"), prefill("p0"), prefill("p1", backlog=8000))
     assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"p1": 3200})) == NodeChoice("d0", "p0")
 
 
-def test_what_a_decode_node_has_it_prefills_itself() -> None:
+def test_prompt_cached_on_a_decode_node_is_prefilled_there() -> None:
     nodes = (decode("d0"), decode("d1"), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", nodes), PolicyRequest(4000, {"d1": 3984})) == NodeChoice("d1", None)
 
 
-def test_a_short_prompt_is_handed_off_where_many_decode() -> None:
+def test_short_prompt_is_handed_off_from_a_busy_decode_node() -> None:
     busy = (decode("d0", requests=60), prefill("p0"))
     idle = (decode("d0"), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == NodeChoice("d0", "p0")
     assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == NodeChoice("d0", None)
 
 
-def test_a_decode_node_without_room_is_avoided() -> None:
+def test_full_decode_node_is_avoided() -> None:
     nodes = (decode("d0", free_blocks=10), decode("d1", requests=100), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK).decode == "d1"
 
 
-def test_a_slow_node_gets_less() -> None:
+def test_slow_node_gets_fewer_requests() -> None:
     slow = Throughput(prompt=LinearCost(5e-3, 100e-6), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
     nodes = (decode("d0"), prefill("p0", throughput=slow), prefill("p1", backlog=3000))
     assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "p1")
 
 
-def test_reading_that_was_slow_once_is_tried_again() -> None:
-    """Else nothing would be read there, and nothing be measured, ever again."""
+def test_slow_read_throughput_is_tried_again_after_a_while() -> None:
+    """Otherwise no read would ever measure it again."""
     slow = LinearCost(0.0, 2e-3)
     for age, prefill_node in ((0.0, None), (120.0, "p0")):
         throughput = msgspec.structs.replace(THROUGHPUT, read=slow.aged(age))
@@ -117,7 +117,7 @@ def test_reading_that_was_slow_once_is_tried_again() -> None:
         )
 
 
-def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> None:
+def test_unmeasured_costs_default_to_the_mean() -> None:
     slow = Throughput(prompt=LinearCost(5e-3, 1e-3), decode=THROUGHPUT.decode, read=THROUGHPUT.read)
     nodes = (
         decode("d0", throughput=Throughput()),
@@ -138,18 +138,18 @@ def test_nodes_that_have_measured_nothing_are_taken_to_be_like_the_others() -> N
         prefill("stranger"),
     ],
 )
-def test_without_a_prefill_node_that_fits_the_decode_node_prefills(policy: Policy, unusable: NodeView) -> None:
+def test_decode_node_prefills_without_a_compatible_prefill_node(policy: Policy, unusable: NodeView) -> None:
     assert policy(FleetSnapshot("m", (decode("d0"), unusable)), ASK) == NodeChoice("d0", None)
 
 
 @every_policy
 @pytest.mark.parametrize("nodes", [(), (prefill("p0"),), (decode("d0", ready=False),)])
-def test_without_a_decode_node_there_is_no_service(policy: Policy, nodes: tuple[NodeView, ...]) -> None:
+def test_no_ready_decode_node_is_overloaded(policy: Policy, nodes: tuple[NodeView, ...]) -> None:
     with pytest.raises(Overloaded, match="'m'"):
         policy(FleetSnapshot("m", nodes), ASK)
 
 
-def test_the_models_that_are_served_are_named() -> None:
+def test_error_names_the_served_models() -> None:
     with pytest.raises(Overloaded, match="no decode node of model 'x' is ready; the ready ones serve 'm'"):
         least_loaded(FleetSnapshot("x", (decode("d0"),)), ASK)
 
@@ -195,9 +195,7 @@ def asks(draw: st.DrawFn) -> PolicyRequest:
 
 @every_policy
 @given(snapshot=snapshots, ask=asks())
-def test_only_ready_nodes_that_fit_each_other_are_paired(
-    policy: Policy, snapshot: FleetSnapshot, ask: PolicyRequest
-) -> None:
+def test_only_ready_compatible_nodes_are_paired(policy: Policy, snapshot: FleetSnapshot, ask: PolicyRequest) -> None:
     usable = snapshot.usable("decode")
     if not usable:
         return
@@ -214,7 +212,7 @@ def test_only_ready_nodes_that_fit_each_other_are_paired(
 
 @dataclass(frozen=True)
 class Burden:
-    """What makes a node a worse choice."""
+    """Values that make a node a worse choice."""
 
     requests: int
     backlog: int
@@ -236,8 +234,8 @@ def burdened(node: NodeView, burden: Burden) -> NodeView:
 
 
 @given(burden=burdens, counter=st.integers(0, 99))
-def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, counter: int) -> None:
-    """Nor is one that is better by so much that it cannot be taken for equal."""
+def test_dominated_node_is_not_chosen(burden: Burden, counter: int) -> None:
+    """The difference exceeds the slack within which costs count as equal."""
     cached = {"p0": 3008, "d0": 3008, "p1": 3008 - burden.uncached, "d1": 3008 - burden.uncached}
     clearly = Burden(burden.requests + 200, burden.backlog + 2000, burden.blocks, burden.uncached)
     nodes = (burdened(decode("d1"), clearly), decode("d0"), burdened(prefill("p1"), clearly), prefill("p0"))
@@ -247,8 +245,8 @@ def test_a_node_that_is_worse_in_every_respect_is_not_chosen(burden: Burden, cou
 
 
 @given(before=burdens, more=burdens, counter=st.integers(0, 99), cached=st.integers(0, 3999))
-def test_more_load_never_makes_a_node_the_choice(before: Burden, more: Burden, counter: int, cached: int) -> None:
-    """Of one P and D that nothing is tied with."""
+def test_added_load_never_attracts_requests(before: Burden, more: Burden, counter: int, cached: int) -> None:
+    """For one P and D without ties."""
 
     def chooses_p1(burden: Burden) -> bool:
         node = burdened(prefill("p1"), burden)

@@ -77,7 +77,7 @@ def own(expected: Any, token_ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_what_a_harness_asks_for(client: httpx.Client, expected: Any, max_tokens: int) -> None:
+def test_harness_request_returns_scored_prompt(client: httpx.Client, expected: Any, max_tokens: int) -> None:
     """As lm-evaluation-harness does: several prompts as token ids, echo, logprobs 1, and one token or none."""
     prompts = [prompt_of(length, length) for length in (1, 5, 3 * STEP + 7)]
     fields: dict[str, Any] = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True, "seed": 1234}
@@ -100,7 +100,7 @@ def test_what_a_harness_asks_for(client: httpx.Client, expected: Any, max_tokens
         assert again["logprobs"]["token_logprobs"][1:] == pytest.approx(values[1:], abs=1e-4)
 
 
-def test_texts_and_their_offsets(client: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_echoed_texts_have_offsets(client: httpx.Client, tokenizer: Tokenizer) -> None:
     text = "The quick brown \N{SNOWMAN} fox"
     for prompt in (text, tokenizer.encode(text)):
         choice = post(client, prompt=prompt, max_tokens=4, logprobs=0, echo=True)["choices"][0]
@@ -117,7 +117,7 @@ def test_texts_and_their_offsets(client: httpx.Client, tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
-def test_a_stream_echoes_them_first(client: httpx.Client, max_tokens: int) -> None:
+def test_stream_echoes_prompt_logprobs_first(client: httpx.Client, max_tokens: int) -> None:
     fields: dict[str, Any] = {"prompt": prompt_of(9, 1), "max_tokens": max_tokens, "logprobs": 2, "echo": True, "n": 2}
     whole = post(client, **fields)["choices"]
     lines = client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True, "stream": True, **fields}).text
@@ -172,7 +172,7 @@ def test_prompt_logprobs_of_chats(client: httpx.Client) -> None:
     ]
 
 
-def test_such_prompts_are_computed_on_the_decode_node(fleet: Fleet, client: httpx.Client) -> None:
+def test_scored_prompt_is_computed_on_the_decode_node(fleet: Fleet, client: httpx.Client) -> None:
     """All of them, whatever is cached, and others find them there."""
     prompt = prompt_of(6 * STEP, 5)
 

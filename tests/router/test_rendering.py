@@ -64,7 +64,7 @@ def render_all(says: Sequence[object]) -> list[str]:
     return results
 
 
-def test_what_a_hostile_template_does_ends_with_its_own_request() -> None:
+def test_hostile_template_fails_only_its_own_request() -> None:
     says = [part for say in HOSTILE for part in (say, f"after {say}")]
     results = render_all(says)
     for say, hostile, after in zip(HOSTILE, results[::2], results[1::2], strict=True):
@@ -73,12 +73,12 @@ def test_what_a_hostile_template_does_ends_with_its_own_request() -> None:
         assert after == f"after {say}"
 
 
-def test_values_arrive_as_they_were_sent() -> None:
+def test_template_values_are_unchanged() -> None:
     says = ["", "日本語 🙂 \0\r\n", "x" * 1_000_000, 10**30, 0.1, [1, {"a": None}]]
     assert render_all(says) == [str(say) for say in says]
 
 
-def test_a_process_that_is_killed_is_replaced() -> None:
+def test_killed_process_is_replaced() -> None:
     async def run() -> None:
         renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}))
         try:
@@ -95,7 +95,7 @@ def test_a_process_that_is_killed_is_replaced() -> None:
     asyncio.run(run())
 
 
-def test_chats_wait_for_each_other_only_as_long_as_one_may_take() -> None:
+def test_slow_template_delays_others_by_at_most_its_time_limit() -> None:
     async def run() -> None:
         renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
         try:

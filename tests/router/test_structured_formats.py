@@ -96,20 +96,20 @@ def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: Gramma
         structural_tag_grammar({"structures": [structure], "triggers": ["<g"]})
 
 
-def test_fields_that_ask_for_nothing() -> None:
+def test_default_fields_request_no_grammar() -> None:
     assert requested_grammar({}, None, {}) == OutputGrammar()
     assert requested_grammar({"type": "text"}, None, {}) == OutputGrammar()
 
 
 @given(mask=st.binary(min_size=4, max_size=8), token_ids=st.frozensets(st.integers(0, 31)))
-def test_tokens_are_taken_out_of_a_mask_unless_none_is_left(mask: bytes, token_ids: frozenset[int]) -> None:
+def test_tokens_are_removed_from_a_mask_unless_none_is_left(mask: bytes, token_ids: frozenset[int]) -> None:
     def tokens(words: bytes) -> set[int]:
         return {token for token in range(8 * len(words)) if words[token // 8] >> token % 8 & 1}
 
     assert tokens(without(mask, token_ids)) == (tokens(mask) - token_ids or tokens(mask))
 
 
-def test_the_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> None:
+def test_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> None:
     """Rules that refer to one another as deep as the limit of bytes allows: an overflow would end the process."""
     depth = 6000
     chain = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'
@@ -119,7 +119,7 @@ def test_the_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> No
     assert found.get(timeout=60).first_mask
 
 
-def test_what_takes_too_long_is_refused_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = OutputGrammar(
         "start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(6400)) + 'T6400: "a"\n', "guided"
     )

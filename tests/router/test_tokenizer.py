@@ -59,18 +59,18 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("text", [*TEXTS, "<|eot|> and <|extra|>"])
-def test_encoding_is_that_of_transformers(both: tuple[Tokenizer, Any], text: str, special: bool) -> None:
+def test_encoding_equals_transformers(both: tuple[Tokenizer, Any], text: str, special: bool) -> None:
     ours, theirs = both
     assert ours.encode(text, add_special_tokens=special) == theirs.encode(text, add_special_tokens=special)
 
 
 @given(text=st.text(max_size=40))
-def test_encoding_of_any_text_is_that_of_transformers(both: tuple[Tokenizer, Any], text: str) -> None:
+def test_encoding_of_any_text_equals_transformers(both: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = both
     assert ours.encode(text) == theirs.encode(text)
 
 
-def test_decoding_is_that_of_transformers(both: tuple[Tokenizer, Any]) -> None:
+def test_decoding_equals_transformers(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     for text in TEXTS:
         ids = theirs.encode(text)
@@ -78,7 +78,7 @@ def test_decoding_is_that_of_transformers(both: tuple[Tokenizer, Any]) -> None:
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-def test_token_bytes_are_the_text(both: tuple[Tokenizer, Any]) -> None:
+def test_joined_token_bytes_are_the_text(both: tuple[Tokenizer, Any]) -> None:
     ours, _ = both
     text = "naïve 日本語 🙂"
     if "日" in ours.decode(ours.encode(text)):
@@ -95,14 +95,14 @@ def test_padding_and_truncation_of_the_file_are_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
-def test_broken_files_are_named(tmp_path: Path, broken: str) -> None:
+def test_error_names_the_broken_file(tmp_path: Path, broken: str) -> None:
     small_tokenizers.write(tmp_path, small_tokenizers.byte_level())
     (tmp_path / broken).write_text("{")
     with pytest.raises(CheckpointError, match=broken):
         Tokenizer.load(tmp_path)
 
 
-def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
+def test_error_names_the_checkpoint_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)

@@ -77,7 +77,7 @@ CALL = '{"name": "paint", "arguments": {"colour": "red", "again": true}}'
         (NAMED, True, "[]", False),
     ],
 )
-def test_what_has_to_be_called(
+def test_forced_grammar_allows_only_calls(
     vocabulary: GrammarVocabulary, choice: Any, parallel: bool, text: str, allowed: bool
 ) -> None:
     grammar = tool_call_grammar(tool_use([PAINT, STOP], choice, parallel))
@@ -99,7 +99,7 @@ SPELT = (Marker("(think)"), Marker("(done)"))
         (tool_call_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
     ],
 )
-def test_a_grammar_begins_after_reasoning(
+def test_grammar_begins_after_reasoning(
     vocabulary: GrammarVocabulary, markers: tuple[Marker, Marker], grammar: str, right: str
 ) -> None:
     start, end = markers
@@ -114,7 +114,7 @@ def test_a_grammar_begins_after_reasoning(
     assert not allows(vocabulary, opened, right)
 
 
-def test_calls_exclude_other_structures() -> None:
+def test_forced_calls_exclude_other_structures() -> None:
     body = {"messages": [], "tools": [PAINT], "tool_choice": "required", "response_format": {"type": "json_object"}}
     with pytest.raises(RequestError, match="excludes a tool_choice"):
         parse_chat(json.dumps(body).encode())
@@ -139,7 +139,7 @@ def sdk() -> Iterator[openai.OpenAI]:
 ASK: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Paint!"}], "max_tokens": 2000}
 
 
-def test_a_required_call(sdk: openai.OpenAI) -> None:
+def test_required_tool_choice_returns_calls(sdk: openai.OpenAI) -> None:
     fields = {**ASK, "tools": [PAINT, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     choice = sdk.chat.completions.create(**fields).choices[0]
     assert choice.finish_reason == "tool_calls"
@@ -156,7 +156,7 @@ def test_a_required_call(sdk: openai.OpenAI) -> None:
     assert "".join(arguments for _, arguments in streamed) == call.function.arguments
 
 
-def test_a_named_call(sdk: openai.OpenAI) -> None:
+def test_named_tool_choice_returns_that_call(sdk: openai.OpenAI) -> None:
     choice = sdk.chat.completions.create(**ASK, tools=[PAINT, STOP], tool_choice=NAMED).choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls or []
@@ -164,7 +164,7 @@ def test_a_named_call(sdk: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["colour"] in ("red", "green")
 
 
-def test_a_schema_that_cannot_be_followed_is_refused(sdk: openai.OpenAI) -> None:
+def test_unsupported_schema_is_refused(sdk: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/none"}}}}}
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(**ASK, tools=[tool], tool_choice="required")

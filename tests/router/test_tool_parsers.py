@@ -86,7 +86,7 @@ FOUND: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "found"), FOUND)
-def test_calls_are_found(parser: str, text: str, content: str | None, found: list[tuple[str, str]]) -> None:
+def test_tool_parser_finds_calls(parser: str, text: str, content: str | None, found: list[tuple[str, str]]) -> None:
     for texts in ([text], list(text)):
         message = parse(PARSERS[parser](), texts)
         assert calls(message) == found
@@ -111,13 +111,13 @@ def test_reasoning_is_split_off(parser: str, text: str, reasoning: str, content:
         assert (message.reasoning, message.content, message.calls) == (reasoning, content, [])
 
 
-def test_a_call_after_reasoning() -> None:
+def test_call_after_reasoning_is_parsed() -> None:
     text = '<think>\nf is best\n</think>\n\n{"name": "f", "parameters": {"a": 1}}'
     message = parse(PARSERS["think and call"](), [text])
     assert (message.reasoning, message.content, calls(message)) == ("f is best", "", [F])
 
 
-def test_a_name_is_told_before_the_arguments_are_there() -> None:
+def test_name_is_emitted_before_the_arguments() -> None:
     pieces = PARSERS["hermes"]().push('<tool_call>{"name": "f", "arguments": {"a": "long')
     assert calls(join_deltas(pieces)) == [("f", '{"a": "long')]
 
@@ -139,7 +139,7 @@ def cut(text: str, cuts: Sequence[int]) -> list[str]:
 
 @pytest.mark.parametrize("parser", PARSERS)
 @given(text=texts, cuts=st.lists(st.integers(0, 500), max_size=20))
-def test_how_text_is_cut_up_does_not_matter(parser: str, text: str, cuts: list[int]) -> None:
+def test_result_does_not_depend_on_text_splits(parser: str, text: str, cuts: list[int]) -> None:
     make = PARSERS[parser]
     whole = parse(make(), [text])
     assert parse(make(), cut(text, cuts)) == whole
@@ -148,7 +148,7 @@ def test_how_text_is_cut_up_does_not_matter(parser: str, text: str, cuts: list[i
 
 @pytest.mark.parametrize("parser", ["hermes", "llama", "mistral", "list"])
 @given(text=texts)
-def test_what_is_no_call_is_content(parser: str, text: str) -> None:
+def test_malformed_call_is_content(parser: str, text: str) -> None:
     message = parse(PARSERS[parser](), [text])
     if message.calls:
         rest = iter(text)  # nothing is made up, and the order stays
