@@ -1,4 +1,4 @@
-"""The command line: quick, and one clear line for each mistake."""
+"""The command line: fast help, and one line with a remedy per error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """Status and the one line on stderr of a command that fails."""
+    """Return the exit status and the single stderr line of a failing command."""
     status = main(argv)
     out, err = capsys.readouterr()
     assert out == ""

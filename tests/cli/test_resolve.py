@@ -1,4 +1,4 @@
-"""What "auto" becomes on which machine, and which combinations are refused. No weights, no device."""
+"""Resolution of "auto" per machine, and refused combinations, without weights or devices."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def resolved(tmp_path: Path) -> Resolve:
 
 
 def choice(config: NodeConfig, name: str) -> str:
-    """The one line that says what an option became."""
+    """Return the line that explains the value of an option."""
     (line,) = (line for line in config.choices if line.startswith(f"{name}="))
     return line.removeprefix(f"{name}=")
 
@@ -135,7 +135,7 @@ def test_invalid_options_are_refused(
 
 @pytest.mark.parametrize(("block_size", "page"), [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 64)])
 def test_pages_are_the_same_for_all_backends_and_runners(resolved: Resolve, block_size: int, page: int) -> None:
-    """So nodes with different ones exchange KV."""
+    """Equal page sizes let nodes with different backends exchange KV."""
     configs = [
         resolved(env=env, attention_backend=backend, block_size=block_size, kv_cache_memory=1 << 30)
         for backend in ATTENTION_BACKENDS

@@ -1,4 +1,4 @@
-"""Tests do not depend on variables of the shell that they run in."""
+"""Tests ignore variables of the shell that runs them."""
 
 from __future__ import annotations
 

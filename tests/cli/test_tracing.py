@@ -1,4 +1,4 @@
-"""Flags of traces, and what a process does that has none."""
+"""Flags of traces, and a process without traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet without devices behind one router, one of its nodes with a name that no page should believe."""
+"""Simulated nodes behind one router; one node has HTML in its name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fleet(model: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def streams(fleet: Fleet) -> Streams:
-    """``streams(n)`` keeps n requests running within a block: each ends only to begin again."""
+    """``streams(n)`` keeps n requests running inside a ``with`` block."""
 
     def run(url: str, ends: threading.Event, started: threading.Semaphore, seed: int) -> None:
         prompt = random.Random(seed).choices(range(3, 4096), k=200)

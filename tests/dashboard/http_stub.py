@@ -1,4 +1,4 @@
-"""An HTTP server that says one thing, whatever it is asked."""
+"""An HTTP server with one fixed response."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 @contextmanager
 def http_stub(status: int, body: bytes) -> Iterator[str]:
-    """Its URL."""
+    """Serve the response and yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -20,7 +20,7 @@ def http_stub(status: int, body: bytes) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Tests say what went wrong."""
+            """Keep the log quiet; assertions report errors."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

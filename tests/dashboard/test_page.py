@@ -1,4 +1,4 @@
-"""The page in a real browser, before a real router and simulated nodes.
+"""The dashboard page in a real browser, with a real router and simulated nodes.
 
 Each size and colour scheme leaves a screenshot: ``pytest --basetemp=DIR tests/dashboard -k fits`` says where.
 """
@@ -30,7 +30,7 @@ expect.set_options(timeout=PATIENCE)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One of the module only: while it runs, this thread has an event loop that other tests would stumble over."""
+    """One browser per module: playwright keeps an event loop in this thread, which would disturb other tests."""
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
         pytest.skip("there is no Chromium here; run scripts/setup-browser as root, or install one")
@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 
 class Watched:
-    """A page, all that it asks for, and all that it complains of."""
+    """A page with its requests and its console errors."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -69,7 +69,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
 
 @pytest.fixture
 def page(watched: Watched, fleet: Fleet) -> Iterator[Page]:
-    """The page, live. In the end it has complained of nothing and asked for nothing elsewhere."""
+    """Open the live page; at the end, assert no console errors and no requests to other hosts."""
     yield live(watched.open(fleet.url))
     assert watched.complaints == []
     assert all(url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
@@ -89,7 +89,7 @@ def cell(row: Locator, title: str) -> Locator:
 
 
 def wait_running(page: Page, name: str, fleet: Fleet, node: NodeProcess) -> None:
-    """Until the page says what the node does: requests may begin again elsewhere."""
+    """Wait until the page shows the node's state, since requests may restart on another node."""
     running = cell(row(page, name), "Running")
     fleet.wait_until(lambda: running.inner_text() == str(node.status().running), PATIENCE / 1000)
 
@@ -114,7 +114,7 @@ def test_dashboard_rows_show_node_values(page: Page, fleet: Fleet, streams: Stre
 
 
 def test_markup_in_node_names_is_escaped(page: Page) -> None:
-    """That it does nothing is what the fixture sees: no image is asked for, no dialog opens."""
+    """The fixture asserts that injected markup loads no image and opens no dialog."""
     name = row(page, "d-<img").locator(".name b")
     assert name.evaluate("element => element.textContent") == HOSTILE
     assert name.locator("*").count() == 0

@@ -1,4 +1,4 @@
-"""``pdserve top`` on a real terminal, in a pipe, and before what is no router."""
+"""``pdserve top`` on a real terminal, in a pipe, and without a router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(*argv: str) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    """Without what says how wide a terminal is to be taken for."""
+    """Return the environment without variables that set the terminal width."""
     return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "PDSERVE_API_KEY")}
 
 
@@ -46,7 +46,7 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 class Terminal:
-    """One with a program in it."""
+    """A terminal that runs a program."""
 
     def __init__(self, argv: list[str], columns: int, lines: int) -> None:
         self._ours, theirs = pty.openpty()
@@ -71,12 +71,12 @@ class Terminal:
 
     @property
     def frame(self) -> list[str]:
-        """The lines of the latest whole screen."""
+        """Return the lines of the latest complete screen."""
         frames = self.said.split(_HOME)
         return _CONTROL.sub("", frames[-2] if len(frames) > 1 else "").splitlines()
 
     def read_until(self, wanted: str | Callable[[list[str]], bool]) -> None:
-        """Until a whole screen has that text, or is as wanted."""
+        """Wait for a complete screen with the text or condition."""
         end = time.monotonic() + PATIENCE
         text = wanted if isinstance(wanted, str) else ""
         fits = wanted if callable(wanted) else lambda frame: any(text in line for line in frame)
@@ -85,7 +85,7 @@ class Terminal:
             self._read()
 
     def wait(self) -> int:
-        """The program's exit status."""
+        """Return the exit status of the program."""
         while self.process.poll() is None:
             self._read()
         return self.process.wait()

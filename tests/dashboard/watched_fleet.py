@@ -1,4 +1,4 @@
-"""What tests know of the fleet that conftest.py starts."""
+"""The record of the fleet that conftest.py starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries of alerts, dashboards and scaling, held to what docs/metrics.md says there is to be asked for."""
+"""Check queries of alerts, dashboards and scaling against the table of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUCKETS = set(re.findall(r'^(\w+_bucket{)(?:.*,)?(le=".*?")', RouterMetrics().e
 
 
 def check_query(query: str) -> None:
-    """Fails unless it parses, and asks for metrics, labels, roles and values of labels that there are.
+    """Fail unless the query parses and uses existing metrics, labels, roles and label values.
 
     What Grafana puts in for its variables may stand in it.
     """
@@ -34,7 +34,7 @@ def check_query(query: str) -> None:
 
 
 def _check_selector(selector: promql.VectorSelector) -> set[str]:
-    """Its labels."""
+    """Return the labels of a metric."""
     matchers = selector.matchers.matchers
     if selector.name == "up":  # Prometheus' own
         assert {matcher.name for matcher in matchers} <= SCRAPED
@@ -55,13 +55,13 @@ def _check_selector(selector: promql.VectorSelector) -> set[str]:
 
 
 def _check_values(row: Row, label: str, values: list[str]) -> None:
-    """The table names every value that somebody asks for."""
+    """Fail unless the table lists the label value."""
     for value in values:
         assert re.search(rf"\b{value}\b", row.meaning), f"{row.name}: {label} is never {value}"
 
 
 def _labels_of(node: Any) -> set[str]:
-    """That it groups by, or matches on."""
+    """Return the labels that a query groups by or matches on."""
     modifier = getattr(node, "modifier", None)
     if isinstance(node, promql.AggregateExpr) and modifier is not None:
         return set(modifier.labels)

@@ -1,4 +1,4 @@
-"""What the image is made of. No engine is here to build it: its Dockerfile is linted, and held to what pods expect."""
+"""The Dockerfile, linted and compared with what pods expect; no container engine builds it here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIANTS = ("cpu", "gpu")
 
 
 def stages() -> dict[str, str]:
-    """Instructions by the name of their stage, continued lines joined."""
+    """Return the instructions by stage name, with continued lines joined."""
     text = DOCKERFILE.read_text().replace("\\\n", " ")
     parts = re.split(r"^FROM \S+ AS (\S+)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

@@ -1,4 +1,4 @@
-"""What every pod of every overlay has to have, whatever else changes."""
+"""Rules that every pod of every overlay must satisfy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ each_pod = pytest.mark.parametrize(
 
 
 def probed(probe: Manifest) -> str:
-    """The health service, or the path, that a probe asks for."""
+    """Return the health service or path of a probe."""
     if "grpc" in probe:
         return str(probe["grpc"].get("service", ""))
     if "httpGet" in probe:
@@ -50,7 +50,7 @@ def test_each_probe_checks_the_right_state(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_grace_period_exceeds_drain_and_lease(overlay: str, pod: Pod) -> None:
-    """Whoever balances load needs a while to notice; nodes tell routers at once."""
+    """Load balancers notice a draining router late; nodes tell routers at once."""
     (drain,) = (float(seconds) for seconds in pod.flags("drain-timeout"))
     notice = sum(float(seconds) for seconds in pod.flags("drain-grace"))
     if "lifecycle" in pod.container:
@@ -101,7 +101,7 @@ def test_memory_is_limited_including_shared_memory(overlay: str, pod: Pod) -> No
 
 @each_pod
 def test_object_names_are_unique(overlay: str, pod: Pod) -> None:
-    """Patches that apply twice leave what a schema accepts and Kubernetes refuses."""
+    """A patch that applies twice passes the schema, but Kubernetes refuses it."""
     volumes = [volume["name"] for volume in pod.spec["volumes"]]
     paths = [mount["mountPath"] for mount in pod.container["volumeMounts"]]
     flags = [word.partition("=")[0] for word in pod.arguments]
@@ -151,7 +151,7 @@ def test_roles_may_read_endpointslices_only(overlay: str) -> None:
 
 
 def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMESPACE) -> set[range | None]:
-    """Ports of ``to`` that network policies let somebody with these labels reach; None where they are all open.
+    """Return the ports of ``to`` that a pod with these labels may reach; None if all are open.
 
     ``namespace`` is where that is, if not where the pods are.
     """
@@ -186,7 +186,7 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_only_prometheus_reaches_node_metrics(overlay: str, pod: Pod) -> None:
-    """Routers' are at the port of clients."""
+    """Routers serve metrics on the clients' port."""
     if not pod.is_node:
         return
     assert pod.flags("metrics-port") == [str(METRICS)]
@@ -218,7 +218,7 @@ def test_default_policy_denies_all_traffic(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
-    """What a node's policy lets out is what its peers' policies let in."""
+    """The egress rules of a node equal the ingress rules of its peers."""
     if not pod.is_node:
         return
     other = next(each for each in pods(overlay) if each.is_node and each.role != pod.role)

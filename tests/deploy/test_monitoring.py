@@ -1,4 +1,4 @@
-"""Alerts, dashboard and scaling ask for what there is, and every alert is explained."""
+"""Alerts, dashboard and scaling query existing metrics, and every alert is documented."""
 
 from __future__ import annotations
 

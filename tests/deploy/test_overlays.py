@@ -1,4 +1,4 @@
-"""Every overlay builds, fits Kubernetes' schemas, and starts programs with flags that they have."""
+"""Every overlay builds, fits Kubernetes' schemas, and uses existing flags."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pod_templates_of_custom_kinds_fit_the_pod_schema(overlay: str) -> None:
 
 
 def check_flags(pod: Pod) -> None:
-    """Raises ConfigError where the program would."""
+    """Parse the arguments like the program; raises its ConfigError."""
     command, *words = pod.arguments
     if command == "router":
         parse_options(words)

@@ -1,4 +1,4 @@
-"""What the components for traces add to an overlay."""
+"""What the tracing components add to an overlay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTOR = "--traces=http://collector.observability:4318"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The overlay for several machines, with traces."""
+    """Build the overlay for several machines with the tracing components."""
     deploy = tmp_path_factory.mktemp("traces") / "deploy"
     shutil.copytree(KUBERNETES.parent, deploy)
     copy = deploy / KUBERNETES.name

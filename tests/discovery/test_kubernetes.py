@@ -1,4 +1,4 @@
-"""Endpoints of a service, as they come and go, through an API that forgets, fails and hangs up."""
+"""Endpoints of a service, with an API that forgets, fails and closes connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Next = Callable[[], Awaitable[set[str]]]
 
 
 def watch(tmp_path: Path, scenario: Callable[[FakeCluster, Next], Awaitable[None]]) -> None:
-    """Run a scenario with a cluster, and the next addresses that are told of its service."""
+    """Run a scenario with a cluster and a function that returns the next reported addresses."""
     (tmp_path / "token").write_text("first\n")
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Sources as flags name them, names in DNS, and all sources of a role together."""
+"""Sources from flags, DNS names, and the merged sources of a role."""
 
 from __future__ import annotations
 

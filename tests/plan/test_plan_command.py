@@ -1,4 +1,4 @@
-"""``pdserve plan``, and the costs that it goes by."""
+"""``pdserve plan`` and its measured costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long requests wait, and how many are served at once."""
+"""Waiting times and occupancy of the queueing models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_waits_scale_with_the_time_unit(requests: list[tuple[float, float]], uni
 
 
 def test_equal_prompts_give_the_m_d_1_queue() -> None:
-    """M/D/1 waits ρ/(2(1-ρ)) services on average (Pollaczek, Khinchine)."""
+    """In M/D/1 the mean wait is ρ/(2(1-ρ)) services (Pollaczek, Khinchine)."""
     workload = workload_of("100", "1", 0.0, samples=100_000)
     found = waits(workload.gaps, [1.0] * len(workload.gaps), 0.5, 1)
     assert sum(found) / len(found) == pytest.approx(0.5, rel=0.05)
@@ -45,7 +45,7 @@ def test_independent_sequences_are_poisson_distributed() -> None:
 
 
 def test_serial_steps_give_the_m_m_1_queue() -> None:
-    """Steps as long as there are sequences: M/M/1, where a share (1-ρ)ρⁿ of time sees n of them."""
+    """A step time proportional to the sequences gives M/M/1: n sequences for a share (1-ρ)ρⁿ of the time."""
     shares = occupancy(0.5, lambda batch: float(batch), 200)
     assert shares[:8] == pytest.approx([0.5 * 0.5**n for n in range(8)])
     assert sum(shares) == pytest.approx(1.0)

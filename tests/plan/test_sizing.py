@@ -1,4 +1,4 @@
-"""How many nodes suffice: what has to hold whatever is asked for."""
+"""Properties of the number of nodes for any load."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_slower_nodes_serve_a_lower_rate(rate: float, times: float) -> None:
 
 
 def test_large_fleets_are_sized_by_compute_time() -> None:
-    """Little's law: as many prefill nodes are busy as arrive while one prompt is computed, and likewise sequences."""
+    """Little's law: busy prefill nodes = arrival rate × prefill time, and the same for sequences."""
     rate, limits = 20_000.0, LoadLimits(headroom=0.2)
     load = NodeLoad(COSTS, CHAT, Slo(), limits)
     plan = plan_for_rate(load, rate)

@@ -1,4 +1,4 @@
-"""Lengths and traces."""
+"""Length distributions and traces."""
 
 from __future__ import annotations
 

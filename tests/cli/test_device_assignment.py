@@ -1,4 +1,4 @@
-"""Which GPUs and threads the nodes of ``pdserve up`` get."""
+"""GPUs and threads that ``pdserve up`` assigns to nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every limit on a silent peer follows from one number."""
+"""All timeouts for a silent peer follow from ``--peer-timeout``."""
 
 from __future__ import annotations
 

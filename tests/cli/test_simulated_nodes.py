@@ -1,4 +1,4 @@
-"""What ``--engine simulated`` becomes, and what it refuses."""
+"""Configuration of simulated nodes, and options that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children of every temper: talkative, deaf to SIGTERM, with children of their own, orphaned."""
+"""Children that print a lot, ignore SIGTERM, have children of their own, or lose their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is split over ranks: everything is somewhere, and what cannot be split is refused."""
+"""Splitting a model over ranks: the ranks together hold it all, and impossible sizes are refused."""
 
 from __future__ import annotations
 
