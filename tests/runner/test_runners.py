@@ -17,8 +17,9 @@ from stepper import Stepper
 import runner
 from pdserve.errors import CapacityError
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from pdserve.records import DigestOrder, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
 from pdserve.rpc.protobuf import pack_tokens
+from runner.step_parts import StepWithParts
 from runner.warmup import run_largest_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
@@ -186,6 +187,21 @@ def test_a_plan_without_work_updates_state_only(build: Build) -> None:
     seq = stepper.add(prompt_of(5))
     stepper.step()
     assert stepper.runner.launch(StepPlan(5, finished=(seq, 999))).result().samples == ()
+
+
+def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
+    model_runner = build()
+    new = NewSequence(0, pack_tokens(prompt_of(20)), 20, 0, (0, 1), SamplingParams(1, temperature=0))
+    plain = model_runner.launch(StepPlan(0, new=(new,), scheduled=(ScheduledSequence(0, 20, 1),)))
+    assert not isinstance(plain, StepWithParts)
+    assert plain.result().digests == ()
+    mask = TokenMask(0, (1 << 7).to_bytes(16, "little"))  # of 128 tokens, token 7 alone
+    orders, one = (DigestOrder((0, 1), 20),), (ScheduledSequence(0, 1, 1),)
+    parts = model_runner.launch(StepPlan(1, scheduled=one, digests=orders, masks=(mask,)))
+    assert isinstance(parts, StepWithParts)
+    output = parts.result()
+    assert [sample.token_id for sample in output.samples] == [7]
+    assert [len(digests) for digests in output.digests] == [2]
 
 
 def test_close_is_idempotent(build: Build) -> None:
