@@ -126,11 +126,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        spec = self.spec
-        return (
-            *(self.num_pages, spec.num_kv_heads, self.num_layers),
-            *(spec.planes, self.kernel_block_size, spec.head_dim),
-        )
+        page, spec = self.kernel_block_size, self.spec
+        return (self.num_pages, spec.num_kv_heads, self.num_layers, spec.planes, page, spec.head_dim)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 class NullConnectorScheduler:
     """No connector: nothing can be loaded and nothing is kept. KV events of the prefix cache still reach routers."""
 
-    def __init__(self, pool: BlockPool, report: EventBatch, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, events: EventBatch, block_size: int) -> None:
         self._pool = pool
 
     def loadable(self, sequence: KVSequence) -> int:
@@ -131,9 +131,9 @@ class PeerConnectorScheduler:
     With ``checksum``, P announces a digest of each block, and D reports a read as good only if its digests are equal.
     """
 
-    def __init__(self, pool: BlockPool, report: EventBatch, block_size: int, *, checksum: bool = False) -> None:
+    def __init__(self, pool: BlockPool, events: EventBatch, block_size: int, *, checksum: bool = False) -> None:
         self._pool = pool
-        self._report = report
+        self._events = events
         self._block_size = block_size
         self._digests = BlockDigests(block_size) if checksum else None
         self._cost = LineFit(_KEEP)
@@ -165,7 +165,7 @@ class PeerConnectorScheduler:
 
     def load(self, sequence: KVSequence) -> None:
         self._loads[sequence.rid] = _Load(sequence, sequence.num_computed // self._block_size)
-        self._report.reserved.append(Reserved(sequence.rid, sequence.num_computed))
+        self._events.reserved.append(Reserved(sequence.rid, sequence.num_computed))
 
     def start_read(
         self, rid: int, epoch: str, remote_blocks: tuple[int, ...], num_tokens: int, digests: tuple[int, ...]
@@ -178,7 +178,7 @@ class PeerConnectorScheduler:
         read = _Read(rid, load, order, num_tokens, digests)
         problem = self._check_announcement(read, load.sequence.prompt_len, end - start)
         if problem:
-            self._report.reads.append(ReadEnded(rid, problem, epoch=epoch))
+            self._events.reads.append(ReadEnded(rid, problem, epoch=epoch))
             return
         self._next_id += 1
         load.num_announced = end
@@ -238,8 +238,8 @@ class PeerConnectorScheduler:
         if self._digests is not None:
             self._digests.arrived(output.step.digests)
         self._end_reads(output.connector.finished_recving)
-        self._report.connected += output.connector.connected
-        self._report.failed_peers += output.connector.failed_peers
+        self._events.connected += output.connector.connected
+        self._events.failed_peers += output.connector.failed_peers
 
     def _end_reads(self, results: Iterable[ReadResult]) -> None:
         """Free the blocks of abandoned reads; report the others, once their digests are checked."""
@@ -254,7 +254,7 @@ class PeerConnectorScheduler:
             else:
                 read.load.reads.discard(result.read_id)
             if self._digests is None or read.load is None or result.error:
-                self._report.reads.append(ended)
+                self._events.reads.append(ended)
             else:
                 compare = partial(self._compare, read, ended)
                 self._digests.order(read.order.local_blocks, read.num_tokens, compare)
@@ -272,7 +272,7 @@ class PeerConnectorScheduler:
                 f"{arrived:#018x}"
             )
             ended = msgspec.structs.replace(ended, error=text, num_corrupt=len(corrupt))
-        self._report.reads.append(ended)
+        self._events.reads.append(ended)
 
     # ------------------------------------------------------------ leases on P
 
@@ -293,7 +293,7 @@ class PeerConnectorScheduler:
         lease.blocks += blocks
         leased = Leased(sequence.rid, tuple(blocks), sequence.prompt_len if complete else end * size)
         if self._digests is None:
-            self._report.leased.append(leased)
+            self._events.leased.append(leased)
         else:
             self._digests.order(blocks, leased.num_tokens, partial(self._announce, leased))
 
@@ -304,7 +304,7 @@ class PeerConnectorScheduler:
 
     def _announce(self, leased: Leased, digests: tuple[int, ...]) -> None:
         # A lease that has ended meanwhile is announced, too, as without digests: the front waits for the last part.
-        self._report.leased.append(msgspec.structs.replace(leased, digests=digests))
+        self._events.leased.append(msgspec.structs.replace(leased, digests=digests))
 
     # ------------------------------------------------------------ KV events
 

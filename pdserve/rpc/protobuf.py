@@ -14,10 +14,7 @@ from pdserve.throughput import LinearCost, Throughput
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in ("logit_bias", "stop_token_ids")
 )
-_LAYOUT_FIELDS = (
-    *("num_blocks", "block_size", "kernel_block_size"),
-    *("num_layers", "num_kv_heads", "head_dim", "dtype"),
-)
+_LAYOUT_FIELDS = ("num_blocks", "block_size", "kernel_block_size", "num_layers", "num_kv_heads", "head_dim", "dtype")
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

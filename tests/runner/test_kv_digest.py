@@ -1,8 +1,9 @@
-"""Digests of blocks: whatever differs shows, and how a cache is cut and paged does not."""
+"""Digests of KV blocks: they show each difference in content, and no difference in layout."""
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,22 +19,28 @@ from runner.kv_digest import KVDigester
 LAYERS, HEADS, BLOCK = 4, 4, 8
 WRAP = 1 << 64
 
-# The KV of a model as it is meant, [blocks, layers, heads, K or V, tokens of a block, head_dim].
-Meant = NDArray[np.uint8]
+# The KV of a model in logical order: [blocks, layers, heads, planes, tokens of a block, bytes of a row].
+LogicalKV = NDArray[np.uint8]
+
+
+class OnePlaneSpec(FullAttentionSpec, frozen=True, tag="one_plane"):
+    """One vector per token, as latent attention keeps it."""
+
+    planes: ClassVar[int] = 1
 
 
 def make_layout(num_blocks: int, dtype: str = "float16", head_dim: int = 6, page: int = BLOCK) -> KVLayout:
     return KVLayout(num_blocks, BLOCK, page, LAYERS, FullAttentionSpec(HEADS, head_dim, dtype))
 
 
-def random_kv(layout: KVLayout, seed: int) -> Meant:
+def random_kv(layout: KVLayout, seed: int) -> LogicalKV:
     row = layout.head_dim * {"float32": 4, "float16": 2, "bfloat16": 2}[layout.dtype]
-    shape = layout.num_blocks, layout.num_layers, layout.num_kv_heads, 2, BLOCK, row
+    shape = layout.num_blocks, layout.num_layers, layout.num_kv_heads, layout.spec.planes, BLOCK, row
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def digests(kv: Meant, layout: KVLayout, share: KVShare | None = None, num_tokens: int | None = None) -> list[int]:
-    """Of all blocks, as the rank computes them that holds ``share``, with a cache of pages of ``layout``."""
+def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_tokens: int | None = None) -> list[int]:
+    """Return the digests of all blocks, computed by the rank that holds ``share`` in the pages of ``layout``."""
     share = share or KVShare.whole(layout)
     held = kv[
         :,
@@ -51,7 +58,7 @@ def digests(kv: Meant, layout: KVLayout, share: KVShare | None = None, num_token
 
 @given(dtype=st.sampled_from(["float32", "float16"]), head_dim=st.sampled_from([1, 2, 6]), data=st.data())
 @settings(deadline=None, max_examples=60)
-def test_any_element_that_differs_shows(dtype: str, head_dim: int, data: st.DataObject) -> None:
+def test_each_changed_element_changes_the_digest(dtype: str, head_dim: int, data: st.DataObject) -> None:
     layout = make_layout(2, dtype, head_dim)
     kv = random_kv(layout, data.draw(st.integers(0, 1000)))
     changed = kv.copy()
@@ -61,8 +68,17 @@ def test_any_element_that_differs_shows(dtype: str, head_dim: int, data: st.Data
     assert [a != b for a, b in zip(before, after, strict=True)] == [block == at * 2 // kv.size for block in range(2)]
 
 
-@pytest.mark.parametrize("axis", range(6), ids=["block", "layer", "head", "K and V", "token", "place in a row"])
-def test_parts_that_changed_places_show(axis: int) -> None:
+def test_a_spec_with_one_plane_has_digests_independent_of_pages() -> None:
+    layouts = [KVLayout(2, BLOCK, page, LAYERS, OnePlaneSpec(HEADS, 6, "float16")) for page in (2, BLOCK)]
+    kv = random_kv(layouts[0], 3)
+    assert digests(kv, layouts[0]) == digests(kv, layouts[1])
+    kv[1, 2, 3, 0, 4, 5] ^= 1
+    before, after = digests(random_kv(layouts[0], 3), layouts[0]), digests(kv, layouts[0])
+    assert [a != b for a, b in zip(before, after, strict=True)] == [False, True]
+
+
+@pytest.mark.parametrize("axis", range(6), ids=["block", "layer", "head", "plane", "token", "word of a row"])
+def test_swapped_parts_change_the_digest(axis: int) -> None:
     layout = make_layout(2)
     kv = random_kv(layout, axis)
     swapped = np.flip(kv, axis) if axis < 5 else kv.reshape(-1, 4)[:, [2, 3, 0, 1]].reshape(kv.shape)
@@ -71,7 +87,7 @@ def test_parts_that_changed_places_show(axis: int) -> None:
 
 @given(page=st.sampled_from([1, 2, 4, 8]), num_tokens=st.integers(1, 3 * BLOCK), seed=st.integers(0, 1000))
 @settings(deadline=None, max_examples=40)
-def test_pages_make_no_difference_and_later_tokens_do_not_count(page: int, num_tokens: int, seed: int) -> None:
+def test_digests_do_not_depend_on_pages_or_later_tokens(page: int, num_tokens: int, seed: int) -> None:
     num_blocks = math.ceil(num_tokens / BLOCK)
     layout = make_layout(num_blocks)
     kv = random_kv(layout, seed)
@@ -90,7 +106,9 @@ def test_pages_make_no_difference_and_later_tokens_do_not_count(page: int, num_t
     num_tokens=st.sampled_from([2 * BLOCK, BLOCK + 3]),
 )
 @settings(deadline=None, max_examples=40)
-def test_ranks_add_up_to_the_whole(stages: tuple[int, ...], shards: int, page: int, num_tokens: int) -> None:
+def test_digests_of_ranks_add_up_to_that_of_the_model(
+    stages: tuple[int, ...], shards: int, page: int, num_tokens: int
+) -> None:
     layout = make_layout(2, page=page)
     kv = random_kv(layout, 1)
     parts = [
@@ -101,7 +119,7 @@ def test_ranks_add_up_to_the_whole(stages: tuple[int, ...], shards: int, page: i
     assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == digests(kv, make_layout(2), None, num_tokens)
 
 
-def test_orders_are_answered_one_after_the_other_and_chunks_do_not_show() -> None:
+def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:
     layout = KVLayout(64, 64, 64, 8, FullAttentionSpec(8, 64, "bfloat16"))  # larger than a chunk
     memory = torch.randn(layout.shape).to(torch.bfloat16)
     each = KVDigester(memory, layout, KVShare.whole(layout))
