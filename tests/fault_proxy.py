@@ -1,8 +1,7 @@
-"""A prefill node's gRPC endpoint with somebody in the middle: forwards to a real node and lets a test interfere.
+"""A gRPC proxy in front of a real prefill node, through which a test injects faults.
 
-The KV itself travels directly between the real nodes. Of a stream between the two every message is passed on by itself,
-those of one handoff in their order. Hooks run in a thread of their handoff and direction: they may wait, or kill, and
-hold up nobody else.
+KV travels directly between the real nodes. The proxy forwards each message of a stream separately, those of a handoff
+in order. Hooks run in a thread per handoff and direction, so a hook that waits delays its own handoff only.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.channel import channel_options, server_options
 
-UNSET = "127.0.0.1:1"  # nobody listens there
+UNSET = "127.0.0.1:1"  # nothing listens there
 ANNOUNCED = ("accepted", "first_tokens", "kv_ready")
 
 
 class Refusal(Exception):
-    """Raised by ``before_prefill``, ``before_extend`` or ``before_release``: D hears that it failed, P nothing."""
+    """Raised by ``before_prefill``, ``before_extend`` or ``before_release``: D receives a Failure, P nothing."""
 
     def __init__(self, code: pb.Failure.Code.ValueType) -> None:
         self.code = code
 
 
 class Lost(Exception):
-    """Raised by the same: the message is lost, and nobody hears anything."""
+    """Raised by the same hooks: the message is lost."""
 
 
 class FaultProxy:
-    """``target`` may be changed: the next calls go to the new one. Leaving it as a context manager stops it."""
+    """Later calls go to a changed ``target``. Leaving the context stops the proxy."""
 
     def __init__(self, target: str = UNSET) -> None:
         self.before_prefill: Callable[[], None]
-        self.before_event: Callable[[str], None]  # given its kind, of ANNOUNCED
+        self.before_event: Callable[[str], None]  # with a kind of ANNOUNCED
         self.before_extend: Callable[[], None]
         self.before_release: Callable[[], None]
-        self.alter_request: Callable[[pb.HandoffRequest], Iterable[pb.HandoffRequest]]  # passed on instead
-        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # the same; of ANNOUNCED
+        self.alter_request: Callable[[pb.HandoffRequest], Iterable[pb.HandoffRequest]]  # forwarded instead
+        self.alter_event: Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]  # likewise, for kinds of ANNOUNCED
         self.alter_handshake: Callable[[pb.HandshakeReply], pb.HandshakeReply]
         self.reset()
         self.threads = futures.ThreadPoolExecutor(64)
@@ -67,7 +66,7 @@ class FaultProxy:
         self.threads.shutdown(cancel_futures=True)
 
     def reset(self) -> None:
-        """Interfere no more."""
+        """Remove all hooks."""
         self.before_prefill = lambda: None
         self.before_event = lambda kind: None
         self.before_extend = lambda: None
@@ -124,7 +123,7 @@ class _PrefillNode(pb_grpc.PrefillNodeServicer):
 
 
 class _Relay:
-    """One stream of a D, and the stream to P that stands for it."""
+    """One stream of a D, and its counterpart to P."""
 
     def __init__(self, proxy: FaultProxy, stub: pb_grpc.PrefillNodeStub, requests: Iterator[pb.HandoffRequest]) -> None:
         self._proxy = proxy
@@ -136,7 +135,7 @@ class _Relay:
             threading.Thread(target=work, daemon=True).start()
 
     def events(self) -> Iterator[pb.PrefillEvents]:
-        """For D, until either side has ended the stream."""
+        """Yield messages for D until either side has ended the stream."""
         while (message := self._to_d.get()) is not None:
             if isinstance(message, Exception):
                 raise message
@@ -151,7 +150,7 @@ class _Relay:
         try:
             for request in self._requests:
                 kind = request.WhichOneof("kind") or ""
-                lanes.put(getattr(request, kind).request, partial(self._pass_request, kind, request))
+                lanes.put(getattr(request, kind).request, partial(self._forward_request, kind, request))
             lanes.wait()
         except Exception:  # gRPC's for a stream that broke
             self._call.cancel()
@@ -161,14 +160,14 @@ class _Relay:
         lanes = _Lanes(self._proxy.threads, self._to_d.put)
         try:
             for message in self._call:
-                for event in message.events:  # an answer does not wait for an announcement that is held
-                    lanes.put((event.request, _is_answer(event)), partial(self._pass_event, event))
+                for event in message.events:  # a delayed announcement does not delay an answer
+                    lanes.put((event.request, _is_answer(event)), partial(self._forward_event, event))
             lanes.wait()
         except grpc.RpcError as exc:
             self._to_d.put(exc)
         self._to_d.put(None)
 
-    def _pass_request(self, kind: str, request: pb.HandoffRequest) -> None:
+    def _forward_request(self, kind: str, request: pb.HandoffRequest) -> None:
         try:
             self._proxy.before(kind)
         except Refusal as exc:
@@ -180,7 +179,7 @@ class _Relay:
             for each in self._proxy.alter_request(request):
                 self._to_p.put(each)
 
-    def _pass_event(self, event: pb.PrefillEvent) -> None:
+    def _forward_event(self, event: pb.PrefillEvent) -> None:
         kind, number = event.WhichOneof("kind") or "", event.request
         if kind not in ANNOUNCED:
             self._send(event)
@@ -199,12 +198,12 @@ def _is_answer(event: pb.PrefillEvent) -> bool:
 
 
 class _Lanes:
-    """Work by lane: in each one piece at a time, in order. ``on_error`` is told of what it raises."""
+    """Runs work in order within each lane, lanes in parallel. ``on_error`` receives exceptions."""
 
     def __init__(self, threads: futures.Executor, on_error: Callable[[Exception], None]) -> None:
         self._threads = threads
         self._on_error = on_error
-        self._lanes: dict[object, deque[Callable[[], None]]] = {}  # that have work
+        self._lanes: dict[object, deque[Callable[[], None]]] = {}  # those with work
         self._changed = threading.Condition()
 
     def put(self, lane: object, work: Callable[[], None]) -> None:
@@ -216,7 +215,7 @@ class _Lanes:
         self._threads.submit(self._run, lane)
 
     def wait(self) -> None:
-        """Until all of it is done."""
+        """Wait until all work is done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lanes)
 

@@ -1,4 +1,4 @@
-"""A router's side of a decode node, and a decode node's side of a prefill node, as tests need them."""
+"""Test clients: a router's stream to a decode node, and a decode node's stream to a prefill node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
 
 @dataclass
 class Generated:
-    """All that came back for one request."""
+    """The outputs of one request."""
 
     number: int
     choices: dict[int, list[int]] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Generated:
     finish: dict[int, str] = field(default_factory=dict)
     failure: pb.Failure | None = None
     cached_tokens: int = 0
-    started: threading.Event = field(default_factory=threading.Event)  # a token is there
+    started: threading.Event = field(default_factory=threading.Event)  # a token has arrived
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def tokens(self) -> list[int]:
-        """Of the only choice, which must have ended without a failure."""
+        """Tokens of the only choice, which must have ended without a failure."""
         assert self.failure is None, self.failure
         assert list(self.choices) == [0]
         assert 0 in self.finish
@@ -77,12 +77,12 @@ class RouterClient:
     """One Serve stream. Leaving it as a context manager cancels the stream."""
 
     def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
-        """``channel`` leads to the address, where that wants TLS."""
+        """``channel`` replaces an insecure one to the address."""
         self._channel = channel or grpc.insecure_channel(address, options=channel_options())
         self._requests: queue.SimpleQueue[pb.ServeRequest | None] = queue.SimpleQueue()
         self._results: dict[int, tuple[Generated, int]] = {}
         self.num_batches = 0
-        self.draining = False  # the node said so
+        self.draining = False  # as the node announced
         self.error: grpc.RpcError | None = None
         self._call: Any = pb_grpc.DecodeNodeStub(self._channel).Serve(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -95,7 +95,7 @@ class RouterClient:
         self.close()
 
     def close(self) -> None:
-        """Go away, and all requests with it. Idempotent."""
+        """Cancel the stream and all its requests. Idempotent."""
         self._call.cancel()
         self._requests.put(None)
         self._reader.join()
@@ -109,7 +109,7 @@ class RouterClient:
         number: int | None = None,
         **fields: Any,
     ) -> Generated:
-        """Start a request; what comes back is collected in the background."""
+        """Start a request, whose outputs a thread collects."""
         number = len(self._results) + 1 if number is None else number
         result = Generated(number)
         self._results.setdefault(number, (result, len(fields.get("resume", ())) or sampling.n))
@@ -154,7 +154,7 @@ class RouterClient:
 
 
 class PrefillFailed(Exception):
-    """The prefill node said so."""
+    """The prefill node sent a Failure."""
 
     def __init__(self, failure: pb.Failure) -> None:
         super().__init__(failure.message)
@@ -163,13 +163,13 @@ class PrefillFailed(Exception):
 
 @dataclass
 class Prefill:
-    """What a prefill node says of one prompt."""
+    """The events of one prompt."""
 
     number: int
     events: queue.SimpleQueue[pb.PrefillEvent | grpc.RpcError | None] = field(default_factory=queue.SimpleQueue)
 
     def next(self) -> pb.PrefillEvent:
-        """Raises PrefillFailed, and RpcError when the stream broke."""
+        """Return the next event. Raises PrefillFailed, and RpcError when the stream broke."""
         event = self.events.get(timeout=WAIT_SECONDS)
         assert event is not None, "the stream has ended"
         if isinstance(event, grpc.RpcError):
@@ -179,7 +179,7 @@ class Prefill:
         return event
 
     def all(self) -> list[pb.PrefillEvent]:
-        """Up to the last announcement, which follows the first tokens."""
+        """Return the events up to the last announcement, which follows the first tokens."""
         events = [self.next()]
         while events[-1].WhichOneof("kind") != "first_tokens":
             events.append(self.next())
@@ -190,13 +190,13 @@ class PrefillClient:
     """A decode node's stream to a prefill node. Leaving it as a context manager ends the stream."""
 
     def __init__(self, address: str, channel: grpc.Channel | None = None) -> None:
-        """``channel`` leads to the address, where that wants TLS."""
+        """``channel`` replaces an insecure one to the address."""
         self._channel = channel or grpc.insecure_channel(address, options=channel_options())
         self._requests: queue.SimpleQueue[pb.HandoffRequest | None] = queue.SimpleQueue()
         self._prefills: dict[int, Prefill] = {}
         self._numbers = itertools.count(1)
-        self.messages: list[list[str]] = []  # that came: the kinds of their events
-        self.draining = False  # the node said so
+        self.messages: list[list[str]] = []  # the kinds of events in each received message
+        self.draining = False  # as the node announced
         self._call: Any = pb_grpc.PrefillNodeStub(self._channel).Serve(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -208,20 +208,20 @@ class PrefillClient:
         self.close()
 
     def close(self) -> None:
-        """Break the stream off. Idempotent."""
+        """Cancel the stream. Idempotent."""
         self._call.cancel()
         self._requests.put(None)
         self._reader.join()
         self._channel.close()
 
     def half_close(self) -> None:
-        """Say that there is nothing more to say, and wait until P has ended the stream."""
+        """End the requests, and wait until P has ended the stream."""
         self._requests.put(None)
         self._reader.join(WAIT_SECONDS)
         assert not self._reader.is_alive()
 
     def send(self, request: pb.PrefillRequest, number: int | None = None) -> Prefill:
-        """Ask for a prompt; what comes back is collected in the background."""
+        """Send a prompt, whose events a thread collects."""
         prefill = self._expect(number)
         request.request = prefill.number
         self.put(pb.HandoffRequest(prefill=request))
@@ -231,7 +231,7 @@ class PrefillClient:
         self.put(pb.HandoffRequest(cancel=pb.Cancel(request=prefill.number)))
 
     def extend(self, epoch: str, lease: int) -> float:
-        """Seconds; 0: it has ended."""
+        """Extend a lease; return its seconds, 0 if it has ended."""
         answer = self._expect()
         self.put(pb.HandoffRequest(extend=pb.ExtendRequest(request=answer.number, epoch=epoch, lease=lease, ask=7)))
         extended = answer.next().extended
@@ -239,7 +239,7 @@ class PrefillClient:
         return extended.lease_ms / 1000
 
     def release(self, epoch: str, lease: int) -> bool:
-        """Whether it stood."""
+        """Release a lease; return whether it stood."""
         answer = self._expect()
         self.put(pb.HandoffRequest(release=pb.ReleaseRequest(request=answer.number, epoch=epoch, lease=lease)))
         return answer.next().released.stood

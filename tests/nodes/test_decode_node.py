@@ -1,4 +1,4 @@
-"""A real decode node over gRPC, with handoffs from a real prefill node: same tokens, one end, nothing left behind."""
+"""A real decode node over gRPC with a real prefill node: exact tokens, one end per request, no leaked blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [32, 39, 40, 41, 300])
-def test_handed_off_equals_local(length: int, nodes: Nodes) -> None:
+def test_tokens_after_a_handoff_equal_local_ones(length: int, nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         prompt = prompt_of(length)
         local = client.generate(prompt, greedy(12), cache_salt="local").tokens
@@ -55,7 +55,7 @@ def test_choices_share_one_handoff(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("by", ["max_tokens", "stop"])
-def test_a_request_that_its_first_token_ends_reads_nothing(by: str, nodes: Nodes) -> None:
+def test_a_request_that_ends_with_its_first_token_reads_nothing(by: str, nodes: Nodes) -> None:
     prompt = prompt_of(64, seed=2)
     with RouterClient(nodes.decode.address) as client:
         first = client.generate(prompt, greedy(1), cache_salt="local").tokens
@@ -69,7 +69,7 @@ def test_a_request_that_its_first_token_ends_reads_nothing(by: str, nodes: Nodes
     assert nodes.counter("kv_read_bytes") == before
 
 
-def test_a_choice_that_its_first_token_ends_does_not_end_the_others(nodes: Nodes) -> None:
+def test_a_choice_that_ends_with_its_first_token_does_not_end_the_others(nodes: Nodes) -> None:
     sampling: dict[str, Any] = {"max_tokens": 6, "n": 4, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     prompt = prompt_of(48, seed=3)
     with RouterClient(nodes.decode.address) as client:
@@ -83,7 +83,7 @@ def test_a_choice_that_its_first_token_ends_does_not_end_the_others(nodes: Nodes
     assert remote.choices[0] == [stop]
 
 
-def test_short_and_cached_prompts_stay_here(nodes: Nodes) -> None:
+def test_short_and_cached_prompts_are_prefilled_on_d(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         handoffs, local = nodes.counter("handoffs"), nodes.counter("local_prefills")
         client.generate(prompt_of(31, seed=4), greedy(2), nodes.main)
@@ -94,7 +94,7 @@ def test_short_and_cached_prompts_stay_here(nodes: Nodes) -> None:
         assert nodes.counter("local_prefills") == local + 3
 
 
-def test_only_what_is_not_cached_is_read(nodes: Nodes) -> None:
+def test_only_uncached_blocks_are_read(nodes: Nodes) -> None:
     block_bytes = 2 * 2 * 2 * BLOCK * 32 * 4  # layers, heads, K and V, tokens, head size, float32
     prefix = prompt_of(80, seed=5)
     with RouterClient(nodes.decode.address) as client:
@@ -104,7 +104,7 @@ def test_only_what_is_not_cached_is_read(nodes: Nodes) -> None:
         assert nodes.counter("kv_read_bytes") == before + 64 // BLOCK * block_bytes
 
 
-def test_an_unknown_prefill_node_means_prefill_here(nodes: Nodes) -> None:
+def test_an_unknown_prefill_node_is_recomputed_or_fails_by_policy(nodes: Nodes) -> None:
     prompt = prompt_of(64, seed=7)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(4), cache_salt="local").tokens
@@ -126,7 +126,7 @@ def test_an_unknown_prefill_node_means_prefill_here(nodes: Nodes) -> None:
         ([1], {"top_p": 0.0}, ["top_p"]),
     ],
 )
-def test_garbage_fails_that_request_alone(
+def test_an_invalid_request_fails_alone(
     prompt: list[int] | bytes, fields: dict[str, Any], words: list[str], nodes: Nodes
 ) -> None:
     with RouterClient(nodes.decode.address) as client:
@@ -139,7 +139,7 @@ def test_garbage_fails_that_request_alone(
         assert len(other.wait().tokens) == 30
 
 
-def test_a_deadline_ends_a_request_wherever_it_is(nodes: Nodes) -> None:
+def test_a_request_ends_at_its_deadline_in_every_stage(nodes: Nodes) -> None:
     nodes.proxy.before_event = lambda kind: time.sleep(1.0 if kind == "first_tokens" else 0.0)
     with RouterClient(nodes.decode.address) as client:
         waiting = client.send(prompt_of(64, seed=8), greedy(4), nodes.main, timeout_ms=200)
@@ -151,7 +151,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(nodes: Nodes) -> None:
         assert waiting.choices == {}
 
 
-def test_cancelled_requests_say_nothing_more_and_hold_nothing(nodes: Nodes) -> None:
+def test_cancelled_requests_emit_nothing_and_hold_no_blocks(nodes: Nodes) -> None:
     rng = random.Random(0)
     with RouterClient(nodes.decode.address) as client:
         results = []
@@ -178,7 +178,7 @@ def test_the_end_of_a_stream_ends_its_requests(nodes: Nodes) -> None:
     nodes.prefill.wait_idle()
 
 
-def test_a_half_closed_stream_finishes_what_runs(nodes: Nodes) -> None:
+def test_a_half_closed_stream_finishes_its_requests(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         result = client.send(prompt_of(50, seed=9), greedy(50), nodes.main)
         client.half_close()
@@ -187,7 +187,7 @@ def test_a_half_closed_stream_finishes_what_runs(nodes: Nodes) -> None:
         assert client.error is None
 
 
-def test_a_number_in_use_breaks_the_stream(nodes: Nodes) -> None:
+def test_a_repeated_request_number_ends_the_stream(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         client.send(prompt_of(20), greedy(400))
         client.send(prompt_of(20), greedy(400), number=1)
@@ -196,7 +196,7 @@ def test_a_number_in_use_breaks_the_stream(nodes: Nodes) -> None:
         assert client.error.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_step_is_one_message(nodes: Nodes) -> None:
+def test_outputs_of_a_step_travel_in_one_message(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         results = [client.send(prompt_of(20, seed), greedy(40)) for seed in range(8)]
         for result in results:

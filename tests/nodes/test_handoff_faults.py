@@ -1,4 +1,4 @@
-"""Handoffs that go wrong at every stage: the tokens stay the same, or the request fails, as the policy says."""
+"""Handoffs that fail at every stage: tokens are exact or the request fails, by the failure policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:
-    """A hook that acts the first time only."""
+    """Return a hook that acts only once."""
     first = threading.Lock()
     return lambda: action() if first.acquire(blocking=False) else None
 
@@ -35,7 +35,7 @@ def refuse(code: pb.Failure.Code.ValueType) -> Callable[[], None]:
 
 
 def overwrite(nodes: Nodes) -> None:
-    """Fill every block of ``short`` with other prompts' KV."""
+    """Overwrite every block of ``short`` with KV of other prompts."""
     epoch = nodes.short.describe().epoch
     with PrefillClient(nodes.short.address) as client:
         for seed in range(8):
@@ -51,7 +51,7 @@ def claim_a_minute(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:
 
 
 def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: Nodes) -> None:
-    """D takes the lease for longer than it is, as if its clock stood: what it reads is of other prompts by then."""
+    """D assumes too long a lease, as with a stopped clock, and reads KV of other prompts."""
     prompt = prompt_of(200, 1)
 
     def let_it_expire(kind: str) -> None:
@@ -70,7 +70,7 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
 
 
 @pytest.mark.parametrize("code", [pb.Failure.OVERLOADED, pb.Failure.NODE_FAILED])
-def test_a_refused_prefill(code: pb.Failure.Code.ValueType, nodes: Nodes) -> None:
+def test_a_refused_prefill_is_recomputed_or_fails_by_policy(code: pb.Failure.Code.ValueType, nodes: Nodes) -> None:
     prompt = prompt_of(100, 3)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(40), cache_salt=f"local {code}").tokens
@@ -100,8 +100,8 @@ def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_model_is_not_read_from(nodes: Nodes) -> None:
-    """Blocks of another size cannot be exchanged: refused at the handshake, with both values named."""
+def test_a_prefill_node_of_another_block_size_is_not_connected(nodes: Nodes) -> None:
+    """The handshake fails and names both sizes."""
     other = nodes.decodes.start_decode(
         nodes.checkpoint,
         [*FLAGS, "--block-size", "16", "--prefill", nodes.proxy.address, "--peer-wait", "0.5"],

@@ -1,4 +1,4 @@
-"""KV that is compared with digests from the prefill node, and connections that are refused for their transport."""
+"""Comparison of read KV with P's digests, and refusal of slow transports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checked:
         self._decodes = decodes
 
     def settle(self) -> None:
-        """Both connected and all idle, and nobody between them."""
+        """Wait until both are connected and all are idle; reset the proxy."""
         self.proxy.reset()
         for node in (self.prefill, self.decode, self.strict):
             node.wait_idle()
@@ -59,7 +59,7 @@ def checked(started: Checked) -> Iterator[Checked]:
 
 
 def corrupt(part: int, block: int) -> Callable[[pb.PrefillEvent], Iterable[pb.PrefillEvent]]:
-    """An ``alter_event`` that changes one bit of one digest of the ``part``-th announcement."""
+    """Return an ``alter_event`` that flips one bit of one digest in the ``part``-th announcement."""
     seen = 0
 
     def alter(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:
@@ -73,8 +73,8 @@ def corrupt(part: int, block: int) -> Callable[[pb.PrefillEvent], Iterable[pb.Pr
     return alter
 
 
-def test_what_was_read_is_what_was_computed(checked: Checked) -> None:
-    """All blocks have a digest, prefixes that D has cached are left out, and choices share what was read."""
+def test_checksummed_kv_yields_exact_tokens(checked: Checked) -> None:
+    """All blocks have a digest, D skips cached prefixes, and choices share the read KV."""
     num_digests = 0
 
     def look(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:
@@ -102,7 +102,7 @@ def test_what_was_read_is_what_was_computed(checked: Checked) -> None:
 
 
 @pytest.mark.parametrize(("part", "block"), [(1, 0), (3, 7), (5, -1)], ids=["first", "middle", "last, partly filled"])
-def test_a_block_that_differs_is_not_used(part: int, block: int, checked: Checked) -> None:
+def test_a_corrupt_block_is_recomputed(part: int, block: int, checked: Checked) -> None:
     node, prompt = checked.decode, prompt_of(2)
     with RouterClient(node.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
@@ -119,7 +119,7 @@ def test_a_block_that_differs_is_not_used(part: int, block: int, checked: Checke
     assert f"block {number} of the prompt" in node.output
 
 
-def test_with_policy_fail_a_block_that_differs_is_an_error(checked: Checked) -> None:
+def test_a_corrupt_block_fails_the_request_under_policy_fail(checked: Checked) -> None:
     checked.proxy.alter_event = corrupt(2, 1)
     with RouterClient(checked.strict.address) as client:
         failure = client.generate(prompt_of(3), greedy(10), checked.prefill.address).failure
@@ -142,7 +142,7 @@ def test_announcements_without_digests_are_refused(checked: Checked) -> None:
     assert "8 blocks with 7 digests" in failure.message
 
 
-def test_an_announcement_of_nothing_is_refused(checked: Checked) -> None:
+def test_an_announcement_without_blocks_is_refused(checked: Checked) -> None:
     def insert(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent, ...]:
         if not event.HasField("kv_ready"):
             return (event,)
@@ -156,7 +156,7 @@ def test_an_announcement_of_nothing_is_refused(checked: Checked) -> None:
     assert "announced 0 blocks" in failure.message
 
 
-def test_nodes_that_differ_in_the_mode_do_not_exchange_kv(checkpoint: Path, checked: Checked) -> None:
+def test_nodes_with_different_checksum_modes_do_not_connect(checkpoint: Path, checked: Checked) -> None:
     with Fleet() as fleet:
         other = fleet.start_decode(checkpoint, [*FLAGS, "--prefill", checked.proxy.address, "--peer-wait", "0.5"])
         fleet.wait_ready()
@@ -169,7 +169,7 @@ def start_over(kind: str, tls: str, checkpoint: Path, fleet: Fleet, address: str
     return fleet.start_decode(checkpoint, flags, {"UCX_TLS": tls})
 
 
-def test_a_transport_that_is_slower_than_required_is_an_error_at_start(checkpoint: Path, checked: Checked) -> None:
+def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, checked: Checked) -> None:
     with Fleet() as fleet:
         node = start_over("shm", "tcp", checkpoint, fleet, checked.prefill.address)
         fleet.wait_until(lambda: node.child.state in ("failed", "ended"), 60.0)
@@ -182,7 +182,7 @@ def test_a_transport_that_is_slower_than_required_is_an_error_at_start(checkpoin
         assert list(node.describe().connected_peers) == [checked.prefill.address]
 
 
-def test_a_slow_peer_that_is_found_later_is_refused_and_tried_again(checkpoint: Path, checked: Checked) -> None:
+def test_a_later_peer_with_a_slow_transport_is_refused_and_retried(checkpoint: Path, checked: Checked) -> None:
     with FaultProxy() as proxy, Fleet() as fleet:
         flags = [*FLAGS, "--prefill", proxy.address, "--peer-wait", "0.3", "--kv-checksum"]
         node = fleet.start_decode(checkpoint, [*flags, "--require-transport", "rdma"])

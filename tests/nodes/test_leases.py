@@ -1,4 +1,4 @@
-"""The lease table against a model of it: each lease ends once, in one way, and says so for ever after."""
+"""LeaseTable against a model: each lease ends once, in one way."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def complete(table: LeaseTable, lease: int, now: float = 0.0) -> None:
     assert table.announce(lease, True, now)
 
 
-def test_a_repeated_release_says_the_same_until_it_is_forgotten() -> None:
+def test_a_repeated_release_gets_the_same_answer_until_it_is_forgotten() -> None:
     table = LeaseTable(EPOCH, SECONDS, GUARD, remember=2)
     for lease in range(3):
         complete(table, lease)
@@ -105,7 +105,7 @@ def test_a_repeated_release_says_the_same_until_it_is_forgotten() -> None:
     assert table.release(EPOCH, 0) == (False, False)  # forgotten: the safe answer
 
 
-def test_an_expired_lease_has_not_stood() -> None:
+def test_an_expired_lease_did_not_stand() -> None:
     table = LeaseTable(EPOCH, SECONDS, GUARD)
     table.accept(7)
     assert table.expire(1e9) == []
@@ -118,7 +118,7 @@ def test_an_expired_lease_has_not_stood() -> None:
     assert table.expire(1e9) == []
 
 
-def test_an_extended_lease_does_not_end_when_it_would_have() -> None:
+def test_an_extended_lease_outlives_its_first_end() -> None:
     table = LeaseTable(EPOCH, SECONDS, GUARD)
     complete(table, 7)
     assert table.extend(EPOCH, 7, 2.0) == SECONDS
@@ -126,7 +126,7 @@ def test_an_extended_lease_does_not_end_when_it_would_have() -> None:
     assert table.release(EPOCH, 7) == (True, True)
 
 
-def test_another_epoch_changes_nothing() -> None:
+def test_messages_of_another_epoch_change_nothing() -> None:
     table = LeaseTable(EPOCH, SECONDS, GUARD)
     complete(table, 7)
     assert table.extend("another", 7, 2.0) == 0
@@ -136,7 +136,7 @@ def test_another_epoch_changes_nothing() -> None:
     assert table.release("another", 7) == (False, False)
 
 
-def test_a_lease_cannot_be_extended_for_ever() -> None:
+def test_extensions_are_bounded() -> None:
     table, now = LeaseTable(EPOCH, SECONDS, GUARD), 5.0
     complete(table, 7, now)
     while table.extend(EPOCH, 7, now):

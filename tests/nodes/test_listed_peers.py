@@ -1,4 +1,4 @@
-"""Prefill nodes that come, go and stand behind several addresses while a decode node runs."""
+"""Prefill nodes that are listed and unlisted, or have several addresses, while a decode node runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Listed:
         fleet.wait_ready()
 
     def list(self, *numbers: int, more: str = "") -> None:
-        """Only these nodes, and ``more``."""
+        """List these nodes and ``more``, and no others."""
         text = "\n".join([*(self.fleet.prefill[number].address for number in numbers), more])
         new = self._path.with_suffix(".new")
         new.write_text(f"# prefill nodes\n{text}\n")
@@ -49,7 +49,7 @@ def listed(tmp_path: Path) -> Iterator[Listed]:
         yield Listed(fleet, tmp_path / "prefill")
 
 
-def test_nodes_come_and_go_and_what_runs_goes_on(listed: Listed) -> None:
+def test_listed_nodes_are_connected_and_unlisted_ones_finish_their_handoffs(listed: Listed) -> None:
     assert list(listed.decode.describe().connected_peers) == [listed.first]
 
     listed.list(0, 1)
@@ -77,7 +77,7 @@ def test_nodes_come_and_go_and_what_runs_goes_on(listed: Listed) -> None:
         node.wait_idle()
 
 
-def test_a_node_with_two_addresses_is_connected_once_and_rubbish_changes_nothing(listed: Listed) -> None:
+def test_a_node_with_two_addresses_is_connected_once_and_invalid_lines_change_nothing(listed: Listed) -> None:
     port = listed.fleet.prefill[0].address.rpartition(":")[2]
     listed.list(0, more=f"localhost:{port}")
     listed.list(0, 1, more=f"localhost:{port}")

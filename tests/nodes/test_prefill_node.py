@@ -1,4 +1,4 @@
-"""A real prefill node over gRPC: leases begin, end and are never mistaken for others."""
+"""A real prefill node over gRPC: leases begin, end and are not confused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(client: PrefillClient, request: pb.PrefillRequest) -> tuple[pb.Accepted,
     return events["accepted"].accepted, events["first_tokens"].first_tokens, events["kv_ready"].kv_ready
 
 
-def test_a_prompt_becomes_a_lease_until_it_is_released(nodes: Nodes) -> None:
+def test_a_prompt_is_leased_until_its_release(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         accepted, first, ready = run(client, prefill_request(epoch))
@@ -70,7 +70,7 @@ def test_every_choice_gets_its_first_token(nodes: Nodes) -> None:
         assert client.release(epoch, ready.lease)
 
 
-def test_a_lease_expires(nodes: Nodes) -> None:
+def test_a_lease_without_extension_expires(nodes: Nodes) -> None:
     epoch = nodes.short.describe().epoch
     before = nodes.counter("leases_expired", nodes.short)
     with PrefillClient(nodes.short.address) as client:
@@ -102,7 +102,9 @@ def test_another_epoch_is_refused_and_releases_nothing(nodes: Nodes) -> None:
         ([1], {"max_tokens": 0}, "max_tokens 0"),
     ],
 )
-def test_garbage_is_refused(prompt: list[int] | bytes, fields: dict[str, int], word: str, nodes: Nodes) -> None:
+def test_invalid_prompts_are_refused(
+    prompt: list[int] | bytes, fields: dict[str, int], word: str, nodes: Nodes
+) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         with pytest.raises(PrefillFailed, match=word) as raised:
@@ -110,8 +112,8 @@ def test_garbage_is_refused(prompt: list[int] | bytes, fields: dict[str, int], w
         assert raised.value.code == pb.Failure.INVALID
 
 
-def test_a_cancelled_prompt_leaves_nothing(nodes: Nodes) -> None:
-    """Cancelled at all sorts of moments: before the prefill, in it, while the lease is announced, and after."""
+def test_a_cancelled_prompt_frees_every_block(nodes: Nodes) -> None:
+    """Cancel comes before the prefill, during it, during announcements, and afterwards."""
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         for index in range(30):
@@ -124,7 +126,7 @@ def test_a_cancelled_prompt_leaves_nothing(nodes: Nodes) -> None:
         nodes.prefill.wait_idle()
 
 
-def test_a_deadline_ends_a_prompt(nodes: Nodes) -> None:
+def test_a_prompt_ends_at_its_deadline(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         nodes.prefill.stop("engine")
@@ -141,7 +143,7 @@ def test_a_deadline_ends_a_prompt(nodes: Nodes) -> None:
         nodes.prefill.wait_idle()
 
 
-def test_a_number_in_use_breaks_the_stream(nodes: Nodes) -> None:
+def test_a_repeated_prompt_number_ends_the_stream(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         nodes.prefill.stop("engine")
@@ -156,8 +158,8 @@ def test_a_number_in_use_breaks_the_stream(nodes: Nodes) -> None:
     nodes.prefill.wait_idle()
 
 
-def test_too_many_prompts_are_refused_as_overload(nodes: Nodes) -> None:
-    """The queue takes 8; a flood of long prompts hears of overload, not silence, and what was taken is served."""
+def test_prompts_beyond_the_queue_limit_are_overloaded(nodes: Nodes) -> None:
+    """The queue takes 8 prompts. Further ones fail as overloaded, and accepted ones are computed."""
     epoch = nodes.prefill.describe().epoch
     served, codes = 0, set()
     with PrefillClient(nodes.prefill.address) as client:
@@ -175,7 +177,7 @@ def test_too_many_prompts_are_refused_as_overload(nodes: Nodes) -> None:
     assert served >= 8
 
 
-def test_handshake_compares_before_it_tells(nodes: Nodes) -> None:
+def test_an_incompatible_handshake_gets_no_memory_regions(nodes: Nodes) -> None:
     with grpc.insecure_channel(nodes.prefill.address) as channel:
         stub = pb_grpc.PrefillNodeStub(channel)
         good = pb.HandshakeRequest(
@@ -197,7 +199,7 @@ def test_handshake_compares_before_it_tells(nodes: Nodes) -> None:
             stub.Handshake(wrong)
 
 
-def test_the_choice_of_a_runner_is_described_and_logged_once(nodes: Nodes) -> None:
+def test_the_runner_is_described_and_its_choice_logged_once(nodes: Nodes) -> None:
     with grpc.insecure_channel(nodes.prefill.address) as channel:
         description = pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
     assert description.runner in ("V1", "V2")
@@ -206,7 +208,7 @@ def test_the_choice_of_a_runner_is_described_and_logged_once(nodes: Nodes) -> No
     assert nodes.prefill.output.count(line) == 1
 
 
-def test_describe_health_and_reflection(nodes: Nodes) -> None:
+def test_describe_health_and_reflection_are_served(nodes: Nodes) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 

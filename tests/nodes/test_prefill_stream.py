@@ -1,4 +1,4 @@
-"""D's stream to a prefill node that behaves badly: it does not read, or it ends the stream."""
+"""D's stream to a prefill node that does not read, or ends the stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Serve = Callable[[AsyncIterator[pb.HandoffRequest], Any], Awaitable[None]]
 
 @asynccontextmanager
 async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[PrefillStream]:
-    """A stream to a prefill node that does as it is told; ``ended`` is set when it has ended."""
+    """Open a stream to a prefill node that runs ``serve``; set ``ended`` when the stream has ended."""
 
     class Servicer(pb_grpc.PrefillNodeServicer):
         async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeReply:

@@ -1,4 +1,4 @@
-"""Requests that another decode node has begun, as a router brings them."""
+"""Migrated requests, which continue the output of another decode node."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logprobs_of(result: Generated, choice: int) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["handed off", "prefilled on D", "cached on D"])
 @pytest.mark.parametrize("cut", [1, 5, OUTPUT - 1])
-def test_it_goes_on_as_if_it_had_been_there_all_the_time(kind: str, way: str, cut: int, nodes: Nodes) -> None:
+def test_a_resumed_request_yields_the_remaining_tokens(kind: str, way: str, cut: int, nodes: Nodes) -> None:
     prompt, sampling = prompt_of(75), KINDS[kind]
     peer = nodes.main if way == "handed off" else ""
     with RouterClient(nodes.decode.address) as client:
@@ -75,7 +75,7 @@ def test_it_goes_on_as_if_it_had_been_there_all_the_time(kind: str, way: str, cu
         ({2: [5, 128]}, ["128", "127"]),
     ],
 )
-def test_what_cannot_have_been_begun_is_refused(resume: dict[int, list[int]], words: list[str], nodes: Nodes) -> None:
+def test_an_impossible_resumed_output_is_refused(resume: dict[int, list[int]], words: list[str], nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
         failure = client.generate(prompt_of(9), greedy(OUTPUT, n=3), resume=choices(resume)).failure
         assert failure is not None

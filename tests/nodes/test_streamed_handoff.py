@@ -1,4 +1,4 @@
-"""Prompts that a prefill node computes in many steps, and what may happen between the parts that it announces."""
+"""Prompts that a prefill node computes in many steps, and faults between the parts that it announces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def on_part(number: int, action: Callable[[], None]) -> Callable[[str], None]:
-    """A hook that acts before the ``number``-th announcement of blocks (from 1) is passed on."""
+    """Return a hook that acts before the ``number``-th announcement of blocks (from 1) is forwarded."""
     seen: list[str] = []
 
     def hook(kind: str) -> None:
@@ -44,15 +44,15 @@ def started(checkpoint: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(started: Pair) -> Iterator[Pair]:
-    """Both nodes are idle after each test, and nobody is between them."""
+    """Check that both nodes are idle after each test, and reset the proxy."""
     yield started
     started.proxy.reset()
     for node in (started.prefill, started.decode):
         node.wait_idle()
 
 
-def test_what_is_announced_has_been_read_before_the_prompt_is_done(pair: Pair) -> None:
-    """All but the last part, and only once: the first tokens are held back until D has read it."""
+def test_announced_blocks_are_read_while_the_prompt_is_computed(pair: Pair) -> None:
+    """D reads all but the last part, each once, while the proxy delays the first tokens."""
     prompt, before = prompt_of(1), pair.decode.counter("kv_read_bytes")
 
     def num_read() -> float:
@@ -93,8 +93,8 @@ def test_parts_are_announced_in_order_under_one_lease(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("how", ["released", "cancelled", "the stream breaks", "the stream ends"])
-def test_what_ends_between_parts_leaves_nothing(how: str, pair: Pair) -> None:
-    """A prompt that is given up after any number of events; a lease that is released while its prompt is computed."""
+def test_a_handoff_that_ends_between_parts_frees_every_block(how: str, pair: Pair) -> None:
+    """D gives a prompt up after any number of events, or releases a lease while P computes its prompt."""
     epoch = pair.prefill.describe().epoch
     for index in range(6):
         tokens, salt = pack_tokens(prompt_of(index, 1000)), f"{how} {index}"
@@ -119,8 +119,8 @@ def test_what_ends_between_parts_leaves_nothing(how: str, pair: Pair) -> None:
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
 
 
-def test_a_lease_is_extended_for_as_long_as_it_is_needed(pair: Pair) -> None:
-    """D hears of the last blocks much later than a lease lasts that is not extended."""
+def test_a_lease_is_extended_while_blocks_are_missing(pair: Pair) -> None:
+    """The last blocks are announced much later than an unextended lease would end."""
     prompt, extended = prompt_of(7), threading.Semaphore(0)
 
     def wait_for_extensions() -> None:
@@ -143,8 +143,8 @@ def test_a_lease_is_extended_for_as_long_as_it_is_needed(pair: Pair) -> None:
         assert after[node][name] - before[node][name] == more, name
 
 
-def test_a_lease_that_cannot_be_extended_is_given_up(pair: Pair) -> None:
-    """P hears nothing about its leases: D computes the prompt, and P's blocks are free when their time is over."""
+def test_a_handoff_whose_lease_cannot_be_extended_is_recomputed(pair: Pair) -> None:
+    """P receives no Extend: D computes the prompt, and P's blocks are free when the lease has expired."""
     prompt, served = prompt_of(8), threading.Event()
 
     def wait_until_served() -> None:
@@ -165,8 +165,8 @@ def test_a_lease_that_cannot_be_extended_is_given_up(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ended", ["confirmed", "refused", "there already"])
-def test_tokens_come_while_the_kv_does(ended: str, pair: Pair) -> None:
-    """P goes ahead until D has given the lease back, which is held back here until the client has all P's tokens.
+def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> None:
+    """P decodes ahead until D's Release, which the proxy delays until the client has all tokens of P.
 
     D then goes on behind them: with P's KV, without it, or not at all.
     """
@@ -190,7 +190,7 @@ def test_tokens_come_while_the_kv_does(ended: str, pair: Pair) -> None:
     assert pair.decode.counter("handoff_recomputes") == before[1] + (ended == "refused")
 
 
-def test_choices_and_a_cached_prefix(pair: Pair) -> None:
+def test_choices_share_one_handoff_of_an_uncached_suffix(pair: Pair) -> None:
     sampling = SamplingParams(max_tokens=8, n=3, temperature=1.0, seed=7, ignore_eos=True)
     prompt = prompt_of(3)
     with RouterClient(pair.decode.address) as client:

@@ -1,4 +1,4 @@
-"""Records survive the wire."""
+"""Records equal themselves after conversion to messages and back."""
 
 from __future__ import annotations
 
@@ -49,35 +49,35 @@ _sampling = st.builds(
 
 
 @given(st.lists(_uint32))
-def test_tokens(tokens: list[int]) -> None:
+def test_token_ids_round_trip(tokens: list[int]) -> None:
     data = pack_tokens(tokens)
     assert list(unpack_tokens(data)) == tokens
     assert data == b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 @given(st.binary().filter(lambda data: len(data) % 4))
-def test_bytes_that_are_no_tokens(data: bytes) -> None:
+def test_bytes_of_partial_tokens_are_refused(data: bytes) -> None:
     with pytest.raises(RequestError, match=f"{len(data)} bytes"):
         unpack_tokens(data)
 
 
 @given(_sampling)
-def test_sampling(sampling: SamplingParams) -> None:
+def test_sampling_params_round_trip(sampling: SamplingParams) -> None:
     message = pb.SamplingParams.FromString(sampling_to_pb(sampling).SerializeToString())
     assert sampling_from_pb(message) == sampling
 
 
-def test_every_sampling_field_is_on_the_wire() -> None:
+def test_every_sampling_field_has_a_message_field() -> None:
     assert set(SamplingParams.__struct_fields__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
 
 
 @given(st.builds(TokenLogprobs, _float32, st.lists(_uint32).map(tuple), st.lists(_float32).map(tuple)))
-def test_logprobs(logprobs: TokenLogprobs) -> None:
+def test_logprobs_round_trip(logprobs: TokenLogprobs) -> None:
     assert logprobs_from_pb(logprobs_to_pb(logprobs)) == logprobs
 
 
 @pytest.mark.parametrize("share", [None, KVShare(0, 2, 4, 4, 8, 16)])
-def test_ranks(share: KVShare | None) -> None:
+def test_ranks_round_trip(share: KVShare | None) -> None:
     layout = KVLayout(10, 32, 16, 2, FullAttentionSpec(4, 64, "bfloat16"))
     rank = RankKV("node-epoch", b"\x00\xff", KVRegion(2**63, 2**40, "cuda", 3), layout, share)
     assert rank_from_pb(rank_to_pb(rank)) == rank

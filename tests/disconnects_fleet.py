@@ -1,6 +1,6 @@
-"""Requests at every stage of their way through a fleet of one P and one D, whose clients go away.
+"""Requests whose clients disconnect at every stage in a fleet of one P and one D.
 
-The nodes are simulated: P computes 64 tokens of a prompt in each step of 20 ms, so that it can be met at every stage.
+The nodes are simulated. P computes 64 tokens of a prompt per step of 20 ms, so a test can catch every stage.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SHORT, LONG = 20, 5000  # tokens: prefilled on D, handed off
 
 @dataclass(frozen=True)
 class View:
-    """What a fleet says of itself."""
+    """The state of a fleet."""
 
     prefill: pb.NodeStatus
     decode: pb.NodeStatus
-    in_line: int  # requests that wait for a place in the router
+    router_waiting: int  # requests that wait for admission
 
 
 Condition = Callable[[View], bool]
@@ -44,14 +44,14 @@ def idle(status: pb.NodeStatus) -> bool:
 
 
 def all_idle(view: View) -> bool:
-    return idle(view.prefill) and idle(view.decode) and not view.in_line
+    return idle(view.prefill) and idle(view.decode) and not view.router_waiting
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A request that is ``there``, behind ``others`` that stay; once its client has left, ``gone`` holds soon."""
+    """A request after ``others``. ``reached`` holds at the stage, ``gone`` soon after its client has disconnected."""
 
-    there: Condition
+    reached: Condition
     body: dict[str, Any] = field(default_factory=dict)
     prompts: tuple[int, ...] = (SHORT,)  # lengths
     others: tuple[Stage, ...] = ()
@@ -64,11 +64,11 @@ _FULL = Stage(lambda view: view.decode.running == 4, {"n": 4})
 
 STAGES = {
     "decoding": _DECODING,
-    "decoding, not streamed": Stage(_DECODING.there, {"stream": False}),
+    "decoding, not streamed": Stage(_DECODING.reached, {"stream": False}),
     "decoding, n = 3": Stage(lambda view: view.decode.running == 3, {"n": 3}),
     "decoding, two prompts": Stage(lambda view: view.decode.running == 2, prompts=(SHORT, SHORT)),
     "computed on P": _COMPUTING,
-    "computed on P, not streamed": Stage(_COMPUTING.there, {"stream": False}, (LONG,)),
+    "computed on P, not streamed": Stage(_COMPUTING.reached, {"stream": False}, (LONG,)),
     "computed on P and read": Stage(lambda view: view.prefill.leased_blocks > 0, prompts=(LONG,)),
     "waiting on P": Stage(
         lambda view: view.prefill.waiting > 0,
@@ -80,13 +80,13 @@ STAGES = {
         lambda view: view.decode.waiting > 0, others=(_FULL,), gone=lambda view: not view.decode.waiting
     ),
     "waiting in the router": Stage(
-        lambda view: view.in_line > 0, others=(_DECODING, _DECODING), gone=lambda view: not view.in_line
+        lambda view: view.router_waiting > 0, others=(_DECODING, _DECODING), gone=lambda view: not view.router_waiting
     ),
 }
 
 
-class Place:
-    """The fleet, and clients of it."""
+class DisconnectFleet:
+    """The fleet and its clients."""
 
     def __init__(self, fleet: Fleet, client: httpx.Client, nodes: Sequence[grpc.Channel]) -> None:
         """``nodes`` are channels to P and D."""
@@ -97,21 +97,21 @@ class Place:
 
     def view(self) -> View:
         metrics = self._client.get("/metrics").text.splitlines()
-        in_line = next(line for line in metrics if line.startswith("pdserve_requests_waiting"))
+        router_waiting = next(line for line in metrics if line.startswith("pdserve_requests_waiting"))
         prefill, decode = (node.Status(pb.StatusRequest(), timeout=5.0) for node in self._nodes)
-        return View(prefill, decode, int(float(in_line.rpartition(" ")[2])))
+        return View(prefill, decode, int(float(router_waiting.rpartition(" ")[2])))
 
     def wait_until(self, condition: Condition, seconds: float = 20.0) -> None:
         self._fleet.wait_until(lambda: condition(self.view()), seconds)
 
     @contextmanager
     def held_at(self, stage: Stage) -> Iterator[Callable[[], None]]:
-        """With the request at that stage; call what it gives to have its client leave."""
+        """Hold a request at a stage; call the yielded function to disconnect its client."""
         clients: list[socket.socket] = []
         try:
             for each in (*stage.others, stage):
                 clients.append(self._send(each))
-                self.wait_until(each.there)
+                self.wait_until(each.reached)
             yield clients[-1].close
         finally:
             for client in clients:
@@ -130,12 +130,12 @@ class Place:
 
 
 @contextmanager
-def start_place(model: Path) -> Iterator[Place]:
-    """Two requests may be at the nodes at once."""
+def start_disconnect_fleet(model: Path) -> Iterator[DisconnectFleet]:
+    """Start a fleet that admits two requests at once."""
     with (
         start_fleet(model, 1, 1, True, PREFILL, DECODE, ("--max-inflight", "2")) as fleet,
         httpx.Client(base_url=fleet.url, trust_env=False) as client,
         grpc.insecure_channel(fleet.prefill[0].address) as prefill,
         grpc.insecure_channel(fleet.decode[0].address) as decode,
     ):
-        yield Place(fleet, client, (prefill, decode))
+        yield DisconnectFleet(fleet, client, (prefill, decode))
