@@ -89,7 +89,7 @@ class RouterMetrics:
         self.replayed_tokens = counter("pdserve_replayed_tokens", "Output tokens sent along with migrated prompts.")
         self.placements = counter(
             "pdserve_placements",
-            "Prompts sent to nodes, by policy and place of the prefill (local: on the decode node).",
+            "Prompts sent to nodes, by policy and location of the prefill (local: on the decode node).",
             ["policy", "prefill"],
         )
         self.nodes_ready = gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])

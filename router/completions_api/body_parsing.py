@@ -13,18 +13,8 @@ from router.completions_api.body_limits import check_lengths, check_shape
 
 # OpenAI fields without effect here.
 _IGNORED = frozenset(
-    {
-        "metadata",
-        "moderation",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "verbosity",
-    }
+    {*("metadata", "moderation", "prediction", "safety_identifier", "service_tier", "store", "verbosity")}
+    | {*("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")}
 )
 # OpenAI and vLLM fields that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {

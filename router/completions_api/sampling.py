@@ -14,6 +14,10 @@ from router.generation.job import Job
 from router.text.prompt import Prompt
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat may fill the model's length
+_UNCHANGED = (
+    *("n", "min_tokens", "temperature", "top_p", "min_p", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)  # fields that a body and SamplingParams share
 _SEED_BITS = 63
 _SEED_RANGE = 2**64  # negative seeds are taken modulo this
 
@@ -30,20 +34,12 @@ def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: s
     if body.min_tokens > max_tokens:
         raise RequestError(f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}; lower it", "min_tokens")
     sampling = SamplingParams(
+        **{name: getattr(body, name) for name in _UNCHANGED},
         max_tokens=max_tokens,
-        n=body.n,
-        min_tokens=body.min_tokens,
-        temperature=body.temperature,
         top_k=max(body.top_k, 0),  # -1 also means off
-        top_p=body.top_p,
-        min_p=body.min_p,
         seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
         logit_bias=bias,
         stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
         logprobs=body.num_logprobs,
         grammar=grammar,
         prompt_logprobs=body.most_prompt_logprobs,

@@ -30,7 +30,7 @@ from router.service import Service
 
 logger = logging.getLogger(__name__)
 
-_BODY_TIMEOUT = 60.0  # seconds; an arriving body occupies a place of --max-inflight
+_BODY_TIMEOUT = 60.0  # seconds; arriving requests are bounded by --max-inflight
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
 _DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
 _STREAM_HEADERS = [
@@ -130,27 +130,18 @@ class GenerateEndpoint:
 
 async def read_body(receive: Receive, limit: int) -> bytes:
     """Read the whole body of at most ``limit`` bytes. Raises BodyTooLarge, DeadlineExceeded or ClientDisconnected."""
+    body = bytearray()
     try:
         async with asyncio.timeout(_BODY_TIMEOUT):
-            return await _read_chunks(receive, limit)
+            while (message := await receive())["type"] != "http.disconnect":
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise BodyTooLarge(f"the body exceeds {limit} bytes; send less", code="body_too_large")
+                if not message.get("more_body", False):
+                    return bytes(body)
     except TimeoutError as exc:
         raise DeadlineExceeded(f"the body did not arrive within {_BODY_TIMEOUT:g} s; send it faster") from exc
-
-
-async def _read_chunks(receive: Receive, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLarge(f"the body exceeds {limit} bytes; send less", code="body_too_large")
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
+    raise ClientDisconnected
 
 
 async def _watch_disconnect(receive: Receive, disconnected: asyncio.Future[None]) -> None:

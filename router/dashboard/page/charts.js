@@ -90,13 +90,13 @@ class Chart {
     say(this.topLabel, this.format(top).replace(".00", ""));
     set(this.cursor, "d", pointed === null ? "" : `M${WIDTH - pointed} 0V${HEIGHT}`);
     const index = pointed === null ? all.length - 1 : all.indexOf(last - pointed);
-    const told = this.names.map((name) => {
+    const labels = this.names.map((name) => {
       const text = this.format(history[name][index]);
       say(this.values[name], text);
       return `${this.values[name].previousSibling.textContent.trim()} ${text}`;
     });
     const when = pointed ? `${pointed} s ago` : "now";
-    set(this.field, "aria-label", `${this.title}, ${when}: ${told.join(", ")}`);
+    set(this.field, "aria-label", `${this.title}, ${when}: ${labels.join(", ")}`);
   }
 }
 

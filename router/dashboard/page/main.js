@@ -92,7 +92,7 @@ function wantKey(refused) {
   find("door").hidden = false;
   find("shown").hidden = find("trouble").hidden = true;
   if (refused) say(find("door-why"), "The router does not know this key.");
-  mark(find("link"), "leaving", "Wants a key");
+  mark(find("link"), "leaving", "Key required");
   find("key").focus();
 }
 

@@ -10,8 +10,8 @@ const KINDS = {
 };
 const kindOf = (node) => KINDS[node.state] ?? "ill";
 const present = (node) => node.state !== "lost" && node.state !== "unreachable";
-const told = (text) => (node) => (present(node) ? text(node) : UNKNOWN);
-const stat = (text) => told((node) => (node.stats ? text(node.stats) : UNKNOWN));
+const ifPresent = (text) => (node) => (present(node) ? text(node) : UNKNOWN);
+const stat = (text) => ifPresent((node) => (node.stats ? text(node.stats) : UNKNOWN));
 
 function stateOf(node) {
   if (node.lost_seconds === null) return node.state;
@@ -49,21 +49,21 @@ const KV = {
   },
 };
 
-const RUNNING = column("Running", told((node) => count(node.running)));
-const WAITING = column("Waiting", told((node) => count(node.waiting)));
+const RUNNING = column("Running", ifPresent((node) => count(node.running)));
+const WAITING = column("Waiting", ifPresent((node) => count(node.waiting)));
 const CACHED = column("From cache", stat((its) => percent(its.cached_share)));
 
 const PREFILL = [
   NAME, STATE, RUNNING, WAITING, KV,
   column("Prompt tokens/s", stat((its) => rate(its.prompt_token_rate))),
-  column("Backlog, tokens", told((node) => count(node.backlog_tokens)),
-    told((node) => (node.backlog_tokens ? seconds(node.backlog_seconds) : ""))),
+  column("Backlog, tokens", ifPresent((node) => count(node.backlog_tokens)),
+    ifPresent((node) => (node.backlog_tokens ? seconds(node.backlog_seconds) : ""))),
   CACHED,
 ];
 const DECODE = [
   NAME, STATE, RUNNING, WAITING, KV,
   column("Output tokens/s", stat((its) => rate(its.output_token_rate))),
-  column("Step", told((node) => seconds(node.step_seconds))),
+  column("Step", ifPresent((node) => seconds(node.step_seconds))),
   CACHED,
 ];
 const CONNECTIONS = [
