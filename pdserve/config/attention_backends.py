@@ -30,7 +30,7 @@ _TRITON_MIN_HEAD_DIM = 16
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
-    """What kernels a node could run."""
+    """Device and packages that decide which kernels a node can run."""
 
     device: str  # "cpu" or "cuda"
     has_triton: bool  # the package is installed

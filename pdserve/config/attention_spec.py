@@ -1,4 +1,4 @@
-"""What one layer's attention computes, as plain values."""
+"""The kind of attention of one layer, as plain values."""
 
 from __future__ import annotations
 

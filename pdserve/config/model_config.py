@@ -1,4 +1,4 @@
-"""What a checkpoint's ``config.json`` says, as plain values. Torch-free: router, oracle and CLI read configs, too."""
+"""A checkpoint's ``config.json`` as plain values. Torch-free: router, oracle and CLI read configs, too."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _choose_layout(
     backend: str,
     choices: list[str],
 ) -> KVLayout:
-    """That of rank 0. All ranks have as many blocks, so the rank with the largest ones decides how many."""
+    """Choose rank 0's layout. All ranks have as many blocks, so the rank with the largest blocks limits the number."""
     page = choose_page_size(options.block_size, options.kernel_block_size, backend)
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
@@ -169,7 +169,7 @@ def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
 
 
 def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, choices: list[str]) -> int:
-    """Bytes for the KV cache beside ``weights`` bytes of weights."""
+    """Return the bytes of the KV cache beside ``weights`` bytes of weights."""
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
     if device.kind == "cpu":
@@ -192,7 +192,7 @@ def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, ch
 def _choose_max_model_len(
     options: NodeOptions, model: ModelConfig, layout: KVLayout, estimated: bool, choices: list[str]
 ) -> int:
-    """Tokens. What follows from an ``estimated`` cache stays a tenth below it: the measured one must hold it."""
+    """Return tokens. From an ``estimated`` cache take nine tenths, because the measured one must hold them."""
     room = layout.num_blocks * layout.block_size
     limit = model.max_position_embeddings
     wanted = options.max_model_len or limit
@@ -201,7 +201,7 @@ def _choose_max_model_len(
     sure = room * 9 // 10 if estimated else room
     if options.max_model_len is None and sure < limit:
         wanted = sure
-        choices.append(f"max_model_len={sure}: what the KV cache surely holds; the model could do {limit}")
+        choices.append(f"max_model_len={sure}: what the KV cache surely holds; the model's limit is {limit}")
     elif options.max_model_len is None:
         choices.append(f"max_model_len={limit}: the model's")
     if room < max(wanted, 2):
@@ -236,13 +236,13 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, split: Parall
 
 
 def model_name(model: str) -> str:
-    """What a model is called when nobody gave it a name: the directory's name, or the hub id as it is."""
+    """Return the default served name: the directory's name, or the hub id."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 
 
 def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
-    """What must be equal on both sides of a handoff, by name, so that a refusal can say what differs."""
+    """Return the fields that must be equal on both sides of a handoff; a refusal names those that differ."""
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],

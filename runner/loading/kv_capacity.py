@@ -13,6 +13,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CapacityError
 from pdserve.kv import KVLayout
 from runner.distributed.parallel_state import ParallelState
+from runner.loading.memory_check import gib
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +49,13 @@ def layout_that_fits(
     _log.info(
         "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "
         "KV cache %s (%d blocks)",
-        *(_gib(size) for size in (usable, peak, kept, others, _FRAGMENTATION, layout.total_bytes)),
+        *(gib(size) for size in (usable, peak, kept, others, _FRAGMENTATION, layout.total_bytes)),
         layout.num_blocks,
     )
     room = layout.num_blocks * layout.block_size
     if room < config.max_model_len:
         raise CapacityError(
-            f"{_gib(layout.total_bytes)} left for the KV cache hold {room} tokens, less than one sequence of "
+            f"{gib(layout.total_bytes)} left for the KV cache hold {room} tokens, less than one sequence of "
             f"{config.max_model_len}; lower --max-model-len or --max-batch-tokens, or raise --gpu-memory-utilization"
         )
     return layout
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -27,7 +27,7 @@ def check_room(
     free = free_memory(device)
     if free is not None and weights + cache > free:
         raise CapacityError(
-            f"weights ({_gib(weights)}) and KV cache ({_gib(cache)}) need more than the {_gib(free)} that "
+            f"weights ({gib(weights)}) and KV cache ({gib(cache)}) need more than the {gib(free)} that "
             f"are free on {device}; lower --kv-cache-memory, choose a smaller model or end other processes"
         )
 
@@ -58,5 +58,5 @@ def _available_in_cgroup() -> int | None:
     return int(limit.read_text()) - int(current.read_text()) + sum(cached)
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

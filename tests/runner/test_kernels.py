@@ -118,7 +118,7 @@ def test_rope_store_equals_torch(
         if slot >= 0:
             expected_pages[slot // page, :, 1, 0, slot % page] = k[token]
             expected_pages[slot // page, :, 1, 1, slot % page] = v[token]
-    scale = 4 if has_norms else 1  # what is rounded before it is turned is larger
+    scale = 4 if has_norms else 1  # values are larger when they are rounded, before rotation
     torch.testing.assert_close(q, expected, atol=scale * TOLERANCE[dtype], rtol=scale * TOLERANCE[dtype])
     torch.testing.assert_close(pages, expected_pages, atol=scale * TOLERANCE[dtype], rtol=scale * TOLERANCE[dtype])
 
@@ -163,7 +163,7 @@ def test_gathered_keys_are_contiguous_and_zero_padded(page: int) -> None:
     gathered = GatheredKeys(1000, 2, 16, torch.float32, DEVICE)
     starts = gathered.starts(inputs.batch.seq_lens)
     assert starts.tolist() == [0, 2 * TILE, 2 * TILE, 5 * TILE, 6 * TILE, 7 * TILE]
-    for _ in range(2):  # what an earlier call has left does not matter
+    for _ in range(2):  # results of an earlier call must not matter
         batch = inputs.batch
         found = gathered.gather(layer, batch.device_seq_lens, batch.page_table, max(lens), int(starts[-1]))
         for side, tensor in enumerate(found):

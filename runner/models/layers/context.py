@@ -1,4 +1,4 @@
-"""What all layers of a rank's model are built from."""
+"""The context that all layers of a rank's model are built from."""
 
 from __future__ import annotations
 
