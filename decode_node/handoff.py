@@ -119,7 +119,7 @@ class Handoff:
             return actions
 
     def give_up(self) -> list[Action]:
-        """Drop P's KV; return what P must be told. Idempotent.
+        """Drop P's KV; return the messages that P needs. Idempotent.
 
         Release gives back a lease that P has named. Otherwise Cancel stops the prompt, and Release follows Accepted.
         """

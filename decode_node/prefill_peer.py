@@ -98,7 +98,7 @@ class PrefillPeer:
         self._drained = False  # the latest epoch ended by draining
         self._unlisted = False
         self._check_now = asyncio.Event()
-        self._broken = ""  # why the connector must connect anew
+        self._broken = ""  # why the connector must reconnect
 
     @property
     def usable(self) -> bool:
@@ -120,7 +120,7 @@ class PrefillPeer:
         self._check_now.set()
 
     def reset(self, reason: str) -> None:
-        """Make the connector's connection anew, since reads fail."""
+        """Have the connector reconnect, since reads fail."""
         self._broken = reason
         self._check_now.set()
 
