@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from connector.backends.nixl import ucx
 from connector.backends.nixl.agent import NixlAgent
@@ -18,9 +16,13 @@ _UCX_TLS = {"rdma": "tcp,ib,cuda_copy", "nvlink": "tcp,cuda_ipc,cuda_copy", "shm
 def try_agents(required: str, device: str) -> tuple[str, str]:
     """Connect two NIXL agents of this process; return the transport of that connection and UCX's lanes.
 
-    ``device`` is "cpu" or "cuda". Raises ConfigError, CapacityError or PeerError, as a node would.
+    UCX is limited to ``required`` unless the user has set UCX_TLS; "" is no limit. ``device`` is "cpu" or "cuda".
+    Raises ConfigError, CapacityError or PeerError, as a node would.
     """
-    with _transports(required):
+    limited = bool(required) and "UCX_TLS" not in os.environ
+    if limited:
+        os.environ["UCX_TLS"] = _UCX_TLS[required]
+    try:
         remote, local = NixlAgent("doctor-remote"), NixlAgent("doctor-local ")
         try:
             local.remove(local.add(remote.metadata()))
@@ -28,17 +30,7 @@ def try_agents(required: str, device: str) -> tuple[str, str]:
             lanes = ucx.log().take_lanes("doctor-local ")
             local.close()
             remote.close()
-    return transport_of(lanes, device), lanes
-
-
-@contextmanager
-def _transports(required: str) -> Iterator[None]:
-    """Set UCX_TLS for the requirement, unless the user has set it."""
-    if not required or "UCX_TLS" in os.environ:
-        yield
-        return
-    os.environ["UCX_TLS"] = _UCX_TLS[required]
-    try:
-        yield
     finally:
-        del os.environ["UCX_TLS"]
+        if limited:
+            del os.environ["UCX_TLS"]
+    return transport_of(lanes, device), lanes
