@@ -118,6 +118,7 @@ class Inputs:
             slots[token : token + new] += positions % self.shape.page
             token += new
             starts[row + 1 :] += new - 1
+        starts = np.minimum(starts, self.tokens)  # a padding row owns a token only if there is one
         generator = torch.Generator().manual_seed(seed)
         for qkv in self.qkv:
             qkv.copy_(torch.randn(qkv.shape, generator=generator))
