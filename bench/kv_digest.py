@@ -21,6 +21,7 @@ import torch
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.records import DigestOrder
 from runner.kv_cache import KVCache
+from runner.kv_digest import KVDigester
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def measure(args: argparse.Namespace, tokens: int) -> dict[str, float]:
     order = DigestOrder(tuple(blocks.tolist()), tokens)
     memory = cache.tensor.view(layout.num_blocks, -1)
     blocks = blocks.to(device)
-    digest = median_seconds(lambda: cache.digests.compute([order]), device, args.repeat)
+    digester = KVDigester(cache.tensor, layout, cache.share)
+    digest = median_seconds(lambda: digester.compute([order]), device, args.repeat)
     copy = median_seconds(lambda: memory[blocks], device, args.repeat)
     gigabytes = num_blocks * layout.block_bytes / 1e9
     return {

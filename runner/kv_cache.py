@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import KVRegion
-from runner.kv_digest import KVDigester
 
 _MEMORY_PAGE = 4096  # bytes; registration pins whole memory pages
 
@@ -30,7 +28,7 @@ class KVCache:
     def __init__(self, layout: KVLayout, device: torch.device, share: KVShare | None = None) -> None:
         """``share`` is the rank's part of the model's KV; None means the whole model."""
         self.layout = layout
-        self._share = share or KVShare.whole(layout)
+        self.share = share or KVShare.whole(layout)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         memory = torch.zeros(layout.total_bytes + _MEMORY_PAGE, dtype=torch.uint8, device=device)
         begin = -memory.data_ptr() % _MEMORY_PAGE
@@ -47,11 +45,6 @@ class KVCache:
     def clear(self) -> None:
         """Zero every block."""
         self.tensor.zero_()
-
-    @cached_property
-    def digests(self) -> KVDigester:
-        """The digester of this cache. Its first use allocates more than twice the memory of a block."""
-        return KVDigester(self.tensor, self.layout, self._share)
 
     @property
     def region(self) -> KVRegion:

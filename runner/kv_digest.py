@@ -13,8 +13,8 @@ A digest finds accidents. An attacker who chooses the bytes can make them fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,11 +24,9 @@ from torch import Tensor
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import DigestOrder, StepOutput, StepPlan
+from runner.kv_cache import KVCache
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart
-
-if TYPE_CHECKING:
-    from runner.kv_cache import KVCache
 
 # Words per multiplication. On a CPU they stay in its cache, and malloc does not map memory for each product: twice as
 # many took three times as long. On a GPU they bound the memory.
@@ -86,16 +84,21 @@ class BlockDigests(StepFeature[object]):
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
+    @cached_property
+    def _digester(self) -> KVDigester:
+        """The first use allocates more than twice the memory of a block."""
+        return KVDigester(self._cache.tensor, self._cache.layout, self._cache.share)
+
     def part(self, plan: StepPlan) -> StepPart[object] | None:
-        return _OrderedDigests(self._cache, plan.digests) if plan.digests else None
+        return _OrderedDigests(self._digester, plan.digests) if plan.digests else None
 
 
 class _OrderedDigests(StepPart[object]):
-    def __init__(self, cache: KVCache, orders: Sequence[DigestOrder]) -> None:
-        self._cache, self._orders = cache, orders
+    def __init__(self, digester: KVDigester, orders: Sequence[DigestOrder]) -> None:
+        self._digester, self._orders = digester, orders
 
     def after_step(self) -> None:
-        self._digests = HostCopy.start(self._cache.digests.compute(self._orders))
+        self._digests = HostCopy.start(self._digester.compute(self._orders))
 
     def on_result(self, output: StepOutput) -> StepOutput:
         values = iter(self._digests.wait().tolist())

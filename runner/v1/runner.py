@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import DeferredMLPs
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import StepOutput, StepPlan
@@ -22,26 +20,7 @@ from runner.pending_step import FinishedStep
 from runner.sampling.sampler import HostSamplingRow, Sampler
 from runner.step_parts import StepFeature
 from runner.v1.returned_tokens import HostReturnedTokens
-from runner.v1.sequences import SequenceTable
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """The sequences that a step computes, as rows of the SequenceTable."""
-
-    rows: NDArray[np.int64]  # [num_seqs]
-    lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
-    sampling: list[int]  # indices of the sequences that sample
-    deferred: DeferredMLPs
-
-    @property
-    def last_tokens(self) -> NDArray[np.int64]:
-        """The last token of each sequence that samples, as an index into the tokens of the step."""
-        return self.lengths.cumsum()[self.sampling] - 1
-
-    @property
-    def sampling_rows(self) -> NDArray[np.int64]:
-        return self.rows[self.sampling]
+from runner.v1.sequences import HostBatch, SequenceTable
 
 
 class RunnerV1(BaseModelRunner[HostBatch]):
@@ -62,6 +41,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
     def _prepare(self, plan: StepPlan) -> HostBatch:
         lengths = np.array([s.num_tokens for s in plan.scheduled], dtype=np.int64)
         return HostBatch(
+            scheduled=plan.scheduled,
             rows=self._sequences.rows(plan.scheduled),
             lengths=lengths,
             sampling=[row for row, s in enumerate(plan.scheduled) if s.num_samples > 0],

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.config.parallel import DeferredMLPs
 from pdserve.kv import KVLayout
 from pdserve.records import NewSequence, ScheduledSequence
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """The sequences that a step computes, as rows of the SequenceTable."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    rows: NDArray[np.int64]  # [num_seqs]
+    lengths: NDArray[np.int64]  # [num_seqs]: tokens of this step
+    sampling: list[int]  # indices of the sequences that sample
+    deferred: DeferredMLPs
+
+    @property
+    def last_tokens(self) -> NDArray[np.int64]:
+        """The last token of each sequence that samples, as an index into the tokens of the step."""
+        return self.lengths.cumsum()[self.sampling] - 1
+
+    @property
+    def sampling_rows(self) -> NDArray[np.int64]:
+        return self.rows[self.sampling]
 
 
 class SequenceTable:
