@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from pdserve.config.device import detect_device
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
-from pdserve.config.parallel import choose_split, num_parameters
+from pdserve.config.parallel import choose_parallel_config, num_parameters
 from runner.distributed.parallel_state import ParallelState
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
@@ -100,7 +100,7 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     if weights:
         save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
     model = load_model_config(directory)
-    size = num_parameters(model, choose_split(model, pp=1, tp=1).position(0))
+    size = num_parameters(model, choose_parallel_config(model, pp=1, tp=1).position(0))
     print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
 
 
@@ -109,7 +109,7 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
         load_model_config(directory),
         TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
     )
-    parallel = ParallelState(choose_split(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
+    parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_device("cpu"), "")
     model = decoder_class(config.architecture)(config, parallel, placement)
     generator = torch.Generator().manual_seed(0)
     return {

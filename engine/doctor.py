@@ -101,9 +101,9 @@ def _findings(
         yield run_check("memlock", lambda: checks.check_locked_memory(options, required, on_gpu))
         yield run_check("ucx ports", lambda: checks.check_ucx_ports(ranks))
         yield from _check_nixl(required, on_gpu)
-    for place in prefill:
+    for source in prefill:
         addresses: list[str] = []
-        yield run_check("peers", partial(_check_place, place, addresses))
+        yield run_check("peers", partial(_check_source, source, addresses))
         for address in addresses:
             yield run_check("peer", partial(_check_peer, address, options, config))
 
@@ -120,23 +120,23 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
     yield checks.check_requirement(required, kind, lanes)
 
 
-def _check_place(place: str, addresses: list[str]) -> Finding:
-    """Append the prefill nodes that a place lists to ``addresses``."""
+def _check_source(source: str, addresses: list[str]) -> Finding:
+    """Append the prefill nodes that a source lists to ``addresses``."""
 
     async def first() -> frozenset[str]:
-        async with asyncio.timeout(_LIST_SECONDS), aclosing(parse_source(place).addresses()) as listed:
+        async with asyncio.timeout(_LIST_SECONDS), aclosing(parse_source(source).addresses()) as listed:
             return await anext(listed)
 
     try:
         addresses += sorted(asyncio.run(first()))
     except TimeoutError:
-        remedy = "check the warnings above, and the format of places in docs/fleet.md"
-        return fail("peers", f"{place} lists nothing within {_LIST_SECONDS:g} s", remedy)
+        remedy = "check the warnings above, and the format of sources in docs/fleet.md"
+        return fail("peers", f"{source} lists nothing within {_LIST_SECONDS:g} s", remedy)
     if not addresses:
         return warn(
-            "peers", f"{place} lists no prefill node", "start one; until then, decode nodes prefill prompts themselves"
+            "peers", f"{source} lists no prefill node", "start one; until then, decode nodes prefill prompts themselves"
         )
-    return ok("peers", f"{place} lists {', '.join(addresses)}")
+    return ok("peers", f"{source} lists {', '.join(addresses)}")
 
 
 def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -> Finding:

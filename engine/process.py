@@ -105,7 +105,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
-        stages=config.split.pp,
+        stages=config.parallel.pp,
         eos_token_ids=config.model.eos_token_ids,
         connector=connector,
         grammars=grammars,

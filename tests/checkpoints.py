@@ -14,7 +14,7 @@ import transformers
 
 from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.parallel import choose_split
+from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FullAttentionSpec, KVLayout
 from pdserve.rpc.timeouts import DEFAULT_TIMING
@@ -131,7 +131,7 @@ def node_config(
         dtype=dtype,
         load_format=load_format,
         max_model_len=max_model_len,
-        split=choose_split(model, pp, tp, stage_layers, shared_mlps),
+        parallel=choose_parallel_config(model, pp, tp, stage_layers, shared_mlps),
         kv_layout=layout,
         kv_checksum=False,
         measure_kv_memory=False,

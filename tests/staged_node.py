@@ -69,7 +69,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP["cpu"],
         max_waiting=100,
-        stages=config.split.pp,
+        stages=config.parallel.pp,
         eos_token_ids=config.model.eos_token_ids,
     )
     pipeline = StepPipeline(rank)
@@ -145,7 +145,7 @@ class StagedNode:
     @property
     def max_in_flight(self) -> int:
         assert self._config is not None
-        return self._config.split.pp + (self._config.decision.runner == "V2")
+        return self._config.parallel.pp + (self._config.decision.runner == "V2")
 
     def launch(self, plan: StepPlan) -> Callable[[], ModelRunnerOutput]:
         """Start a step; results come in the order of launches."""
@@ -163,7 +163,7 @@ class StagedNode:
             frame = _read(process.stdout)
             assert frame is not None, "a rank has ended"
             found.append(msgspec.msgpack.decode(frame, type=StepOutput))
-        others, last = found[: -self._config.split.tp], found[-self._config.split.tp :]
+        others, last = found[: -self._config.parallel.tp], found[-self._config.parallel.tp :]
         assert not any(output.samples for output in others)
         assert all(output == last[0] for output in last)
         return ModelRunnerOutput(last[0])

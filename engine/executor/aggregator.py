@@ -32,10 +32,10 @@ from pdserve.transports import Connected, combine
 class OutputAggregator:
     """Merges the outputs of one node. ``shares`` are the parts of the KV that the ranks hold."""
 
-    def __init__(self, split: ParallelConfig, shares: tuple[KVShare, ...]) -> None:
-        self._split = split
-        self._ranks = range(split.num_ranks)
-        self._sampling_rank = (split.pp - 1) * split.tp
+    def __init__(self, parallel: ParallelConfig, shares: tuple[KVShare, ...]) -> None:
+        self._parallel = parallel
+        self._ranks = range(parallel.num_ranks)
+        self._sampling_rank = (parallel.pp - 1) * parallel.tp
         self._digesting = tuple(rank for rank in self._ranks if shares[rank] not in shares[:rank])
         self._steps: dict[int, dict[int, StepOutput]] = {}  # by step, then rank
         self._reads: dict[int, dict[int, ReadResult]] = {}  # by read, then rank
@@ -84,7 +84,7 @@ class OutputAggregator:
     def _merge_results(self, results: dict[int, ReadResult]) -> ReadResult:
         """Add up sizes; take the longest time and the first error."""
         parts = results.values()
-        errors = (f"{self._split.position(rank)}: {part.error}" for rank, part in results.items() if part.error)
+        errors = (f"{self._parallel.position(rank)}: {part.error}" for rank, part in results.items() if part.error)
         return msgspec.structs.replace(
             next(iter(parts)),
             error=next(errors, ""),
@@ -104,7 +104,7 @@ class OutputAggregator:
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed
         if self._peers.pop(epoch, None) is not None:
-            self._merged["failed_peers"].append((epoch, f"{self._split.position(rank)}: {reason}"))
+            self._merged["failed_peers"].append((epoch, f"{self._parallel.position(rank)}: {reason}"))
 
     # ------------------------------------------------------------ merged outputs
 
@@ -130,7 +130,7 @@ class OutputAggregator:
         waits = [(f"step {step}", self.missing(step)) for step in self._steps]
         waits += [(f"read {read_id}", self.missing_read(read_id)) for read_id in self._reads]
         return "; ".join(
-            f"{self._split.position(rank)} has not ended {what}"
+            f"{self._parallel.position(rank)} has not ended {what}"
             for what, missing in waits
             if len(missing) < len(self._ranks)
             for rank in missing

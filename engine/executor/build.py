@@ -62,19 +62,19 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[Ra
         channel.send(Progress(stage, fraction))
 
     config = configure.config
-    if config.split.num_ranks == 1:
+    if config.parallel.num_ranks == 1:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
         return rank, (kv,) if configure.agent else ()
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
-    others = RankProcesses(config.split.position(0), channels, lambda error, text: _exit(channel, error, text))
+    others = RankProcesses(config.parallel.position(0), channels, lambda error, text: _exit(channel, error, text))
     for other, rank_config, agent in zip(channels, configs[1:], agents[1:], strict=True):
         other.send(framed(Assign(rank_config, agent, address)))
     with others.reporting_own_failure():
         rank, kv = build_rank(configs[0], agents[0], rendezvous, progress, channel.wake)
     ready = others.wait_ready()
-    executor = Executor(rank, others, OutputAggregator(config.split, config.shares), channel.wake)
+    executor = Executor(rank, others, OutputAggregator(config.parallel, config.shares), channel.wake)
     return executor, (kv, *(other.kv for other in ready)) if configure.agent else ()
 
 
@@ -83,7 +83,7 @@ def _start_ranks(
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Return connections to all ranks but the first, which is this process, and the configuration of each rank."""
     config, placement = configure.config, configure.placement
-    num_local, split = len(placement.devices), config.split
+    num_local, parallel = len(placement.devices), config.parallel
     timeout = config.peer_timing.answer_timeout
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
@@ -91,7 +91,7 @@ def _start_ranks(
     ]
     remote: list[RankChannel] = []
     if placement.listen:
-        missing = range(num_local, split.num_ranks)
+        missing = range(num_local, parallel.num_ranks)
         with listen(placement.listen) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(RENDEZVOUS_TIMEOUT)
@@ -99,8 +99,8 @@ def _start_ranks(
             hello, sock = joined[rank]
             own = config.for_rank(rank, hello.device)
             configs.append(msgspec.structs.replace(own, model_dir=hello.model_dir, threads=hello.threads))
-            remote.append(RankChannel(split.position(rank), sock, timeout))
-    local = [start_rank(split.position(rank), timeout) for rank in range(1, num_local)]
+            remote.append(RankChannel(parallel.position(rank), sock, timeout))
+    local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]
     return local + remote, configs
 
 

@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """A rank on another host; ``device``, ``model_dir`` and ``threads`` are that host's."""
 
     rank: int
-    split: ParallelConfig
+    parallel: ParallelConfig
     version: str  # of pdserve
     compat_hash: str
     compat_fields: dict[str, str]

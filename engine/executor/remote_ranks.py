@@ -41,7 +41,7 @@ def run_ranks(options: NodeOptions, local: LocalRanks, status: StatusWriter) -> 
         config = _join(options, local, status, processes)
         status.ready()
         signal.signal(signal.SIGTERM, _wait_for_leader)
-        _wait([config.split.position(rank) for rank in local.ranks], processes, local.leader)
+        _wait([config.parallel.position(rank) for rank in local.ranks], processes, local.leader)
     except KeyboardInterrupt:
         pass
     finally:
@@ -68,7 +68,7 @@ def _join(
         with connect_leader(local.leader) as sock:
             join(sock, make_hello(config, rank, device, threads), config.peer_timing)
             processes.append(spawn_rank(sock))
-        _log.info("%s has joined the node at %s", config.split.position(rank), local.leader)
+        _log.info("%s has joined the node at %s", config.parallel.position(rank), local.leader)
     return config
 
 

@@ -169,7 +169,7 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
     """Describe why a rank cannot belong to this node, with both values; empty if it can."""
     for name, there, here in (
         ("pdserve", hello.version, version("pdserve")),
-        ("split", _describe(hello.split), _describe(config.split)),
+        ("parallel sizes", _describe(hello.parallel), _describe(config.parallel)),
         ("device", hello.device.kind, config.device.kind),
     ):
         if there != here:
@@ -179,9 +179,9 @@ def find_mismatch(hello: Hello, config: NodeConfig) -> str:
     return ""
 
 
-def _describe(split: ParallelConfig) -> str:
-    shared = " and shared MLPs" if split.shared_mlps else ""
-    return f"stages of {','.join(map(str, split.stage_layers))} layers with tp {split.tp}{shared}"
+def _describe(parallel: ParallelConfig) -> str:
+    shared = " and shared MLPs" if parallel.shared_mlps else ""
+    return f"stages of {','.join(map(str, parallel.stage_layers))} layers with tp {parallel.tp}{shared}"
 
 
 # ---------------------------------------------------------------- the ranks
@@ -191,7 +191,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
     """Return the Hello of a rank on this host."""
     return Hello(
         rank=rank,
-        split=config.split,
+        parallel=config.parallel,
         version=version("pdserve"),
         compat_hash=compat_hash(config.compat_fields),
         compat_fields=config.compat_fields,

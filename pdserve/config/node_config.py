@@ -81,7 +81,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     load_format: str
     max_model_len: int
-    split: ParallelConfig
+    parallel: ParallelConfig
     rank: int = 0
     kv_layout: KVLayout
     kv_checksum: bool
@@ -101,7 +101,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def position(self) -> RankPosition:
-        return self.split.position(self.rank)
+        return self.parallel.position(self.rank)
 
     @property
     def share(self) -> KVShare:
@@ -111,7 +111,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shares(self) -> tuple[KVShare, ...]:
         """What each rank holds of the model's KV, by rank."""
-        return self.split.shares(self.model.num_kv_heads)
+        return self.parallel.shares(self.model.num_kv_heads)
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:
         """Return a rank's layout extended to all layers and heads, which describes the node."""

@@ -75,7 +75,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
 class RankPosition(msgspec.Struct, frozen=True):
     """The stage and shard of one rank."""
 
-    split: ParallelConfig
+    parallel: ParallelConfig
     stage: int
     shard: int
 
@@ -85,7 +85,7 @@ class RankPosition(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        return self.stage * self.split.tp + self.shard
+        return self.stage * self.parallel.tp + self.shard
 
     @property
     def is_first(self) -> bool:
@@ -95,35 +95,36 @@ class RankPosition(msgspec.Struct, frozen=True):
     @property
     def is_last(self) -> bool:
         """Whether this stage has the output projection, and samples."""
-        return self.stage == self.split.pp - 1
+        return self.stage == self.parallel.pp - 1
 
     @property
     def layers(self) -> range:
         """Return the model's layers that this rank holds."""
-        first = sum(self.split.stage_layers[: self.stage])
-        return range(first, first + self.split.stage_layers[self.stage])
+        first = sum(self.parallel.stage_layers[: self.stage])
+        return range(first, first + self.parallel.stage_layers[self.stage])
 
     @property
     def shares_mlp_before(self) -> bool:
         """Whether this rank also holds the MLP of the layer before its own."""
-        return self.split.shared_mlps and not self.is_first
+        return self.parallel.shared_mlps and not self.is_first
 
     def deferred_mlps(self, step: int) -> DeferredMLPs:
         """Return which MLPs a step of prompts defers."""
-        if not self.split.shared_mlps:
+        if not self.parallel.shared_mlps:
             return NO_DEFERRED_MLPS
         return DeferredMLPs(
-            previous=not self.is_first and self.split.defers_at(self.stage, step),
-            last=not self.is_last and self.split.defers_at(self.stage + 1, step),
+            previous=not self.is_first and self.parallel.defers_at(self.stage, step),
+            last=not self.is_last and self.parallel.defers_at(self.stage + 1, step),
         )
 
 
-def choose_split(
+def choose_parallel_config(
     model: ModelConfig, pp: int, tp: int, stage_layers: Sequence[int] | None = None, shared_mlps: bool = False
 ) -> ParallelConfig:
-    """Check and choose a split. Layers are divided by count unless ``stage_layers`` has each stage's number.
+    """Check and choose the parallel configuration. Raises ConfigError.
 
-    Earlier stages get the remaining layers, because the last stage also computes the logits. Raises ConfigError.
+    Without ``stage_layers``, stages get equal numbers of layers; earlier ones get the remaining layers, because the
+    last stage also computes the logits.
     """
     if stage_layers is None:
         if not 1 <= pp <= model.num_layers:
@@ -144,7 +145,7 @@ def choose_split(
 
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
     """Return a rank's part as a model: its layers, its heads, its part of the MLP. The vocabulary stays full."""
-    tp, layers = position.split.tp, position.layers
+    tp, layers = position.parallel.tp, position.layers
     return msgspec.structs.replace(
         model,
         num_layers=len(layers),
@@ -157,7 +158,7 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
 
 def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
     """Return the token ids whose embedding and output rows a shard holds; the last shard may hold fewer."""
-    each = -(-model.vocab_size // position.split.tp)
+    each = -(-model.vocab_size // position.parallel.tp)
     return range(position.shard * each, min((position.shard + 1) * each, model.vocab_size))
 
 

@@ -21,7 +21,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.hub import resolve_model, weights_fingerprint
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
-from pdserve.config.parallel import ParallelConfig, choose_split, shard_of, weight_bytes
+from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.weight_formats import UNQUANTIZED
@@ -54,8 +54,8 @@ def resolve(
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
-    split = choose_split(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
-    layout = _choose_layout(options, device, model, split, dtype, backend, choices)
+    parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
+    layout = _choose_layout(options, device, model, parallel, dtype, backend, choices)
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -64,7 +64,7 @@ def resolve(
         dtype=dtype,
         load_format=options.load_format,
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
-        split=split,
+        parallel=parallel,
         kv_layout=layout,
         kv_checksum=options.kv_checksum,
         measure_kv_memory=_measures(options, device),
@@ -73,7 +73,7 @@ def resolve(
         decision=decision,
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=_choose_batch_tokens(options, device, split, choices),
+        max_batch_tokens=_choose_batch_tokens(options, device, parallel, choices),
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
@@ -137,7 +137,7 @@ def _choose_layout(
     options: NodeOptions,
     device: DeviceInfo,
     model: ModelConfig,
-    split: ParallelConfig,
+    parallel: ParallelConfig,
     dtype: str,
     backend: str,
     choices: list[str],
@@ -147,19 +147,19 @@ def _choose_layout(
     if options.kernel_block_size is None:
         able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
         choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
-    (group,) = group_layers(shard_of(model, split.position(0)).kv_cache_specs(dtype))
+    (group,) = group_layers(shard_of(model, parallel.position(0)).kv_cache_specs(dtype))
     one_block = KVLayout(
         num_blocks=1,
         block_size=options.block_size,
         kernel_block_size=page,
-        num_layers=split.stage_layers[0],
+        num_layers=parallel.stage_layers[0],
         spec=group.spec,
     )
     if options.simulated and options.kv_cache_memory is None:
         choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
         return msgspec.structs.replace(one_block, num_blocks=max(1, KV_TOKENS // options.block_size))
-    largest = msgspec.structs.replace(one_block, num_layers=max(split.stage_layers))
-    weights = max(weight_bytes(model, split.position(rank), dtype) for rank in range(split.num_ranks))
+    largest = msgspec.structs.replace(one_block, num_layers=max(parallel.stage_layers))
+    weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
     return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
 
@@ -223,13 +223,13 @@ def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Deci
     return possible
 
 
-def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, split: ParallelConfig, choices: list[str]) -> int:
+def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: ParallelConfig, choices: list[str]) -> int:
     if options.max_batch_tokens is not None:
         return options.max_batch_tokens
-    usual = (_BATCH_TOKENS if split.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
+    usual = (_BATCH_TOKENS if parallel.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
     tokens = max(usual, options.max_num_seqs)
     where = "on a simulated device" if options.simulated else f"on a {device.kind.upper()} device"
-    if split.pp > 1:
+    if parallel.pp > 1:
         where += ", so that pipeline stages compute parts of one prompt at the same time"
     choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
     return tokens

@@ -67,7 +67,7 @@ def as_text(config: NodeConfig) -> str:
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),
         ("KV layout", f"{list(layout.shape)} {layout.dtype}, strides {list(layout.strides)}"),
         ("", f"[pages, KV heads, layers, K/V, {layout.kernel_block_size} tokens of a page, head size]"),
-        *(_rank_rows(config) if config.split.num_ranks > 1 else ()),
+        *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
     lines = [f"{name:<10} {text}" for name, text in rows]
     return "\n".join([*lines, "", *(f"chosen: {choice}" for choice in config.choices)])
@@ -75,7 +75,7 @@ def as_text(config: NodeConfig) -> str:
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:
     """Return the configuration of each rank, all on the device of rank 0."""
-    return [config.for_rank(rank, config.device) for rank in range(config.split.num_ranks)]
+    return [config.for_rank(rank, config.device) for rank in range(config.parallel.num_ranks)]
 
 
 def _describe_rank(config: NodeConfig) -> dict[str, Any]:
@@ -93,8 +93,9 @@ def _describe_rank(config: NodeConfig) -> dict[str, Any]:
 
 
 def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:
-    split = config.split
-    rows = [("ranks", f"{split.num_ranks}: {split.pp} pipeline stages × {split.tp} tensor shards; above is rank 0")]
+    parallel = config.parallel
+    sizes = f"{parallel.pp} pipeline stages × {parallel.tp} tensor shards"
+    rows = [("ranks", f"{parallel.num_ranks}: {sizes}; above is rank 0")]
     for rank in map(_describe_rank, _ranks(config)):
         (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
         shared = f" and the MLP of {layer - 1}" if rank["shares_mlp_before"] else ""

@@ -85,7 +85,7 @@ class ParallelState:
         self.fused_all_reduce: SumAndNorm | None = None  # for few rows, on GPUs with peer access
         self._shards: Any = None  # process group of this stage's tensor shards
         self._peer_memory: PeerMemory | None = None
-        self._initialized = position.split.num_ranks > 1
+        self._initialized = position.parallel.num_ranks > 1
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._initialized:
@@ -109,7 +109,7 @@ class ParallelState:
             return
         from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes, most_rows
 
-        tp, shard = self.position.split.tp, self.position.shard
+        tp, shard = self.position.parallel.tp, self.position.shard
         rows = most_rows(tp, size)
         self._peer_memory = map_memory(
             mailbox_bytes(tp, rows, size), shard, lambda mine: _gather_bytes(mine, tp, self._shards, self.device)
@@ -127,7 +127,7 @@ class ParallelState:
         """
         if self._shards is None:
             return logits if out is None else out.copy_(logits)
-        (rows, each), tp = logits.shape, self.position.split.tp
+        (rows, each), tp = logits.shape, self.position.parallel.tp
         if rows == 1 and out is not None and out.is_contiguous() and tp * each == vocab_size:
             _all_gather(out.view(tp, each), logits, self._shards)
             return out
@@ -175,7 +175,7 @@ class ParallelState:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # NVLink multicast takes hold of switches between GPUs that other programs of the host share.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        num_ranks = self.position.split.num_ranks
+        num_ranks = self.position.parallel.num_ranks
         try:
             store = _dist.TCPStore(
                 host, port, num_ranks, listener is not None, _TIMEOUT, False, master_listen_fd=listener
@@ -199,14 +199,14 @@ class ParallelState:
 
     def _shard_group(self) -> Any:
         """Return this stage's group, None for one shard. Every rank helps to create the group of every stage."""
-        split, groups = self.position.split, []
-        if split.tp == 1:
+        parallel, groups = self.position.parallel, []
+        if parallel.tp == 1:
             return None
-        if split.pp == 1:
+        if parallel.pp == 1:
             return _dist.group.WORLD
-        for stage in range(split.pp):
-            first = split.tp * stage
-            groups.append(_dist.new_group(range(first, first + split.tp), timeout=_TIMEOUT))
+        for stage in range(parallel.pp):
+            first = parallel.tp * stage
+            groups.append(_dist.new_group(range(first, first + parallel.tp), timeout=_TIMEOUT))
         return groups[self.position.stage]
 
 

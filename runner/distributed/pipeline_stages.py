@@ -139,7 +139,7 @@ class PipelineStages:
         self._hidden_size = config.model.hidden_size
         self._position = config.position
         self._min_deferral_tokens = min_deferral_tokens(config)
-        pp, tp = config.split.pp, config.split.tp
+        pp, tp = config.parallel.pp, config.parallel.tp
         if pp == 1:
             return
         hidden, tokens = _aligned(config.max_batch_tokens * self._hidden_size), _aligned(config.max_num_seqs)

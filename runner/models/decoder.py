@@ -56,7 +56,7 @@ class Attention:
         """``layer`` counts from 0 on this rank; ``head_norms`` norms each query and key head."""
         config, position = context.config, context.position
         self._layer = layer
-        share = position.split.shares(config.num_kv_heads)[position.rank]
+        share = position.parallel.shares(config.num_kv_heads)[position.rank]
         heads = ShardRange.even(config.num_heads * config.head_dim, position)
         kv_heads = ShardRange(*(n * config.head_dim for n in (share.first_head, share.num_heads, share.total_heads)))
         outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
@@ -282,7 +282,7 @@ class Decoder:
         if self._embedding is None:
             return norm(inputs), inputs
         embedded = self._embedding(inputs)
-        if self.context.position.split.tp == 1:
+        if self.context.position.parallel.tp == 1:
             return norm(embedded), embedded
         residual = torch.zeros_like(embedded)
         return norm.add(embedded, residual), residual

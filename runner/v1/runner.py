@@ -30,7 +30,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
     def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
         self._page_size = config.kv_layout.kernel_block_size
-        super().__init__(config, parallel, progress, max_in_flight=config.split.pp)
+        super().__init__(config, parallel, progress, max_in_flight=config.parallel.pp)
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)

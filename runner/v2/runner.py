@@ -34,7 +34,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     _sequences: RequestStates
 
     def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
-        super().__init__(config, parallel, progress, max_in_flight=config.split.pp + 1)
+        super().__init__(config, parallel, progress, max_in_flight=config.parallel.pp + 1)
         assert not len(self._sequences), "warming up left a sequence behind"
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:
@@ -42,7 +42,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         max_blocks = config.max_model_len // layout.block_size + 1
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, max_blocks, device)
         writes = StagedWrites(config.max_batch_tokens + 8 * max_num_seqs, self._max_in_flight, device)
-        self._sequences = RequestStates(self._state, writes, config.split.pp, self._is_last_stage)
+        self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
         self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device)
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig, load_model_config
-from pdserve.config.parallel import ParallelConfig, choose_split, num_parameters, shard_of, vocabulary_of
+from pdserve.config.parallel import ParallelConfig, choose_parallel_config, num_parameters, shard_of, vocabulary_of
 from pdserve.errors import ConfigError
 
 TINY = load_model_config(Path(__file__).parents[2] / "models" / "tiny")
@@ -48,15 +48,15 @@ def test_impossible_parallel_sizes_are_refused(
     pp: int, tp: int, stage_layers: tuple[int, ...] | None, named: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        choose_split(model(), pp, tp, stage_layers)
+        choose_parallel_config(model(), pp, tp, stage_layers)
     assert all(text in str(refused.value) for text in named), refused.value
 
 
 def test_head_counts_that_do_not_fit_tp_are_refused() -> None:
     with pytest.raises(ConfigError, match="6 KV heads cannot be spread over 4"):
-        choose_split(model(heads=12, kv_heads=6), 1, 4)
+        choose_parallel_config(model(heads=12, kv_heads=6), 1, 4)
     with pytest.raises(ConfigError, match="intermediate_size, 62"):
-        choose_split(model(intermediate=62), 1, 4)
+        choose_parallel_config(model(intermediate=62), 1, 4)
 
 
 @st.composite
@@ -66,17 +66,17 @@ def splits(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig]:
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
     listed = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True))
     by_count = draw(st.booleans())
-    return of, choose_split(of, len(listed), tp, None if by_count else listed)
+    return of, choose_parallel_config(of, len(listed), tp, None if by_count else listed)
 
 
 @given(splits())
 def test_ranks_together_hold_the_whole_model(chosen: tuple[ModelConfig, ParallelConfig]) -> None:
-    of, split = chosen
-    positions = [split.position(rank) for rank in range(split.num_ranks)]
-    assert [position.rank for position in positions] == list(range(split.num_ranks))
+    of, parallel = chosen
+    positions = [parallel.position(rank) for rank in range(parallel.num_ranks)]
+    assert [position.rank for position in positions] == list(range(parallel.num_ranks))
     layers = Counter(layer for position in positions for layer in position.layers)
-    assert layers == dict.fromkeys(range(of.num_layers), split.tp)
-    for stage in range(split.pp):
+    assert layers == dict.fromkeys(range(of.num_layers), parallel.tp)
+    for stage in range(parallel.pp):
         shards = [position for position in positions if position.stage == stage]
         words = [word for position in shards for word in vocabulary_of(of, position)]
         assert words == list(range(of.vocab_size))
@@ -84,41 +84,40 @@ def test_ranks_together_hold_the_whole_model(chosen: tuple[ModelConfig, Parallel
         assert sum(shard_of(of, position).intermediate_size for position in shards) == of.intermediate_size
     for position in positions:
         assert shard_of(of, position).sliding_windows == tuple(position.layers)
-    assert (
-        sum(position.is_first for position in positions) == sum(position.is_last for position in positions) == split.tp
-    )
+    assert sum(position.is_first for position in positions) == parallel.tp
+    assert sum(position.is_last for position in positions) == parallel.tp
 
 
 @given(splits())
 def test_each_head_of_each_layer_is_on_as_many_ranks_as_replicas(
     chosen: tuple[ModelConfig, ParallelConfig],
 ) -> None:
-    of, split = chosen
+    of, parallel = chosen
     held: Counter[tuple[int, int]] = Counter()
-    for rank, share in enumerate(split.shares(of.num_kv_heads)):
-        mine = shard_of(of, split.position(rank))
+    for rank, share in enumerate(parallel.shares(of.num_kv_heads)):
+        mine = shard_of(of, parallel.position(rank))
         assert (share.num_layers, share.num_heads) == (mine.num_layers, mine.num_kv_heads)
         for layer in range(share.first_layer, share.first_layer + share.num_layers):
             held.update((layer, head) for head in range(share.first_head, share.first_head + share.num_heads))
-    replicas = max(1, split.tp // of.num_kv_heads)
+    replicas = max(1, parallel.tp // of.num_kv_heads)
     everything = [(layer, head) for layer in range(of.num_layers) for head in range(of.num_kv_heads)]
     assert held == dict.fromkeys(everything, replicas)
 
 
 @pytest.mark.parametrize(("layers", "pp", "stages"), [(8, 3, (3, 3, 2)), (8, 4, (2, 2, 2, 2)), (7, 4, (2, 2, 2, 1))])
 def test_first_stages_take_the_remaining_layers(layers: int, pp: int, stages: tuple[int, ...]) -> None:
-    assert choose_split(model(layers), pp, 1).stage_layers == stages
+    assert choose_parallel_config(model(layers), pp, 1).stage_layers == stages
 
 
 @given(splits(), st.integers(1, 1000))
 def test_deferred_mlps_are_computed_once_and_balance_stages(
     chosen: tuple[ModelConfig, ParallelConfig], first: int
 ) -> None:
-    of, split = chosen
-    split = msgspec.structs.replace(split, tp=1, shared_mlps=True)
-    positions = [split.position(rank) for rank in range(split.pp)]
-    computed = [0] * split.pp
-    for step in range(first, first + split.pp):
+    of, parallel = chosen
+    parallel = msgspec.structs.replace(parallel, tp=1, shared_mlps=True)
+    positions = [parallel.position(rank) for rank in range(parallel.pp)]
+    computed = [0] * parallel.pp
+    for step in range(first, first + parallel.pp):
         deferred = [position.deferred_mlps(step) for position in positions]
         assert not deferred[0].previous
         assert not deferred[-1].last
@@ -127,12 +126,12 @@ def test_deferred_mlps_are_computed_once_and_balance_stages(
         for stage, (position, mlps) in enumerate(zip(positions, deferred, strict=True)):
             computed[stage] += len(position.layers) + mlps.previous - mlps.last - position.is_last
     # In pp steps each does one MLP less than it has, where the last one alone would have saved pp.
-    assert computed == [split.pp * len(position.layers) - 1 for position in positions]
-    assert sum(computed) == split.pp * (of.num_layers - 1)
+    assert computed == [parallel.pp * len(position.layers) - 1 for position in positions]
+    assert sum(computed) == parallel.pp * (of.num_layers - 1)
 
 
 def test_rank_parameters_add_up_to_the_model_without_norms() -> None:
     of = model(kv_heads=8, vocab=100)
-    split = choose_split(of, 2, 4)
-    alone = num_parameters(of, choose_split(of, 1, 1).position(0))
-    assert sum(num_parameters(of, split.position(rank)) for rank in range(split.num_ranks)) == alone
+    parallel = choose_parallel_config(of, 2, 4)
+    alone = num_parameters(of, choose_parallel_config(of, 1, 1).position(0))
+    assert sum(num_parameters(of, parallel.position(rank)) for rank in range(parallel.num_ranks)) == alone

@@ -84,9 +84,9 @@ def evaluate(service: Service, tasks: Path, output: Path, flags: Sequence[str]) 
 @pytest.fixture(scope="module")
 def both(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, Evaluation]:
     """Over HTTP, and by transformers."""
-    place = f"base_url={service.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={service.model_dir}"
+    arguments = f"base_url={service.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={service.model_dir}"
     served = ["--model", "local-completions", "--batch_size", "3"]
-    served += ["--model_args", f"model={service.model},{place},tokenized_requests=True,max_retries=1"]
+    served += ["--model_args", f"model={service.model},{arguments},tokenized_requests=True,max_retries=1"]
     local = ["--model", "hf", "--model_args", f"pretrained={service.model_dir},dtype=float32", "--device", "cpu"]
     ours, theirs = (tmp_path_factory.mktemp(name) for name in ("ours", "theirs"))
     return evaluate(service, tasks, ours, served), evaluate(service, tasks, theirs, local)

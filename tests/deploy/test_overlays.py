@@ -87,8 +87,8 @@ def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) ->
         return
     prefill, decode = found["prefill"], found["decode"]
     services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
-    (place,) = decode.flags("prefill")
-    name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_source(place)).group(1)  # type: ignore[union-attr]
+    (source,) = decode.flags("prefill")
+    name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_source(source)).group(1)  # type: ignore[union-attr]
     assert services[name]["clusterIP"] == "None"
     assert [pod for pod in pods(overlay) if services[name]["selector"].items() <= pod.labels.items()] == [prefill]
     assert services[name]["selector"][REVISION] == prefill.labels[REVISION] == decode.labels[REVISION]
@@ -101,8 +101,8 @@ def test_router_sources_name_existing_services(overlay: str) -> None:
     routers = [pod for pod in pods(overlay) if pod.role == "router"]
     for router in routers:
         for role in ("prefill", "decode"):
-            (place,) = router.flags(role)
-            service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_source(place)).groups()  # type: ignore[union-attr]
+            (source,) = router.flags(role)
+            service, port = re.fullmatch(r"k8s://ai/([a-z-]+):([a-z]+)", check_source(source)).groups()  # type: ignore[union-attr]
             assert services[service]["clusterIP"] == "None"
             nodes = [pod for pod in pods(overlay) if services[service]["selector"].items() <= pod.labels.items()]
             assert [pod.role for pod in nodes] == [role]

@@ -38,8 +38,8 @@ SPLITS = [
 NUM_KV_HEADS = 2
 
 
-def aggregator_of(split: ParallelConfig) -> OutputAggregator:
-    return OutputAggregator(split, split.shares(NUM_KV_HEADS))
+def aggregator_of(parallel: ParallelConfig) -> OutputAggregator:
+    return OutputAggregator(parallel, parallel.shares(NUM_KV_HEADS))
 
 
 def events(*results: ReadResult) -> ModelRunnerOutput:
@@ -65,7 +65,7 @@ def plan_of(step: int, *reads: int, connect: bool = False, disconnect: bool = Fa
 class Script:
     """The reports of each rank, in their order; plans are sent in theirs."""
 
-    split: ParallelConfig
+    parallel: ParallelConfig
     plans: list[StepPlan]
     reports: list[list[ModelRunnerOutput]]  # by rank
     failing: set[tuple[int, int]] = field(default_factory=set)  # (read, rank)
@@ -74,13 +74,13 @@ class Script:
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
     """Some steps with reads; every rank ends each read some steps after it was ordered, or between steps."""
-    split = draw(st.sampled_from(SPLITS))
+    parallel = draw(st.sampled_from(SPLITS))
     num_steps = draw(st.integers(1, 4))
     reads_of = {step: draw(st.lists(st.integers(0, 9), max_size=2)) for step in range(1, num_steps + 1)}
     numbers = iter(range(1, 100))
     plans = [plan_of(step, *[next(numbers) for _ in reads]) for step, reads in reads_of.items()]
-    script = Script(split, plans, [])
-    for rank in range(split.num_ranks):
+    script = Script(parallel, plans, [])
+    for rank in range(parallel.num_ranks):
         steps = [StepOutput(plan.step, (Sample(rank),)) for plan in plans]
         ends: dict[int, list[ReadResult]] = {plan.step: [] for plan in plans}
         late: list[ModelRunnerOutput] = []
@@ -103,7 +103,7 @@ def scripts(draw: st.DrawFn) -> Script:
 @given(scripts(), st.data())
 def test_every_step_and_read_completes_once_and_never_early(script: Script, data: st.DataObject) -> None:
     """Reports of ranks interleave in any order. Some come twice, or again much later."""
-    aggregator = aggregator_of(script.split)
+    aggregator = aggregator_of(script.parallel)
     before = msgspec.msgpack.encode(script.reports)
     waiting = [list(reports) for reports in script.reports]
     given_out: list[tuple[int, ModelRunnerOutput]] = []
@@ -114,12 +114,12 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
     def check(output: KVConnectorOutput) -> None:
         for result in output.finished_recving:
             ended[result.read_id] += 1
-            assert reads_of[result.read_id] == set(range(script.split.num_ranks)), "a read has ended early"
+            assert reads_of[result.read_id] == set(range(script.parallel.num_ranks)), "a read has ended early"
             failing = [rank for read, rank in script.failing if read == result.read_id]
             assert bool(result.error) == bool(failing)
-            assert (result.num_bytes, result.num_descriptors) == tuple(n * script.split.num_ranks for n in (8, 2))
-            assert result.seconds == 0.5 + script.split.num_ranks - 1
-            assert any(result.error == f"{script.split.position(rank)}: broken" for rank in failing) or not failing
+            assert (result.num_bytes, result.num_descriptors) == tuple(n * script.parallel.num_ranks for n in (8, 2))
+            assert result.seconds == 0.5 + script.parallel.num_ranks - 1
+            assert any(result.error == f"{script.parallel.position(rank)}: broken" for rank in failing) or not failing
 
     for plan in script.plans:
         aggregator.expect(plan)
@@ -135,14 +135,14 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
             for result in each.connector.finished_recving:
                 reads_of[result.read_id].add(from_rank)
             for read_id, ranks in reads_of.items():
-                if not ended[read_id] and len(ranks) < script.split.num_ranks:
-                    assert set(aggregator.missing_read(read_id)) == set(range(script.split.num_ranks)) - ranks
+                if not ended[read_id] and len(ranks) < script.parallel.num_ranks:
+                    assert set(aggregator.missing_read(read_id)) == set(range(script.parallel.num_ranks)) - ranks
         if data.draw(st.booleans()):
             check(aggregator.take_events())
     for plan in script.plans:
         assert aggregator.missing(plan.step) == []
         output = aggregator.take(plan.step)
-        sampling = (script.split.pp - 1) * script.split.tp
+        sampling = (script.parallel.pp - 1) * script.parallel.tp
         assert output.step == StepOutput(plan.step, (Sample(sampling),))
         check(output.connector)
     assert ended == dict.fromkeys(reads_of, 1)
@@ -157,8 +157,8 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
 
 @pytest.mark.parametrize("missing", range(4))
 def test_a_rank_without_report_keeps_steps_and_reads_open_and_is_named(missing: int) -> None:
-    split = ParallelConfig((2, 2), 2)
-    aggregator = aggregator_of(split)
+    parallel = ParallelConfig((2, 2), 2)
+    aggregator = aggregator_of(parallel)
     aggregator.expect(plan_of(5, 3))
     assert aggregator.waiting_for == ""
     for rank in set(range(4)) - {missing}:

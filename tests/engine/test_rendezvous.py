@@ -91,7 +91,7 @@ def gathering() -> Iterator[Gathering]:
         (hello(0), ["rank 0", "1, 2, 3"]),
         (hello(7), ["rank 7", "1, 2, 3"]),
         (hello(2, version="0.0.1"), ["pdserve: 0.0.1 there"]),
-        (hello(2, split=config_of(tp=2).split), ["tp 2 there", "tp 4 at the leader"]),
+        (hello(2, parallel=config_of(tp=2).parallel), ["tp 2 there", "tp 4 at the leader"]),
         (hello(2, device=DeviceInfo("cuda", 0, "GPU", 1)), ["cuda there", "cpu at the leader"]),
         (make_hello(config_of(block_size=32), 2, detect_device("cpu"), 1), ["block_size: 32 there, 16 at the leader"]),
     ],

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.config.model_config import load_model_config
-from pdserve.config.parallel import RankPosition, choose_split, num_parameters
+from pdserve.config.parallel import RankPosition, choose_parallel_config, num_parameters
 from pdserve.errors import CheckpointError
 from runner.loading.weights import fill_random, load_weights
 from runner.models.decoder import Decoder
@@ -26,7 +26,7 @@ CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
 
 
 def position_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool = False) -> RankPosition:
-    return choose_split(load_model_config(directory), pp, tp, None, shared_mlps).position(rank)
+    return choose_parallel_config(load_model_config(directory), pp, tp, None, shared_mlps).position(rank)
 
 
 def decoder_at(directory: Path, position: RankPosition) -> Decoder:

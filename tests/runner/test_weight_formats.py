@@ -18,7 +18,7 @@ from torch import Tensor
 import runner
 from pdserve.config.model_config import load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeOptions
-from pdserve.config.parallel import choose_split, num_parameters, weight_bytes
+from pdserve.config.parallel import choose_parallel_config, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.config.weight_formats import WEIGHT_FORMATS, WeightFormat
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
@@ -100,7 +100,7 @@ def test_a_registered_format_is_loaded_and_computed(tmp_path: Path) -> None:
 def test_the_format_decides_the_bytes_of_weights_and_the_runner(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     plain, quantized = load_model_config(directory), load_model_config(quantize(directory))
-    position = choose_split(plain, pp=1, tp=1).position(0)
+    position = choose_parallel_config(plain, pp=1, tp=1).position(0)
     tables = 2 * plain.vocab_size * plain.hidden_size
     assert weight_bytes(plain, position, "float32") == 4 * num_parameters(plain, position)
     assert weight_bytes(quantized, position, "float32") == num_parameters(plain, position) + 3 * tables

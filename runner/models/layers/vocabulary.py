@@ -27,7 +27,7 @@ class VocabParallelEmbedding:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return this shard's part of [tokens, hidden_size]: zeros where another shard has the row."""
-        if self._position.split.tp == 1:
+        if self._position.parallel.tp == 1:
             return F.embedding(input_ids, self.weight).to(self._dtype)
         held = vocabulary_of(self._config, self._position)
         if self._use_triton:
@@ -58,7 +58,7 @@ class ParallelLMHead:
 
     def write(self, hidden: Tensor, out: Tensor) -> None:
         """Write logits to ``out`` [rows, vocab_size], on GPUs."""
-        if self._position.split.tp == 1:
+        if self._position.parallel.tp == 1:
             self._linear.apply_into(hidden, out)
         else:
             self._parallel.gather_logits(self._linear.apply(hidden), self._config.vocab_size, out)
@@ -80,7 +80,7 @@ class ParallelLMHead:
 
 def _rows_per_shard(config: ModelConfig, position: RankPosition) -> int:
     """Return the rows of every shard: as many as the first shard needs."""
-    return -(-config.vocab_size // position.split.tp)
+    return -(-config.vocab_size // position.parallel.tp)
 
 
 def _weight_shard(memory: Tensor, config: ModelConfig, position: RankPosition) -> WeightShard:

@@ -21,7 +21,7 @@ class ShardRange(NamedTuple):
     @classmethod
     def even(cls, full_size: int, position: RankPosition) -> ShardRange:
         """Divide evenly over the tensor shards."""
-        size = full_size // position.split.tp
+        size = full_size // position.parallel.tp
         return cls(position.shard * size, size, full_size)
 
     @classmethod
