@@ -1,6 +1,6 @@
-"""Worker side of the KV connector: moves KV blocks between nodes. Its scheduler side is in engine/kv_cache/.
+"""Worker side of the KV connector, and its choice of back end. The scheduler side is in engine/kv_cache/.
 
-``build`` returns a connector of one of these kinds, all with the Protocol ``pdserve.protocols.KVConnector``:
+``build`` returns a connector back end of one of these kinds, all with the Protocol ``pdserve.protocols.KVConnector``:
 
     nixl        one-sided reads over UCX, between processes and hosts     backends/nixl/
     local       copies within one process, for tests                      backends/local.py

@@ -1,4 +1,4 @@
-"""Conversion between the records of pdserve/ and the messages of proto/pdserve.proto."""
+"""Protobuf conversion: records of pdserve/ to and from the messages of proto/pdserve.proto."""
 
 from __future__ import annotations
 
