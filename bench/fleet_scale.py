@@ -32,7 +32,7 @@ from fleet import Fleet
 from many_nodes import BLOCK_SIZE, MODEL, VOCABULARY, Behaviour, ManyNodes
 
 from pdserve.config.embedded import EMBEDDED_MODEL
-from pdserve.hashing import prefix_numbers
+from pdserve.hashing import short_block_hashes
 from pdserve.request_cost import TYPICAL, RequestLoad
 from router.fleet.nodes import REPORTS
 from router.fleet.policy import FleetSnapshot, NodeView, PolicyRequest, prefix_aware
@@ -162,14 +162,14 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
     """Of a prompt whose first half is cached on a quarter of the nodes."""
     rng, tokens = random.Random(4), random.Random(5).choices(range(VOCABULARY), k=PROMPT)
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-    numbers = prefix_numbers(packed, BLOCK_SIZE, "")
+    hashes = short_block_hashes(packed, BLOCK_SIZE, "")
     before = psutil.Process().memory_info().rss
     index, names = PrefixIndex(), {}
     for number in range(num_nodes):
         cached = index.open(0)
         cached.change([rng.getrandbits(64) for _ in range(blocks)], ())
         if number % 4 == 0:
-            cached.change(numbers[: len(numbers) // 2], ())
+            cached.change(hashes[: len(hashes) // 2], ())
         names[cached] = f"node-{number}"
     size = psutil.Process().memory_info().rss - before
     roles = ["prefill" if number % 2 else "decode" for number in range(num_nodes)]
@@ -186,12 +186,12 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
         )
         for number, role in enumerate(roles)
     )
-    found = index.match(numbers, names)
+    found = index.match(hashes, names)
     ask_for = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
     say(
         nodes=num_nodes,
-        hash_ms=1e3 * seconds_of(lambda: prefix_numbers(packed, BLOCK_SIZE, "")),
-        look_up_ms=1e3 * seconds_of(lambda: index.match(numbers, names)),
+        hash_ms=1e3 * seconds_of(lambda: short_block_hashes(packed, BLOCK_SIZE, "")),
+        look_up_ms=1e3 * seconds_of(lambda: index.match(hashes, names)),
         choose_ms=1e3 * seconds_of(lambda: prefix_aware(FleetSnapshot(MODEL, views, 1, TYPICAL), ask_for)),
         bytes_per_block=size / (num_nodes * blocks),
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from engine.ipc.messages import Batch, Status
 from engine.kv_cache.kv_events import KVEvents
-from pdserve.hashing import NUMBER_BYTES
+from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import throughput_to_pb
 
@@ -23,7 +23,7 @@ _REPORT_INTERVAL = 1.0  # seconds between two reports at most
 
 
 def sample_bits(num_blocks: int) -> int:
-    """Return how many low bits of a block's number must be zero for it to be reported, so that few enough are."""
+    """Return how many low bits of a short block hash must be zero for the block to be reported."""
     return max(0, (num_blocks - 1).bit_length() - MOST_BLOCKS.bit_length() + 1)
 
 
@@ -34,14 +34,14 @@ class ReportSubscriber:
         self.changed = asyncio.Event()
         self._reported: Status | None = None
         self._changes = KVEvents()
-        for digest in cached:
-            self._changes.add(digest)
+        for block_hash in cached:
+            self._changes.add(block_hash)
 
     def on_batch(self, batch: Batch) -> None:
-        for digest in batch.cached:
-            self._changes.add(digest)
-        for digest in batch.evicted:
-            self._changes.remove(digest)
+        for block_hash in batch.cached:
+            self._changes.add(block_hash)
+        for block_hash in batch.evicted:
+            self._changes.remove(block_hash)
         if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
             self.changed.set()
 
@@ -50,15 +50,15 @@ class ReportSubscriber:
         self.changed.clear()
         self._reported = status
         added, removed = self._changes.take()
-        return pb.CacheChange(added=_numbers(added, sample_bits), removed=_numbers(removed, sample_bits))
+        return pb.CacheChange(added=_short_hashes(added, sample_bits), removed=_short_hashes(removed, sample_bits))
 
 
-def _numbers(digests: list[bytes], sample_bits: int) -> bytes:
+def _short_hashes(hashes: list[bytes], sample_bits: int) -> bytes:
     if not sample_bits:
-        return b"".join([digest[:NUMBER_BYTES] for digest in digests])
+        return b"".join([block_hash[:SHORT_HASH_BYTES] for block_hash in hashes])
     mask = (1 << sample_bits) - 1
-    cut = (digest[:NUMBER_BYTES] for digest in digests)
-    return b"".join([number for number in cut if not int.from_bytes(number, "little") & mask])
+    cut = (block_hash[:SHORT_HASH_BYTES] for block_hash in hashes)
+    return b"".join([short_hash for short_hash in cut if not int.from_bytes(short_hash, "little") & mask])
 
 
 class NodeReports:
@@ -69,17 +69,17 @@ class NodeReports:
         self.describe = describe
         self._pause = pause
         self._status: Status | None = None
-        self._cached: dict[bytes, None] = {}  # digests, oldest first
+        self._cached: dict[bytes, None] = {}  # block hashes, oldest first
         self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
 
     def on_batch(self, batch: Batch) -> None:
         """Take in load and cache changes from the engine."""
         self._status = batch.status
-        for digest in batch.cached:
-            self._cached[digest] = None
-        for digest in batch.evicted:
-            self._cached.pop(digest, None)
+        for block_hash in batch.cached:
+            self._cached[block_hash] = None
+        for block_hash in batch.evicted:
+            self._cached.pop(block_hash, None)
         for subscriber in self._subscribers:
             subscriber.on_batch(batch)
 

@@ -274,7 +274,7 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
     leased: tuple[Leased, ...] = ()
     connected: tuple[Connected, ...] = ()
     failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
-    cached: tuple[bytes, ...] = ()  # digests of blocks that entered the prefix cache
+    cached: tuple[bytes, ...] = ()  # hashes of blocks that entered the prefix cache
     evicted: tuple[bytes, ...] = ()  # digests of blocks that left it
 
 

@@ -6,7 +6,7 @@
 
 A block may have several users, such as a prefix that one request holds and another leases. It counts once, as its
 strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
-A free block may still be cached: its content is found by digest until the block is allocated again.
+A free block may still be cached: its content is found by hash until the block is allocated again.
 """
 
 from __future__ import annotations
@@ -112,27 +112,27 @@ class BlockPool:
                     self._free.add(block)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of a digest chain, without holding them."""
+        """Return the blocks of the longest cached prefix of a hash chain, without holding them."""
         blocks = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def cache(self, digest: bytes, block: int) -> None:
-        """Cache ``block``, which is in use, under ``digest``. Another block with the same digest keeps its entry."""
+    def cache(self, block_hash: bytes, block: int) -> None:
+        """Cache ``block``, which is in use, under ``block_hash``. Another block with the same hash keeps its entry."""
         assert self._use[block] is not Use.FREE
-        if digest not in self._block_of and block not in self._hash_of:
-            self._block_of[digest] = block
-            self._hash_of[block] = digest
-            self.events.add(digest)
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+            self.events.add(block_hash)
 
     def _evict(self, block: int) -> None:
-        digest = self._hash_of.pop(block)
-        del self._block_of[digest]
-        self.events.remove(digest)
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        self.events.remove(block_hash)
 
     def _add_user(self, block: int, use: Use) -> None:
         self._users[use][block] += 1

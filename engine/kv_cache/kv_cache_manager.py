@@ -56,11 +56,11 @@ class KVCacheManager:
         return True
 
     def hash_prompt(self, sequence: Sequence) -> None:
-        """Compute the block digests of a prompt in advance, for ``cache_full_blocks``."""
+        """Compute the block hashes of a prompt in advance, for ``cache_full_blocks``."""
         sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
 
     def look_up(self, sequence: Sequence) -> None:
-        """Record how much of a waiting prompt is cached. The digests computed for it are kept."""
+        """Record how much of a waiting prompt is cached. The hashes computed for it are kept."""
         most = min(sequence.prompt_len - 1, sequence.reusable)
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
         sequence.cached_at_lookup = len(cached) * self._block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KVEvents:
-    """Digests added and removed since the last ``take``. A digest that was added and removed again cancels out."""
+    """Block hashes added and removed since the last ``take``. A hash that was added and removed again cancels out."""
 
     def __init__(self) -> None:
         self._added: dict[bytes, None] = {}  # oldest first
@@ -13,23 +13,23 @@ class KVEvents:
     def __bool__(self) -> bool:
         return bool(self._added or self._removed)
 
-    def add(self, digest: bytes) -> None:
-        _move(digest, self._removed, self._added)
+    def add(self, block_hash: bytes) -> None:
+        _move(block_hash, self._removed, self._added)
 
-    def remove(self, digest: bytes) -> None:
-        _move(digest, self._added, self._removed)
+    def remove(self, block_hash: bytes) -> None:
+        _move(block_hash, self._added, self._removed)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return and forget the digests added and the digests removed."""
+        """Return and forget the added and the removed block hashes."""
         changes = list(self._added), list(self._removed)
         self._added.clear()
         self._removed.clear()
         return changes
 
 
-def _move(digest: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
+def _move(block_hash: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
     """Undo an opposite change that was not reported yet, or record this one."""
-    if digest in source:
-        del source[digest]
+    if block_hash in source:
+        del source[block_hash]
     else:
-        target[digest] = None
+        target[block_hash] = None

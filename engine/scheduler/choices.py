@@ -131,17 +131,17 @@ class ChoiceManager:
     def branch(self, sequence: Sequence) -> list[Sequence]:
         """Make sequences of the choices that wait for the prompt's KV, now that ``sequence`` has it."""
         request = sequence.request
-        digests = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
-        branches = [self._sequence(request, choice, output, digests) for choice, output in request.branches.items()]
+        hashes = sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
+        branches = [self._sequence(request, choice, output, hashes) for choice, output in request.branches.items()]
         request.branches = {}
         return branches
 
     def _sequence(
-        self, request: Request, choice: int, output: Iterable[int], digests: Collection[bytes] = ()
+        self, request: Request, choice: int, output: Iterable[int], prompt_hashes: Collection[bytes] = ()
     ) -> Sequence:
         token_ids = array("I", request.prompt)
         token_ids.extend(output)
-        hashes = BlockHashes(self._block_size, request.cache_salt, tuple(digests))
+        hashes = BlockHashes(self._block_size, request.cache_salt, prompt_hashes)
         sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, request.prompt_len, request.max_length)
         self._next_seq += 1
         self._constraints.begin(sequence)

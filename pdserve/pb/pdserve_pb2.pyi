@@ -119,7 +119,7 @@ class NodeDescription(_message.Message):
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     cache_sample_bits: _builtins.int
-    """Watch reports only cached blocks whose number ends with this many zero bits"""
+    """Watch reports only cached blocks whose short hash ends with this many zero bits"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -301,7 +301,7 @@ Global___LinearCost: _TypeAlias = LinearCost  # noqa: Y015
 @_typing.final
 class CacheChange(_message.Message):
     """Changes of the prefix cache since the last report of this stream; the first report has all cached blocks. A block is
-    the first 8 bytes of its digest, little-endian (pdserve/hashing.py).
+    the first 8 bytes of its hash, little-endian (pdserve/hashing.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

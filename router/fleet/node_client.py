@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import msgspec
 
-from pdserve.hashing import unpack_numbers
+from pdserve.hashing import unpack_block_hashes
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.request_cost import RequestLoad
@@ -200,7 +200,7 @@ class NodeClient:
             self._read_changed_at = self._reported_at
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
-        self.cached.change(unpack_numbers(report.cache.added), unpack_numbers(report.cache.removed))
+        self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
         if self._usable and self.role == "decode" and self.stream is None:
             self._open_stream()
             changed = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from pdserve.hashing import prefix_numbers
+from pdserve.hashing import short_block_hashes
 from pdserve.records import TOKEN_BYTES
 
 _SLACK = 1024  # removed hashes that a node's list may hold beyond the number of current ones
@@ -31,7 +31,7 @@ class PromptPrefix:
         """Hashes of all full blocks, 64 bits each."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_size] = prefix_numbers(self.token_ids, block_size, self._salt)
+            hashes = self._hashes[block_size] = short_block_hashes(self.token_ids, block_size, self._salt)
         return hashes
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.free_runs import FreeRuns
-from pdserve.hashing import BlockHashes, next_digest, root_digest
+from pdserve.hashing import BlockHashes, hash_block_tokens, root_hash
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
@@ -55,8 +55,8 @@ def test_cached_blocks_are_found_until_they_are_evicted() -> None:
     blocks = pool.take(3)
     assert blocks is not None
     hashes = BlockHashes(2, "").upto(array("I", [1, 2, 3, 4, 5, 6]), 6)
-    for digest, block in zip(hashes, blocks, strict=True):
-        pool.cache(digest, block)
+    for block_hash, block in zip(hashes, blocks, strict=True):
+        pool.cache(block_hash, block)
     pool.drop(blocks, Use.HELD)
     assert pool.count(Use.FREE) == 4
     assert pool.match(hashes) == blocks
@@ -71,7 +71,7 @@ def test_salts_keep_prefixes_apart() -> None:
     tokens = array("I", range(8))
     assert BlockHashes(4, "a").upto(tokens, 8) != BlockHashes(4, "b").upto(tokens, 8)
     assert BlockHashes(4, "a").upto(tokens, 8) == BlockHashes(4, "a").upto(tokens, 8)
-    assert next_digest(root_digest(""), array("I", [1, 2])) != next_digest(root_digest(""), array("I", [2, 1]))
+    assert hash_block_tokens(root_hash(""), array("I", [1, 2])) != hash_block_tokens(root_hash(""), array("I", [2, 1]))
 
 
 @given(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.frontend.node_reports import MOST_BLOCKS, NodeReports, sample_bits
 from engine.ipc.messages import Batch, Status, Totals
-from pdserve.hashing import unpack_numbers
+from pdserve.hashing import unpack_block_hashes
 from pdserve.pb import pdserve_pb2 as pb
 
 NODE = pb.NodeDescription(node_id="n", state="ready")
@@ -24,15 +24,15 @@ def batch(
     cached: tuple[int, ...] = (), evicted: tuple[int, ...] = (), running: int = 0, free: int = 10, total: int = 10
 ) -> Batch:
     status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals())
-    return Batch(status, cached=tuple(map(digest, cached)), evicted=tuple(map(digest, evicted)))
+    return Batch(status, cached=tuple(map(block_hash, cached)), evicted=tuple(map(block_hash, evicted)))
 
 
-def digest(number: int) -> bytes:
+def block_hash(number: int) -> bytes:
     return number.to_bytes(8, "little") + b"the rest"
 
 
 def applied(known: set[int], report: pb.NodeReport) -> set[int]:
-    return known - set(unpack_numbers(report.cache.removed)) | set(unpack_numbers(report.cache.added))
+    return known - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))

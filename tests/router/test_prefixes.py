@@ -7,26 +7,26 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.hashing import BlockHashes, prefix_numbers, unpack_numbers
+from pdserve.hashing import BlockHashes, short_block_hashes, unpack_block_hashes
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 
-NUMBERS = st.integers(0, 30)
-CHANGE = st.tuples(st.integers(0, 3), st.lists(NUMBERS, max_size=8), st.lists(NUMBERS, max_size=8))
+HASHES = st.integers(0, 30)
+CHANGE = st.tuples(st.integers(0, 3), st.lists(HASHES, max_size=8), st.lists(HASHES, max_size=8))
 
 
 def length(chain: list[int], have: set[int], mask: int) -> int:
     """Leading blocks that a node certainly holds when it reports a sample of its blocks."""
     found = 0
-    for index, number in enumerate(chain, 1):
-        if not number & mask:
-            if number not in have:
+    for index, block_hash in enumerate(chain, 1):
+        if not block_hash & mask:
+            if block_hash not in have:
                 break
             found = index
     return found
 
 
-@given(st.lists(CHANGE, max_size=30), st.lists(NUMBERS, unique=True), st.integers(0, 3), st.sampled_from([0, 1]))
+@given(st.lists(CHANGE, max_size=30), st.lists(HASHES, unique=True), st.integers(0, 3), st.sampled_from([0, 1]))
 def test_index_matches_the_blocks_of_each_node(
     changes: list[tuple[int, list[int], list[int]]], chain: list[int], gone: int, bits: int
 ) -> None:
@@ -34,17 +34,17 @@ def test_index_matches_the_blocks_of_each_node(
     nodes = [index.open(bits if position % 2 else 0) for position in range(4)]
     have: list[set[int]] = [set() for _ in nodes]
     for position, added, removed in changes:
-        told = [number for number in added if not number & nodes[position].sample_mask]
-        nodes[position].change(told, removed)
-        have[position] = (have[position] - set(removed)) | set(told)
+        reported = [block_hash for block_hash in added if not block_hash & nodes[position].sample_mask]
+        nodes[position].change(reported, removed)
+        have[position] = (have[position] - set(removed)) | set(reported)
     index.close(nodes[gone])
     have[gone] = set()
 
     assert [len(node) for position, node in enumerate(nodes) if position != gone] == [
-        len(numbers) for position, numbers in enumerate(have) if position != gone
+        len(hashes) for position, hashes in enumerate(have) if position != gone
     ]
     assert len(index) == len(set().union(*have))
-    expected = [length(chain, numbers, node.sample_mask) for node, numbers in zip(nodes, have, strict=True)]
+    expected = [length(chain, hashes, node.sample_mask) for node, hashes in zip(nodes, have, strict=True)]
     found = index.match(chain, [node for position, node in enumerate(nodes) if position != gone])
     assert [0 if position == gone else found.get(node, 0) for position, node in enumerate(nodes)] == [
         0 if position == gone else count for position, count in enumerate(expected)
@@ -68,13 +68,12 @@ def test_bits_are_reused_and_lists_stay_short() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.integers(1, 9), st.text(max_size=4))
 def test_router_hashes_blocks_like_the_engine(tokens: list[int], block_size: int, salt: str) -> None:
-    digests = BlockHashes(block_size, salt).upto(array("I", tokens), len(tokens))
-    cut = unpack_numbers(b"".join(digest[:8] for digest in digests))
-    assert prefix_numbers(pack_tokens(tokens), block_size, salt) == list(cut)
+    hashes = BlockHashes(block_size, salt).upto(array("I", tokens), len(tokens))
+    cut = unpack_block_hashes(b"".join(block_hash[:8] for block_hash in hashes))
+    assert short_block_hashes(pack_tokens(tokens), block_size, salt) == list(cut)
 
 
-def test_index_holds_more_than_64_nodes() -> None:
-    """More nodes than a machine word has bits."""
+def test_index_holds_more_nodes_than_a_machine_word_has_bits() -> None:
     index = PrefixIndex()
     nodes: list[CachedBlocks] = [index.open(0) for _ in range(200)]
     for position, node in enumerate(nodes):
