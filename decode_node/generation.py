@@ -10,12 +10,12 @@ from typing import Protocol
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
 from engine.ipc.messages import Cancel, Mode, Prefilled, ReadEnded, Refused, Reserved, Scored, Submit
+from engine.request import finish_reason
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
-from pdserve.stopping import finish_reason
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -30,7 +30,7 @@ from decode_node.engine_peers import EnginePeers
 from decode_node.handoff import HandoffPeer
 from decode_node.prefill_stream import PrefillStream
 from engine.frontend.node_context import NodeContext
-from pdserve.compatibility import PROTOCOL_VERSION
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import ConfigError, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

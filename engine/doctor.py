@@ -20,7 +20,7 @@ import msgspec
 
 from engine.executor.multi_host import add_host_flags, local_ranks_from
 from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
-from pdserve.compatibility import compat_hash
+from pdserve.config.compatibility import compat_hash
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
@@ -29,9 +29,9 @@ from pdserve.discovery.sources import parse_source
 from pdserve.doctor import checks
 from pdserve.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from pdserve.errors import PdserveError
-from pdserve.exits import run_command
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls

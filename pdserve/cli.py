@@ -19,9 +19,9 @@ from pdserve.config.flags import (
     port_number,
     positive_int,
 )
-from pdserve.exits import run_command
 from pdserve.logs import add_log_flag
 from pdserve.plan.plan_flags import add_plan_flags
+from pdserve.process import run_command
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 
 #: Commands that replace this process by another program: (module, help text).

@@ -1,4 +1,4 @@
-"""What a child process and its parent exchange: status lines, a lifeline, one-line errors, exit statuses.
+"""Exit statuses and one-line errors of all commands; status lines and lifelines between a parent and its children.
 
 pdserve up ──spawns──► node          status fd    {"state": "ready"} …  one JSON object per line, from the child
                                      lifeline fd  carries nothing; its end means that the parent has exited
@@ -13,13 +13,16 @@ import os
 import signal
 import sys
 import threading
-from typing import NoReturn
+import traceback
+from collections.abc import Callable
 
 from pdserve.errors import CapacityError, ConfigError, PdserveError
+from pdserve.logs import chosen_format, json_line
 
 EXIT_FAILED = 1  # it failed while running
 EXIT_REFUSED = 2  # it cannot run with this configuration, checkpoint, memory or port
 EXIT_ORPHANED = 3  # the parent has exited
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -92,10 +95,28 @@ def exit_status(error: BaseException) -> int:
     return EXIT_REFUSED if isinstance(error, ConfigError | CapacityError) else EXIT_FAILED
 
 
-def fail(error: BaseException, status: StatusWriter | None = None) -> NoReturn:
-    """Report an error as one line on stderr, and to the parent, then exit with its status."""
-    line = one_line(error)
-    if status is not None:
-        status.failed(line)
-    print(f"pdserve: error: {line}", file=sys.stderr, flush=True)
-    raise SystemExit(exit_status(error))
+def run_command(command: Callable[[], int]) -> int:
+    """Return the status of ``command``; print an exception as one line. ``PDSERVE_TRACEBACK=1`` adds the traceback."""
+    try:
+        _check_byte_order()
+        return command()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as exc:
+        hint = "" if isinstance(exc, PdserveError) else " (set PDSERVE_TRACEBACK=1 for a traceback)"
+        stack = os.environ.get("PDSERVE_TRACEBACK", "0") not in ("", "0")
+        say(f"pdserve: error: {one_line(exc)}{hint}", traceback.format_exc() if stack else "")
+        return exit_status(exc)
+
+
+def _check_byte_order() -> None:
+    """Raise ConfigError on a big-endian machine: token ids, block digests and messages are little-endian in memory."""
+    if sys.byteorder != "little":
+        raise ConfigError(f"this machine is {sys.byteorder}-endian; pdserve runs on little-endian machines only")
+
+
+def say(text: str, stack: str = "", level: str = "CRITICAL") -> None:
+    """Print a line on stderr regardless of the log level, as JSON if that is the log format."""
+    if chosen_format() == "json":
+        text, stack = json_line(level, "pdserve", text, None, {"stack": stack} if stack else {}), ""
+    print(text, stack, sep="\n" if stack else "", end="" if stack else "\n", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable
 from engine.frontend.drain import Streams
 from engine.frontend.node_context import NodeContext
 from engine.frontend.stream_writer import Context, serve
-from pdserve.compatibility import PROTOCOL_VERSION, differences
+from pdserve.config.compatibility import PROTOCOL_VERSION, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from pdserve.errors import PdserveError
-from pdserve.exits import run_command
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, one_line, watch_lifeline
+from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
 from router.options import RouterOptions, parse_options
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from engine.executor.rank_messages import MAX_HELLO_BYTES, Hello, Rejected, Welcome
 from engine.ipc.frames import FRAME_HEADER, Frames, framed
-from pdserve.compatibility import compat_hash, differences
+from pdserve.config.compatibility import compat_hash, differences
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.errors import CapacityError, ConfigError, NodeError

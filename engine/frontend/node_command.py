@@ -27,9 +27,8 @@ from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
-from pdserve.exits import run_command
 from pdserve.logs import set_process_fields, setup_logging
-from pdserve.process import StatusWriter, one_line, watch_lifeline
+from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.rpc.tls import PeerTls

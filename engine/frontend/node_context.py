@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from engine.frontend.drain import Drainable
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.health import State
-from pdserve.compatibility import compat_hash
+from pdserve.config.compatibility import compat_hash
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
 from pdserve.rpc.tls import PeerTls

@@ -17,11 +17,10 @@ from collections.abc import Collection, Iterable
 
 from engine.ipc.event_batch import EventBatch
 from engine.ipc.messages import DecodeAheadEnded, Outputs, Prefilled
-from engine.request import Request, Sequence
+from engine.request import Request, Sequence, finish_reason
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from pdserve.hashing import BlockHashes
 from pdserve.records import FinishReason, Sample
-from pdserve.stopping import finish_reason
 
 
 class ChoiceManager:

@@ -21,12 +21,11 @@ from pdserve.config.flags import node_flags_of, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
-from pdserve.exits import EXIT_INTERRUPTED, say
 from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
 from pdserve.launcher.startup_display import StartupDisplay, make_display, quiet_display
 from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
 from pdserve.logs import choose_format, set_process_fields
-from pdserve.process import EXIT_REFUSED
+from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, say
 
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
 ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # forwarded to the router

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.cli import main
 from pdserve.config.embedded import EMBEDDED_MODEL
-from pdserve.exits import run_command
+from pdserve.process import run_command
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:

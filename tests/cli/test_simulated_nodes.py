@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.compatibility import differences
+from pdserve.config.compatibility import differences
 from pdserve.config.device import detect_device, node_devices
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig, NodeOptions

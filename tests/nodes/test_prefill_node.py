@@ -9,7 +9,7 @@ import pytest
 from node_client import PrefillClient, PrefillFailed, greedy
 from node_fleet import Nodes
 
-from pdserve.compatibility import PROTOCOL_VERSION
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import SamplingParams

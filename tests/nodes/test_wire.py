@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.compatibility import compat_hash, differences
+from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
