@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.attention_spec import AttentionSpec
-from runner.attention import AttentionBackend
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
-from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
+from runner.batch import AttentionBatch
 from runner.kernels.gather import GatheredKeys
 from runner.kernels.pages import PageLists
 from runner.kv_cache import KVCache
@@ -40,14 +39,10 @@ class _Chunks:
 
     has_singles: bool
     tokens: slice
-    seq_lens: Tensor  # [rows] int32, device
-    page_table: Tensor  # [rows, max_pages] int32, device
-    longest: int  # most keys of a sequence
-    num_keys: int  # end of the last sequence's gathered keys
     pages: Pages  # filled if a kernel does not gather
 
 
-class PagedFlashInferAttention(AttentionBackend):
+class PagedFlashInferAttention(PagedTritonAttention):
     """Supports grouped queries and sliding windows in bfloat16 and float16."""
 
     def __init__(
@@ -59,10 +54,8 @@ class PagedFlashInferAttention(AttentionBackend):
         max_num_seqs: int,
         max_num_keys: int,
     ) -> None:
+        super().__init__(specs, num_heads, cache, placement, max_num_seqs)
         layout, device = cache.layout, cache.tensor.device
-        self._triton = PagedTritonAttention(specs, num_heads, cache, placement, max_num_seqs)
-        self._layers = cache.layers
-        self._specs = specs
         self._page = layout.kernel_block_size
         self._lists = PageLists(max_num_seqs, self._page, device)
         sizes = Sizes(num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
@@ -76,7 +69,7 @@ class PagedFlashInferAttention(AttentionBackend):
         self._chunks: _Chunks | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:
-        self._triton.plan(batch, graph)
+        super().plan(batch, graph)
         self._chunks = None
         lengths = np.diff(batch.query_starts)
         longer = np.flatnonzero(lengths != 1)
@@ -87,7 +80,7 @@ class PagedFlashInferAttention(AttentionBackend):
         page_starts = np.zeros(rows + 1, dtype=np.int32)
         np.cumsum(-(-batch.seq_lens // self._page), out=page_starts[1:])
         seq_lens = batch.seq_lens[first:]
-        key_starts = self._gathered.starts(seq_lens)
+        key_starts = self._gathered.plan(batch, first)
         host = Rows(
             query_starts=torch.from_numpy(batch.query_starts[first:] - begin),
             page_starts=torch.from_numpy(page_starts[first:]),
@@ -103,35 +96,22 @@ class PagedFlashInferAttention(AttentionBackend):
         self._chunks = _Chunks(
             has_singles=first > 0,
             tokens=slice(begin, end),
-            seq_lens=batch.device_seq_lens[first:rows],
-            page_table=batch.page_table[first:rows],
-            longest=int(seq_lens.max()),
-            num_keys=int(key_starts[-1]),
             pages=Pages(
                 batch.device_query_starts[first:] - begin, *self._lists.of(slice(first, rows)), self._lists.pages
             ),
         )
 
-    def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        return self._triton.prepare_and_store(layer, qkv, rotary, norms)
-
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._triton.store(layer, k, v)
-
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         chunks = self._chunks
         if chunks is None:
-            return self._triton.attend(layer, q)
+            return super().attend(layer, q)
         cache, kernel = self._layers[layer], self._kernels[self._specs[layer]]
         out = torch.empty_like(q)
         if chunks.has_singles:
-            self._triton.attend_singles(layer, q, out)
+            self._decode(layer, q, cache, self._step.batch, out, several=False)
         queries, results = q[chunks.tokens], out[chunks.tokens]
         if kernel.gathers:
-            keys, values = self._gathered.gather(
-                cache, chunks.seq_lens, chunks.page_table, chunks.longest, chunks.num_keys
-            )
-            kernel.run_gathered(queries, keys, values, results)
+            kernel.run_gathered(queries, *self._gathered.gather(cache), results)
         else:
             kernel.run_paged(queries, cache, chunks.pages, results)
         return out.view(out.shape[0], -1)

@@ -79,10 +79,6 @@ class PagedTritonAttention(AttentionBackend):
             prefill_attention(q, cache, step.batch, self._specs[layer], self._tiles, out)
         return out.view(out.shape[0], -1)
 
-    def attend_singles(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Write the attention output of sequences with one token to ``out``; both [tokens, num_heads, head_dim]."""
-        self._decode(layer, q, self._layers[layer], self._step.batch, out, several=False)
-
     @property
     def _step(self) -> _Step:
         assert self._current is not None, "plan comes first"

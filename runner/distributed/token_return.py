@@ -21,19 +21,13 @@ from runner.distributed.pipeline_stages import TensorReceiver
 
 @dataclass(frozen=True)
 class ReturnedMessage:
-    """Where the tokens of a message belong, in the order of the message."""
+    """The tokens of one step, and where they belong."""
 
-    rows: NDArray[np.int64]
-    positions: NDArray[np.int64]  # in the sequence of that row
-    wanted: NDArray[np.bool_]  # whether the row still belongs to that sequence
-
-
-@dataclass(frozen=True)
-class _Message:
-    number: int
+    number: int  # of the message, from 1
     seqs: tuple[int, ...]
     rows: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    positions: NDArray[np.int64]  # in the sequence of that row
+    wanted: NDArray[np.bool_]  # whether the row still belongs to that sequence, once the message is due
 
 
 class TokenReturn:
@@ -41,7 +35,7 @@ class TokenReturn:
 
     def __init__(self, receiver: TensorReceiver) -> None:
         self._receiver = receiver
-        self._expected: deque[_Message] = deque()
+        self._expected: deque[ReturnedMessage] = deque()
         self._number = 0
         self._message_of: dict[int, int] = {}  # by sequence: the message with its next token
 
@@ -51,7 +45,8 @@ class TokenReturn:
             return
         self._receiver.expect(len(rows))
         self._number += 1
-        message = _Message(self._number, tuple(seqs), rows.astype(np.int64), positions.astype(np.int64))
+        rows64, positions64 = rows.astype(np.int64), positions.astype(np.int64)
+        message = ReturnedMessage(self._number, tuple(seqs), rows64, positions64, np.ones(len(rows), dtype=np.bool_))
         self._expected.append(message)
         self._message_of.update(dict.fromkeys(message.seqs, self._number))
 
@@ -66,11 +61,11 @@ class TokenReturn:
         due = []
         while self._expected and (self._expected[0].number <= needed or len(self._expected) == self._receiver.capacity):
             message = self._expected.popleft()
-            wanted = [message_of.get(seq) == message.number for seq in message.seqs]
-            for seq, is_wanted in zip(message.seqs, wanted, strict=True):
-                if is_wanted:
+            for index, seq in enumerate(message.seqs):
+                message.wanted[index] = message_of.get(seq) == message.number
+                if message.wanted[index]:
                     del message_of[seq]
-            due.append(ReturnedMessage(message.rows, message.positions, np.array(wanted)))
+            due.append(message)
         return due
 
     def take(self) -> AbstractContextManager[Tensor]:

@@ -9,6 +9,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runner.batch import AttentionBatch
+
 TILE = 128  # tokens; each sequence begins at a multiple, and the rest of its last tile is zero
 _ROW_CHUNK = 256
 
@@ -60,33 +62,34 @@ class GatheredKeys:
         self.capacity = capacity // TILE * TILE
         self._memory = torch.zeros(2, kv_heads, self.capacity, head_dim, dtype=dtype, device=device)
 
-    @staticmethod
-    def starts(seq_lens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where each sequence begins, and where the last one ends: [rows + 1]."""
+    def plan(self, batch: AttentionBatch, first: int) -> NDArray[np.int32]:
+        """Take the sequences from row ``first`` on. Return where each begins, and where the last one ends: [rows + 1].
+
+        They fit unless the end is above ``capacity``.
+        """
+        seq_lens = batch.seq_lens[first:]
         starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(-(-seq_lens // TILE) * TILE, out=starts[1:])
+        self._seq_lens = batch.device_seq_lens[first : len(batch.seq_lens)]
+        self._page_table = batch.page_table[first : len(batch.seq_lens)]
+        self._longest, self._total = int(seq_lens.max()), int(starts[-1])
         return starts
 
-    def gather(
-        self, cache: Tensor, seq_lens: Tensor, page_table: Tensor, longest: int, total: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values, [total, kv_heads, head_dim] each, valid until the next call.
+    def gather(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the planned sequences, [tokens, kv_heads, head_dim] each, until the next call.
 
-        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two. seq_lens [rows] int32,
-        at most ``longest``; page_table [rows, pages of a sequence] int32. ``total`` is the last of ``starts``.
+        cache: a layer's view [pages, kv_heads, 2, page_size, head_dim]; head_dim a power of two.
         """
         _, kv_heads, _, page_size, head_dim = cache.shape
-        assert total <= self.capacity
+        assert self._total <= self.capacity
         assert cache.stride()[3:] == (head_dim, 1)
         keys, values = self._memory
-        _gather_kernel[(triton.cdiv(longest, TILE), len(seq_lens), kv_heads)](
+        _gather_kernel[(triton.cdiv(self._longest, TILE), len(self._seq_lens), kv_heads)](
             cache,
-            cache.stride(0),
-            cache.stride(1),
-            cache.stride(2),
-            seq_lens,
-            page_table,
-            page_table.stride(0),
+            *cache.stride()[:3],
+            self._seq_lens,
+            self._page_table,
+            self._page_table.stride(0),
             keys,
             values,
             keys.stride(0),
@@ -96,4 +99,4 @@ class GatheredKeys:
             ROW_CHUNK=_ROW_CHUNK,
             num_warps=8,
         )
-        return keys[:, :total].transpose(0, 1), values[:, :total].transpose(0, 1)
+        return keys[:, : self._total].transpose(0, 1), values[:, : self._total].transpose(0, 1)

@@ -25,37 +25,35 @@ class DeviceReturnedTokens(StepFeature[InputBatch]):
     def __init__(
         self, receiver: TensorReceiver, requests: RequestStates, state: DeviceState, writes: StagedWrites
     ) -> None:
-        self._token_return = TokenReturn(receiver)
-        self._requests, self._state, self._writes = requests, state, writes
+        self.token_return = TokenReturn(receiver)
+        self.requests, self.state, self._writes = requests, state, writes
 
     def remove(self, seq: int) -> None:
-        self._token_return.forget(seq)
+        self.token_return.forget(seq)
 
     def part(self, plan: StepPlan) -> StepPart[InputBatch] | None:
         if not plan.scheduled:
             return None
-        messages = self._token_return.due(plan.scheduled)
-        offsets = [self._state.token_offsets(m.rows, m.positions, m.wanted) for m in messages]
+        messages = self.token_return.due(plan.scheduled)
+        offsets = [self.state.token_offsets(m.rows, m.positions, m.wanted) for m in messages]
         for each in offsets:
             self._writes.stage(each)
-        return _Part(self._token_return, self._requests, self._state, offsets)
+        return _Part(self, offsets)
 
 
 @dataclass
 class _Part(StepPart[InputBatch]):
-    token_return: TokenReturn
-    requests: RequestStates
-    state: DeviceState
+    feature: DeviceReturnedTokens
     offsets: list[NDArray[np.int32]]  # of each message: where its tokens belong
 
     def before_forward(self, batch: InputBatch) -> None:
         for offsets, offsets_at in zip(self.offsets, batch.sent.extra_at, strict=True):
-            with self.token_return.take() as tokens:
+            with self.feature.token_return.take() as tokens:
                 put_tokens_kernel[(-(-len(offsets) // TOKEN_CHUNK),)](
-                    self.state.flat, batch.sent.words, offsets_at, tokens, len(offsets), CHUNK=TOKEN_CHUNK
+                    self.feature.state.flat, batch.sent.words, offsets_at, tokens, len(offsets), CHUNK=TOKEN_CHUNK
                 )
 
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
         slots = batch.indices.slots[batch.indices.sampling]
         seqs = (sequence.seq for sequence in batch.indices.sampled)
-        self.token_return.expect(seqs, slots, self.requests.num_tokens[slots] - 1)
+        self.feature.token_return.expect(seqs, slots, self.feature.requests.num_tokens[slots] - 1)

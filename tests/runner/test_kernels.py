@@ -18,7 +18,7 @@ from runner.kernels.pages import PageLists
 from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
 from runner.kernels.rope_store import rope_store
 from runner.kv_cache import KVCache
-from runner.models.layers.pointwise_ops import TorchPointwiseOps
+from runner.models.layers.pointwise_ops import PointwiseOps
 from runner.models.layers.triton_ops import TritonPointwiseOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,8 +39,8 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
-def reference_ops() -> TorchPointwiseOps:
-    return TorchPointwiseOps(EPS, ALONE, DEVICE)
+def reference_ops() -> PointwiseOps:
+    return PointwiseOps(EPS, ALONE)
 
 
 @dtypes
@@ -161,12 +161,10 @@ def test_gathered_keys_are_contiguous_and_zero_padded(page: int) -> None:
             layer[at, :, 0, token % page], layer[at, :, 1, token % page] = k[token], v[token]
         expected.append((k, v))
     gathered = GatheredKeys(1000, 2, 16, torch.float32, DEVICE)
-    starts = gathered.starts(inputs.batch.seq_lens)
+    starts = gathered.plan(inputs.batch, 0)
     assert starts.tolist() == [0, 2 * TILE, 2 * TILE, 5 * TILE, 6 * TILE, 7 * TILE]
     for _ in range(2):  # results of an earlier call must not matter
-        batch = inputs.batch
-        found = gathered.gather(layer, batch.device_seq_lens, batch.page_table, max(lens), int(starts[-1]))
-        for side, tensor in enumerate(found):
+        for side, tensor in enumerate(gathered.gather(layer)):
             wanted = torch.zeros(7 * TILE, 2, 16, device=DEVICE)
             for start, tokens in zip(starts, expected, strict=False):
                 wanted[start : start + len(tokens[side])] = tokens[side]

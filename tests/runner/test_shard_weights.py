@@ -30,7 +30,7 @@ def position_of(directory: Path, pp: int, tp: int, rank: int, shared_mlps: bool 
 
 
 def decoder_at(directory: Path, position: RankPosition) -> Decoder:
-    world: Any = SimpleNamespace(position=position)  # building a decoder needs no other rank
+    world: Any = SimpleNamespace(position=position, device=CPU.device)  # building a decoder needs no other rank
     model = load_model_config(directory)
     return decoder_class(model.architecture)(model, world, CPU)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition
 from runner.distributed.parallel_state import ParallelState
-from runner.models.layers.pointwise_ops import PointwiseOps, build_pointwise_ops
+from runner.models.layers.pointwise_ops import PointwiseOps
 from runner.models.quantization import LinearMethod, linear_method_class
 from runner.placement import TensorPlacement
 
@@ -22,8 +22,13 @@ class ModelContext:
 
     @classmethod
     def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
-        ops = build_pointwise_ops(config.rms_norm_eps, parallel, placement)
-        return cls(config, parallel, placement, ops, linear_method_class(config.weight_format))
+        ops = PointwiseOps
+        if placement.use_triton:  # Triton is imported only where it is used
+            from runner.models.layers.triton_ops import TritonPointwiseOps
+
+            ops = TritonPointwiseOps
+        linear_method = linear_method_class(config.weight_format)
+        return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel), linear_method)
 
     @property
     def position(self) -> RankPosition:

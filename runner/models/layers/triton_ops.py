@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from runner.distributed.parallel_state import ParallelState
 from runner.kernels.activation import silu_and_mul
 from runner.kernels.norm import add_rms_norm, rms_norm
+from runner.models.layers.pointwise_ops import PointwiseOps
 
 
-class TritonPointwiseOps:
-    """Implements PointwiseOps."""
-
-    def __init__(self, eps: float, parallel: ParallelState) -> None:
-        self._eps, self._parallel = eps, parallel
-
+class TritonPointwiseOps(PointwiseOps):
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
 
