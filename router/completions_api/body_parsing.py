@@ -1,15 +1,32 @@
-"""From the bytes of a body to a typed struct. Unknown fields are rejected, except OpenAI fields without effect here."""
+"""From the bytes of a body to a typed struct, within limits of shape and length.
+
+Unknown fields are rejected, except OpenAI fields without effect here.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from pdserve.errors import RequestError
-from router.completions_api.body_limits import check_lengths, check_shape
+
+MAX_NESTING = 100  # levels of objects and lists
+MAX_ITEMS = 200_000  # values in all objects and lists, token ids excluded
+MAX_LENGTHS = {  # by field
+    "messages": 10_000,
+    "tools": 1024,
+    "documents": 1024,
+    "chat_template_kwargs": 64,
+    "logit_bias": 1024,
+    "stop_token_ids": 1024,
+    "cache_salt": 1024,
+}
+_TOKEN_IDS = ("prompt", "tokens")  # lists of token ids; their types bound the nesting
+MAX_STOP_CHARS = 4096  # per stop string
 
 # OpenAI fields without effect here.
 _IGNORED = frozenset(
@@ -39,7 +56,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 def parse_json(data: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise RequestError(f"the body is not valid JSON: {exc}") from exc
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {type(value).__name__}")
@@ -56,8 +73,8 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     """Build a typed body; null means absent. Raises RequestError that names the field."""
     known = kind.__struct_fields__
     fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
-    check_shape(fields)
-    check_lengths(fields)
+    _check_shape(fields)
+    _check_lengths(fields)
     for name, value in fields.items():
         if name in known:
             continue
@@ -74,6 +91,36 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
         return msgspec.convert({k: v for k, v in fields.items() if k in known}, kind)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from exc
+
+
+def _check_shape(fields: Mapping[str, Any]) -> None:
+    """Check nesting and number of values."""
+    num_items = 0
+    level = _containers(value for name, value in fields.items() if name not in _TOKEN_IDS)
+    for _ in range(MAX_NESTING):
+        num_items += sum(map(len, level))
+        if num_items > MAX_ITEMS:
+            raise RequestError(f"the body has more than {MAX_ITEMS} values; send fewer")
+        level = _containers(child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        if not level:
+            return
+    raise RequestError(f"the body is nested more than {MAX_NESTING} levels deep; flatten it")
+
+
+def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
+    return [value for value in values if isinstance(value, dict | list)]
+
+
+def _check_lengths(fields: Mapping[str, Any]) -> None:
+    """Check MAX_LENGTHS and stop strings."""
+    for name, limit in MAX_LENGTHS.items():
+        value = fields.get(name)
+        if isinstance(value, str | list | dict) and len(value) > limit:
+            raise RequestError(f"{name} has length {len(value)}; the limit is {limit}, send fewer", name)
+    stops = fields.get("stop")
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
+            raise RequestError(f"a stop string has {len(stop)} characters; the limit is {MAX_STOP_CHARS}", "stop")
 
 
 def _equal(value: Any, other: Any) -> bool:

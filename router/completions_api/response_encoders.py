@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
-from router.completions_api.logprob_formats import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.completions_api.response_objects import (
     ChatChoice,
     ChatCompletion,
-    ChatLogprobs,
     ChatMessage,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
-    PromptLogprobs,
     UsageInfo,
+    chat_logprobs,
+    completion_logprobs,
 )
-from router.generation.prompt_scores import PromptScores
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
 from router.text.tokenizer import Tokenizer
@@ -39,18 +36,11 @@ class FinishedChoice(msgspec.Struct):
 
     index: int
     prompt: int
-    text: str
-    finish_reason: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    message: ChatMessage | None = None
-
-
-class FinishedPrompt(msgspec.Struct):
-    """The fields of a prompt in a full response, as far as the client requested them."""
-
+    texts: list[str]
     token_ids: list[int] | UnsetType
-    logprobs: PromptLogprobs | UnsetType
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str = ""
+    message: ChatMessage | None = None
 
 
 class ResponseEncoder(ABC):
@@ -58,9 +48,10 @@ class ResponseEncoder(ABC):
 
     id_prefix: str
     chunk_object: str
+    format_logprobs: Callable[[Tokenizer, Sequence[TokenLogprob], int], Any]
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
@@ -73,18 +64,14 @@ class ResponseEncoder(ABC):
         """A chunk's choice object up to its text, without the closing brace."""
 
     @abstractmethod
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs | ChatLogprobs:
-        """Log-probabilities in this endpoint's format."""
-
-    @abstractmethod
     def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> bytes:
         """The chunk that opens a choice; may be empty. ``prompt_ids`` are set for return_token_ids."""
 
     @abstractmethod
     def full_response(
-        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[FinishedPrompt]
+        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
     ) -> bytes:
-        """The body of a response that is not streamed."""
+        """The body of a response that is not streamed; ``prompts`` are requested fields of each prompt."""
 
     def chunk(
         self,
@@ -97,13 +84,11 @@ class ResponseEncoder(ABC):
     ) -> bytes:
         """New text of a choice, as one server-sent event."""
         reason = b'"%s"' % finish_reason.encode() if finish_reason else b"null"
-        logprobs = b"null" if tokens is None else _encode(self._logprobs(tokens))
         parts = [self._chunk_head, self._chunk_choice(index, text, bool(finish_reason))]
-        parts += [b',"logprobs":', logprobs, b',"finish_reason":', reason]
+        parts += [b',"logprobs":', _encode(self._logprobs(tokens)), b',"finish_reason":', reason]
         if token_ids is not None:
             parts += [b',"token_ids":', _encode(token_ids)]
-        parts.append(b"}")
-        parts.append(self._no_usage if usage is None else self._usage(usage))
+        parts += [b"}", self._no_usage if usage is None else self._usage(usage)]
         return b"".join(parts)
 
     def text_chunk(self, index: int, text: str) -> bytes:
@@ -114,16 +99,17 @@ class ResponseEncoder(ABC):
         """The last chunk before [DONE], without choices."""
         return self._chunk_head + self._usage(usage)
 
-    def prompt_logprobs(self, scores: PromptScores, num_top: int) -> PromptLogprobs:
-        return prompt_logprobs(self._tokenizer, scores, num_top)
-
     def _usage(self, usage: Usage) -> bytes:
         return b'],"usage":' + _encode(UsageInfo.of(usage)) + b"}\n\n"
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Any:
+        return None if tokens is None else self.format_logprobs(self.tokenizer, tokens, self._num_top)
 
 
 class CompletionEncoder(ResponseEncoder):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
+    format_logprobs = staticmethod(completion_logprobs)
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         return b'{"index":%d,"text":%b' % (index, _encode(text))
@@ -134,24 +120,19 @@ class CompletionEncoder(ResponseEncoder):
         choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
         return self._chunk_head + _encode({**choice, "prompt_token_ids": prompt_ids}) + self._no_usage
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        return completion_logprobs(self._tokenizer, tokens, self._num_top)
-
     def full_response(
-        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[FinishedPrompt]
+        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
     ) -> bytes:
         entries = [
             CompletionChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
-                choice.text,
-                None if choice.logprobs is None else self._logprobs(choice.logprobs),
-                UNSET if prompt.token_ids is UNSET else choice.token_ids,
-                prompt.token_ids,
-                prompt.logprobs,
+                "".join(choice.texts),
+                self._logprobs(choice.logprobs),
+                choice.token_ids,
+                **prompts[choice.prompt],
             )
             for choice in choices
-            for prompt in [prompts[choice.prompt]]
         ]
         return _encode(Completion(**self._head, object="text_completion", usage=UsageInfo.of(usage), choices=entries))
 
@@ -159,6 +140,7 @@ class CompletionEncoder(ResponseEncoder):
 class ChatEncoder(ResponseEncoder):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
+    format_logprobs = staticmethod(chat_logprobs)
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         if finished and not text:
@@ -173,30 +155,18 @@ class ChatEncoder(ResponseEncoder):
             end = b'],"prompt_token_ids":' + _encode(prompt_ids) + end[1:]
         return self._chunk_head + choice + end
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
-        return chat_logprobs(self._tokenizer, tokens, self._num_top)
-
     def full_response(
-        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[FinishedPrompt]
+        self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
     ) -> bytes:
-        [prompt] = prompts
         entries = [
             ChatChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
-                choice.message or ChatMessage("assistant", choice.text, None),
-                None if choice.logprobs is None else self._logprobs(choice.logprobs),
-                UNSET if prompt.token_ids is UNSET else choice.token_ids,
+                choice.message or ChatMessage("assistant", "".join(choice.texts), None),
+                self._logprobs(choice.logprobs),
+                choice.token_ids,
             )
             for choice in choices
         ]
-        return _encode(
-            ChatCompletion(
-                **self._head,
-                object="chat.completion",
-                usage=UsageInfo.of(usage),
-                choices=entries,
-                prompt_token_ids=prompt.token_ids,
-                prompt_logprobs=prompt.logprobs,
-            )
-        )
+        head = {**self._head, "object": "chat.completion"}
+        return _encode(ChatCompletion(**head, usage=UsageInfo.of(usage), choices=entries, **prompts[0]))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
-from router.completions_api.response_encoders import DONE, FinishedChoice, FinishedPrompt, ResponseEncoder
+from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
+from router.completions_api.response_objects import prompt_logprobs
 from router.errors import error_body
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
@@ -73,6 +75,10 @@ class Response(ABC):
             return ""
         return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
 
+    def _token_logprob(self, options: ResponseOptions, choice: Choice, output: pb.Output) -> TokenLogprob:
+        """The token's log-probability; its text begins behind the echo."""
+        return TokenLogprob.of_output(output, choice.token_offset + len(self._echo_text(options, choice.index)))
+
     def _echo_logprobs(self, options: ResponseOptions, prompt: int) -> list[TokenLogprob] | None:
         scores = self.generation.runs[prompt].scores
         if not options.echo or options.num_logprobs < 0 or scores is None:
@@ -129,37 +135,45 @@ class FullResponse(BodyResponse):
         self._encoder = encoder
         self._options = options
         self._choices = [
-            FinishedChoice(index, self._prompt_of(index), "", "", [], [] if options.num_logprobs >= 0 else None)
+            FinishedChoice(
+                index,
+                self._prompt_of(index),
+                [self._echo_text(options, index)],
+                [] if options.return_token_ids else UNSET,
+                [] if options.num_logprobs >= 0 else None,
+            )
             for index in range(self.num_choices)
         ]
-        self._texts = [[self._echo_text(options, index)] for index in range(self.num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         finished = self._choices[choice.index]
-        self._texts[choice.index].append(text)
+        finished.texts.append(text)
         finished.finish_reason = choice.finish_reason
         if output.has_token:
-            finished.token_ids.append(output.token_id)
+            if finished.token_ids is not UNSET:
+                finished.token_ids.append(output.token_id)
             if finished.logprobs is not None:
-                offset = choice.token_offset + len(self._echo_text(self._options, choice.index))
-                finished.logprobs.append(TokenLogprob.of_output(output, offset))
+                finished.logprobs.append(self._token_logprob(self._options, choice, output))
 
     def body(self) -> bytes:
-        echoes = [self._echo_logprobs(self._options, prompt) for prompt in range(len(self.jobs))]
-        for choice, texts in zip(self._choices, self._texts, strict=True):
-            choice.text = "".join(texts)
+        prompts = range(len(self.jobs))
+        echoes = [self._echo_logprobs(self._options, prompt) for prompt in prompts]
+        for choice in self._choices:
             echo = echoes[choice.prompt]
             if echo is not None and choice.logprobs is not None:
                 choice.logprobs = echo + choice.logprobs
-        prompts = [self._prompt(prompt) for prompt in range(len(self.jobs))]
-        return self._encoder.full_response(self._choices, self.generation.usage, prompts)
+        fields = [self._prompt_fields(prompt) for prompt in prompts]
+        return self._encoder.full_response(self._choices, self.generation.usage, fields)
 
-    def _prompt(self, index: int) -> FinishedPrompt:
+    def _prompt_fields(self, index: int) -> dict[str, Any]:
+        """The fields of a prompt that the client requested."""
+        fields: dict[str, Any] = {}
+        if self._options.return_token_ids:
+            fields["prompt_token_ids"] = self.jobs[index].prompt.unpacked().tolist()
         num_top, scores = self._options.prompt_logprobs, self.generation.runs[index].scores
-        token_ids = self.jobs[index].prompt.unpacked().tolist() if self._options.return_token_ids else UNSET
-        if num_top is None or scores is None:
-            return FinishedPrompt(token_ids, UNSET)
-        return FinishedPrompt(token_ids, self._encoder.prompt_logprobs(scores, num_top))
+        if num_top is not None and scores is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._encoder.tokenizer, scores, num_top)
+        return fields
 
 
 class StreamedResponse(EventStreamResponse):
@@ -210,8 +224,7 @@ class StreamedResponse(EventStreamResponse):
             return self._encoder.chunk(choice.index, text, choice.finish_reason, usage=usage)
         tokens = token_ids = None
         if options.num_logprobs >= 0:
-            offset = choice.token_offset + len(self._echo_text(options, choice.index))
-            tokens = [TokenLogprob.of_output(output, offset)] if output.has_token else []
+            tokens = [self._token_logprob(options, choice, output)] if output.has_token else []
         if options.return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
         return self._encoder.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)

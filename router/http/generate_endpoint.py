@@ -14,10 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.rpc.http_connections import abort_connection
-from router.completions_api.prompts import add_echo, encode_prompts
+from router.completions_api.jobs import add_echo, encode_prompts, make_job
 from router.completions_api.request_bodies import GenerateBody
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
-from router.completions_api.sampling import make_job
 from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
 from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers

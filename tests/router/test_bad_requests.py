@@ -15,8 +15,8 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.rpc.protobuf import pack_tokens
+from router.completions_api.jobs import make_job
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
-from router.completions_api.sampling import make_job
 from router.fleet.fleet import ModelLimits
 from router.text.prompt import Prompt
 
@@ -127,7 +127,9 @@ def test_chat(client: httpx.Client, body: dict[str, Any], param: str | None, sai
     assert said in error["message"]
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff\xfe", b'"text"', b'{"prompt": NaN}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1]", b"\xff\xfe", b'"\xff"', b'"text"', b'{"prompt": NaN}', b"[" * 100_000]
+)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_broken_json(client: httpx.Client, path: str, data: bytes) -> None:
     assert "JSON" in refused(client.post(path, content=data))["message"]

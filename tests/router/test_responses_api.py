@@ -16,9 +16,8 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.responses_api.input_messages import input_messages
-from router.responses_api.output_items import OutputItemWriter
-from router.responses_api.request import parse_responses
+from router.responses_api.output_writers import OutputItemWriter
+from router.responses_api.request import input_messages, parse_responses
 from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.tokenizer import Tokenizer
 
