@@ -25,7 +25,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
-from pdserve.discovery.sources import parse_source
+from pdserve.discovery.sources import source_addresses
 from pdserve.doctor import checks
 from pdserve.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from pdserve.errors import PdserveError
@@ -124,7 +124,7 @@ def _check_source(source: str, addresses: list[str]) -> Finding:
     """Append the prefill nodes that a source lists to ``addresses``."""
 
     async def first() -> frozenset[str]:
-        async with asyncio.timeout(_LIST_SECONDS), aclosing(parse_source(source).addresses()) as listed:
+        async with asyncio.timeout(_LIST_SECONDS), aclosing(source_addresses(source)) as listed:
             return await anext(listed)
 
     try:

@@ -16,7 +16,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Cluster(msgspec.Struct, frozen=True):
     ca_file: Path | None = None  # None: the system's
 
     @classmethod
-    def around(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Cluster:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Cluster:
         """Return the cluster that this process runs in. Raises ConfigError outside of a cluster."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
@@ -56,18 +56,29 @@ class Cluster(msgspec.Struct, frozen=True):
         return cls(f"https://{join_address(host, int(port))}", account / "token", account / "ca.crt")
 
     def connect(self) -> httpx.AsyncClient:
-        """Raises OSError or ssl.SSLError if the CA cannot be read."""
-        verify = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
-        timeout = httpx.Timeout(_GRACE, read=_WATCH + _GRACE)
-        return httpx.AsyncClient(base_url=self.url, verify=verify, timeout=timeout, trust_env=False)
+        """Raises OSError or ssl.SSLError if the CA cannot be read; requests raise OSError without a token file."""
+        return httpx.AsyncClient(
+            auth=self._authorize,
+            base_url=self.url,
+            event_hooks={"response": [_check]},
+            timeout=httpx.Timeout(_GRACE, read=_WATCH + _GRACE),
+            trust_env=False,
+            verify=ssl.create_default_context(cafile=self.ca_file),
+        )
 
-    def headers(self) -> dict[str, str]:
-        """Raises OSError if the token file is missing."""
-        return {"Authorization": f"Bearer {self.token_file.read_text().strip()}"}
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        request.headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
+        return request
 
 
 class Gone(Exception):
     """The API server no longer has the changes since our version."""
+
+
+async def _check(response: httpx.Response) -> None:
+    if response.status_code == 410:
+        raise Gone
+    response.raise_for_status()
 
 
 class ServiceEndpoints:
@@ -79,8 +90,6 @@ class ServiceEndpoints:
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._selector = {"labelSelector": f"kubernetes.io/service-name={service}"}
         self._port = port
-        self._slices: dict[str, dict[str, Any]] = {}  # by name
-        self._version = ""
 
     async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
         known: frozenset[str] | None = None
@@ -88,9 +97,9 @@ class ServiceEndpoints:
         while True:
             try:
                 async with self._cluster.connect() as client:
-                    async for _ in self._changes(client):
+                    async for slices in self._follow(client):
                         failures = 0
-                        found = addresses_of(self._slices.values(), self._port)
+                        found = addresses_of(slices, self._port)
                         if found != known:
                             known = found
                             yield found
@@ -104,75 +113,55 @@ class ServiceEndpoints:
                 pause = min(_PAUSE_MAX, _PAUSE_MIN * 2.0 ** min(failures - 1, 10))
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
-    async def _changes(self, client: httpx.AsyncClient) -> AsyncIterator[None]:
-        """Keep ``_slices`` up to date until it is time to list them again; yields after each change."""
+    async def _follow(self, client: httpx.AsyncClient) -> AsyncGenerator[Iterable[dict[str, Any]], None]:
+        """List the slices, then watch them until it is time to list them again. Yields all slices after each change."""
         ends = time.monotonic() + _RESYNC * random.uniform(0.9, 1.1)
-        await self._list(client)
-        yield
+        listed = (await client.get(self._path, params=self._selector)).json()
+        slices = {item["metadata"]["name"]: item for item in listed["items"] or ()}
+        yield slices.values()
+        version = listed["metadata"]["resourceVersion"]
         while time.monotonic() < ends:
-            async with aclosing(self._watch(client)) as events:
+            async with aclosing(self._watch(client, version)) as events:
                 async for event in events:
-                    if self._apply(event):
-                        yield
+                    kind, item = event["type"], event["object"]
+                    version = item["metadata"]["resourceVersion"]
+                    if kind == "BOOKMARK":
+                        continue
+                    if kind == "DELETED":
+                        slices.pop(item["metadata"]["name"], None)
+                    else:
+                        slices[item["metadata"]["name"]] = item
+                    yield slices.values()
             await asyncio.sleep(_BETWEEN)
 
-    async def _list(self, client: httpx.AsyncClient) -> None:
-        response = await client.get(self._path, params=self._selector, headers=self._cluster.headers())
-        _check(response)
-        found = response.json()
-        self._slices = {item["metadata"]["name"]: item for item in found["items"] or ()}
-        self._version = found["metadata"]["resourceVersion"]
-
-    async def _watch(self, client: httpx.AsyncClient) -> AsyncGenerator[dict[str, Any], None]:
+    async def _watch(self, client: httpx.AsyncClient, version: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events after a version until the server ends the watch. Raises Gone."""
         params = {
             **self._selector,
             "watch": "true",
-            "resourceVersion": self._version,
+            "resourceVersion": version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(_WATCH),
         }
-        async with client.stream("GET", self._path, params=params, headers=self._cluster.headers()) as response:
-            _check(response)
+        async with client.stream("GET", self._path, params=params) as response:
             async for line in response.aiter_lines():
-                if line:
-                    yield json.loads(line)
-
-    def _apply(self, event: dict[str, Any]) -> bool:
-        """Apply a watch event. Returns whether a slice has changed. Raises Gone."""
-        kind, item = event["type"], event["object"]
-        if kind == "ERROR":
-            if item.get("code") == 410:
-                raise Gone
-            raise ValueError(f"the API server reports {item.get('message', item)}")
-        self._version = item["metadata"]["resourceVersion"]
-        if kind == "BOOKMARK":
-            return False
-        name = item["metadata"]["name"]
-        if kind == "DELETED":
-            self._slices.pop(name, None)
-        else:
-            self._slices[name] = item
-        return True
-
-
-def _check(response: httpx.Response) -> None:
-    if response.status_code == 410:
-        raise Gone
-    response.raise_for_status()
+                if not line:
+                    continue
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    if event["object"].get("code") == 410:
+                        raise Gone
+                    raise ValueError(f"the API server reports {event['object'].get('message', event['object'])}")
+                yield event
 
 
 def addresses_of(slices: Iterable[dict[str, Any]], port: str) -> frozenset[str]:
     """Return host:port of all ready endpoints. By the API's definition an unknown condition counts as ready."""
     found: set[str] = set()
     for item in slices:
-        number = _port_of(item, port)
+        ports = (each["port"] for each in item.get("ports") or () if each.get("name") == port)
+        number = int(port) if port.isdecimal() else next(ports, None)
         for endpoint in item.get("endpoints") or ():
             if number and (endpoint.get("conditions") or {}).get("ready") is not False:
                 found.update(join_address(address, number) for address in endpoint["addresses"])
     return frozenset(found)
-
-
-def _port_of(item: dict[str, Any], port: str) -> int | None:
-    if port.isdecimal():
-        return int(port)
-    return next((each["port"] for each in item.get("ports") or () if each.get("name") == port), None)

@@ -12,8 +12,8 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
+from pdserve.discovery.polling import dns_addresses, file_addresses
 from pdserve.errors import ConfigError
 
 _ADDRESS = re.compile(r"[^\s/]+:\d{1,5}")
@@ -22,43 +22,32 @@ _KUBERNETES = re.compile(r"k8s://(?P<namespace>[a-z0-9-]+)/(?P<service>[a-z0-9.-
 _FILE = re.compile(r"file://(?P<path>/\S+)")
 
 
-class NodeSource(Protocol):
-    """Errors are logged; the known addresses stay until the source answers again."""
+def source_addresses(text: str) -> AsyncGenerator[frozenset[str], None]:
+    """Return the generator of a source. It yields all addresses, host:port, at first and after each change.
 
-    def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        """Yield all addresses, host:port, at first and after each change. Raises nothing."""
-
-
-class FixedAddress:
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        yield frozenset({self._address})
-
-
-def parse_source(text: str) -> NodeSource:
-    """Return the source that a flag's value names. Raises ConfigError if it is malformed or not usable here."""
+    It raises nothing: errors are logged, and the known addresses stay until the source answers again. This function
+    raises ConfigError if the source is malformed or not usable here.
+    """
     if match := _DNS.fullmatch(text):
-        from pdserve.discovery.dns import DnsName
-
-        return DnsName(match["name"], int(match["port"]))
+        return dns_addresses(match["name"], int(match["port"]))
     if match := _KUBERNETES.fullmatch(text):
         from pdserve.discovery.kubernetes import Cluster, ServiceEndpoints  # imports an HTTP client
 
-        return ServiceEndpoints(Cluster.around(), match["namespace"], match["service"], match["port"])
+        return ServiceEndpoints(
+            Cluster.from_environment(), match["namespace"], match["service"], match["port"]
+        ).addresses()
     if match := _FILE.fullmatch(text):
-        from pdserve.discovery.address_file import AddressFile
+        return file_addresses(Path(match["path"]), check_address)
+    return _fixed(check_address(text))
 
-        return AddressFile(Path(match["path"]), check_address)
-    return FixedAddress(check_address(text))
+
+async def _fixed(address: str) -> AsyncGenerator[frozenset[str], None]:
+    yield frozenset({address})
 
 
 def check_source(text: str) -> str:
     """Return the text of a source. Raises ConfigError if it is malformed."""
-    if any(pattern.fullmatch(text) for pattern in (_DNS, _KUBERNETES, _FILE)):
-        return text
-    return check_address(text)
+    return text if any(pattern.fullmatch(text) for pattern in (_DNS, _KUBERNETES, _FILE)) else check_address(text)
 
 
 def check_address(text: str) -> str:
@@ -76,7 +65,7 @@ class Directory:
 
     def __init__(self, texts: Sequence[str], on_change: Callable[[frozenset[str]], None]) -> None:
         """Raises ConfigError."""
-        self._sources = {text: parse_source(text) for text in texts}
+        self._sources = {text: source_addresses(text) for text in texts}
         self._found: dict[str, frozenset[str]] = {}
         self._on_change = on_change
         self.complete = asyncio.Event()  # every source has answered
@@ -84,13 +73,13 @@ class Directory:
             self.complete.set()
 
     async def run(self) -> None:
-        """Follow all sources; returns only if none of them can change."""
+        """Follow all sources; returns only if none of them can change. Called once."""
         async with asyncio.TaskGroup() as group:
-            for text, source in self._sources.items():
-                group.create_task(self._follow(text, source), name=f"nodes at {text}")
+            for text, addresses in self._sources.items():
+                group.create_task(self._follow(text, addresses), name=f"nodes at {text}")
 
-    async def _follow(self, text: str, source: NodeSource) -> None:
-        async for addresses in source.addresses():
+    async def _follow(self, text: str, source: AsyncGenerator[frozenset[str], None]) -> None:
+        async for addresses in source:
             self._found[text] = addresses
             self._on_change(frozenset().union(*self._found.values()))
             if len(self._found) == len(self._sources):

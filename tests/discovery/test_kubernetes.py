@@ -63,7 +63,7 @@ def test_ended_watch_resumes_after_the_last_bookmark_with_a_new_token(tmp_path: 
         await cluster.bookmark()
         version = str(int(cluster.seen[1][0]["resourceVersion"]) + 1)
         (tmp_path / "token").write_text("second\n")
-        while cluster.seen[-1][0].get("resourceVersion") != version:  # that it has read the bookmark shows in time
+        while cluster.seen[-1][0].get("resourceVersion") != version:  # until the bookmark has been read
             count = len(cluster.seen)
             cluster.end_watches()
             await cluster.seen_so_many(count + 1)
@@ -124,8 +124,8 @@ def test_ports_by_number_and_name(item: dict[str, Any], port: str, found: set[st
 
 def test_cluster_credentials_come_from_the_environment(tmp_path: Path) -> None:
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::a", "KUBERNETES_SERVICE_PORT": "6443"}
-    cluster = Cluster.around(environ, tmp_path)
+    cluster = Cluster.from_environment(environ, tmp_path)
     assert cluster.url == "https://[fd00::a]:6443"
     assert (cluster.token_file, cluster.ca_file) == (tmp_path / "token", tmp_path / "ca.crt")
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST is not set here"):
-        Cluster.around({}, tmp_path)
+        Cluster.from_environment({}, tmp_path)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.discovery.address_file import AddressFile
-from pdserve.discovery.dns import DnsName, look_up
+from pdserve.discovery.polling import dns_addresses, file_addresses, resolve_name
 from pdserve.discovery.sources import Directory, check_address, check_source
 from pdserve.errors import ConfigError
 
@@ -50,8 +49,7 @@ def test_dns_name_is_resolved_again_and_failures_change_nothing() -> None:
         return frozenset(answer)
 
     async def run() -> list[frozenset[str]]:
-        source = DnsName("name", 1, interval=0.0, resolve=resolve)
-        async with aclosing(source.addresses()) as found:
+        async with aclosing(dns_addresses("name", 1, interval=0.0, resolve=resolve)) as found:
             return [await anext(found), await anext(found)]
 
     assert asyncio.run(run()) == [{"10.0.0.1:1"}, {"10.0.0.2:1", "[fd00::1]:1"}]
@@ -61,8 +59,7 @@ def test_file_is_read_again_and_invalid_content_changes_nothing(tmp_path: Path) 
     path = tmp_path / "nodes"
 
     async def run() -> list[frozenset[str]]:
-        source = AddressFile(path, check_address, interval=0.0)
-        async with aclosing(source.addresses()) as found:
+        async with aclosing(file_addresses(path, check_address, interval=0.0)) as found:
             path.write_text("# of today\n\n a:1\nb:2\na:1\n")
             first = await anext(found)
             second = asyncio.ensure_future(anext(found))
@@ -75,18 +72,18 @@ def test_file_is_read_again_and_invalid_content_changes_nothing(tmp_path: Path) 
 
 
 def test_localhost_resolves() -> None:
-    assert "127.0.0.1:5" in asyncio.run(look_up("localhost", 5))
+    assert "127.0.0.1:5" in asyncio.run(resolve_name("localhost", 5))
 
 
 def test_sources_of_a_role_are_merged() -> None:
     async def run() -> list[set[str]]:
-        told: list[set[str]] = []
-        directory = Directory(["a:1", "dns://127.0.0.1:2", "a:1"], lambda addresses: told.append(set(addresses)))
+        reported: list[set[str]] = []
+        directory = Directory(["a:1", "dns://127.0.0.1:2", "a:1"], lambda addresses: reported.append(set(addresses)))
         task = asyncio.create_task(directory.run())
         await directory.complete.wait()
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        return told
+        return reported
 
     assert asyncio.run(run())[-1] == {"a:1", "127.0.0.1:2"}
