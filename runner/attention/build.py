@@ -16,16 +16,15 @@ def build_backend(
     ``config`` is the rank's part of the model. ``max_num_seqs`` bounds the rows of a step. A back end may keep memory
     for ``max_num_keys`` tokens of one layer.
     """
-    specs, num_heads = config.attention, config.num_heads
     if name == "torch":
         from runner.attention.paged_torch import PagedTorchAttention
 
-        return PagedTorchAttention(specs, num_heads, cache, placement)
+        return PagedTorchAttention(config, cache, placement)
     if name == "triton":
         from runner.attention.paged_triton import PagedTritonAttention
 
-        return PagedTritonAttention(specs, num_heads, cache, placement, max_num_seqs)
+        return PagedTritonAttention(config, cache, placement, max_num_seqs)
     assert name == "flashinfer", name
     from runner.attention.paged_flashinfer import PagedFlashInferAttention
 
-    return PagedFlashInferAttention(specs, num_heads, cache, placement, max_num_seqs, max_num_keys)
+    return PagedFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)

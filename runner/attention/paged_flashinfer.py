@@ -12,7 +12,6 @@ few queries, or with a sliding window, the copy costs more than it saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
+from pdserve.config.model_config import ModelConfig
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
 from runner.batch import AttentionBatch
@@ -46,22 +45,16 @@ class PagedFlashInferAttention(PagedTritonAttention):
     """Supports grouped queries and sliding windows in bfloat16 and float16."""
 
     def __init__(
-        self,
-        specs: Sequence[AttentionSpec],
-        num_heads: int,
-        cache: KVCache,
-        placement: TensorPlacement,
-        max_num_seqs: int,
-        max_num_keys: int,
+        self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
     ) -> None:
-        super().__init__(specs, num_heads, cache, placement, max_num_seqs)
+        super().__init__(config, cache, placement, max_num_seqs)
         layout, device = cache.layout, cache.tensor.device
         self._page = layout.kernel_block_size
         self._lists = PageLists(max_num_seqs, self._page, device)
-        sizes = Sizes(num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
+        sizes = Sizes(config.num_heads, layout.num_kv_heads, layout.head_dim, self._page, placement.dtype)
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
-        self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in set(specs)}
+        self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in set(config.attention)}
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         capacity = min(max_num_keys, room * layout.num_layers // layout.bytes_per_token) if gathers else 0

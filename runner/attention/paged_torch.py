@@ -10,7 +10,7 @@ nor on whether a prefix cache or another node computed the tokens before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.attention_spec import AttentionSpec
+from pdserve.config.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.reference import apply_rotary, expand_cos_sin, rms_norm
@@ -79,16 +80,14 @@ class _HostBatch:
 class PagedTorchAttention(AttentionBackend):
     """Supports all of AttentionSpec, any page size and grouped queries, but no CUDA graphs."""
 
-    def __init__(
-        self, specs: Sequence[AttentionSpec], num_heads: int, cache: KVCache, placement: TensorPlacement
-    ) -> None:
+    def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement) -> None:
         layout = cache.layout
         self._cache = cache
         self._placement = placement
-        self._specs = specs
-        self._heads, self._kv_heads, self._head_dim = num_heads, layout.num_kv_heads, layout.head_dim
+        self._specs = config.attention
+        self._heads, self._kv_heads, self._head_dim = config.num_heads, layout.num_kv_heads, layout.head_dim
         self._page = layout.kernel_block_size
-        self._group = num_heads // layout.num_kv_heads
+        self._group = config.num_heads // layout.num_kv_heads
         self._kv_dtype = cache.tensor.dtype
         head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * 2
         self._rows_per_page = layout.num_kv_heads * layout.num_layers * 2  # page rows from one page to the next

@@ -6,7 +6,6 @@ each skips the other's sequences. Kernels read lengths and pages on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.attention_backends import fits_triton
-from pdserve.config.attention_spec import AttentionSpec
+from pdserve.config.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch, HeadNorms, RotaryCosSin
 from runner.kernels.decode_attention import SplitDecode
@@ -37,23 +36,13 @@ class _Step:
 class PagedTritonAttention(AttentionBackend):
     """Supports grouped queries and sliding windows. head_dim is a power of two of at least 16."""
 
-    def __init__(
-        self,
-        specs: Sequence[AttentionSpec],
-        num_heads: int,
-        cache: KVCache,
-        placement: TensorPlacement,
-        max_num_seqs: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int) -> None:
         layout = cache.layout
         assert fits_triton(layout.head_dim), layout.head_dim
         self._layers = cache.layers
-        self._specs = specs
-        self._heads = num_heads
-        self._tiles = choose_tiles(num_heads // layout.num_kv_heads, layout.head_dim, placement)
-        self._decode = SplitDecode(
-            (num_heads, layout.num_kv_heads), layout.head_dim, specs, self._tiles, max_num_seqs, cache.tensor.device
-        )
+        self._specs, self._heads = config.attention, config.num_heads
+        self._tiles = choose_tiles(config.num_heads // layout.num_kv_heads, layout.head_dim, placement)
+        self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device)
         self._current: _Step | None = None
 
     def plan(self, batch: AttentionBatch, graph: bool = False) -> None:

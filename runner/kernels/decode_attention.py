@@ -15,14 +15,13 @@ last program of a sequence merges its parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.config.attention_spec import AttentionSpec
+from pdserve.config.model_config import ModelConfig
 from runner.batch import AttentionBatch
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.tiles import AttentionTiles
@@ -226,21 +225,13 @@ def _decode_attention_kernel(
 class SplitDecode:
     """Attention of a batch's sequences with one token or a few; at most ``max_seqs`` of them."""
 
-    def __init__(
-        self,
-        heads: tuple[int, int],
-        head_dim: int,
-        specs: Sequence[AttentionSpec],
-        tiles: AttentionTiles,
-        max_seqs: int,
-        device: torch.device,
-    ) -> None:
-        """``heads``: of queries, of keys; ``specs``: of each layer."""
-        num_heads, self._kv_heads = heads
-        self._group, self._head_dim = num_heads // self._kv_heads, head_dim
+    def __init__(self, config: ModelConfig, tiles: AttentionTiles, max_seqs: int, device: torch.device) -> None:
+        """``config`` is the rank's part of the model."""
+        self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
+        self._group = config.num_heads // config.num_kv_heads
         self._tiles = tiles
-        self._windows = [spec.window for spec in specs]
-        self._scales = [spec.scale * math.log2(math.e) for spec in specs]
+        self._windows = [spec.window for spec in config.attention]
+        self._scales = [spec.scale * math.log2(math.e) for spec in config.attention]
         at_a_time = _PROGRAMS_PER_PROCESSOR * tiles.processors
         self._at_a_time = max(at_a_time // self._kv_heads, 1)  # programs per head of keys
         self._max_seqs = max_seqs
@@ -251,7 +242,7 @@ class SplitDecode:
 
         self._parts = {window: ints(most, _FIELDS.value) for window in set(self._windows)}
         rows = self._kv_heads * tiles.decode["BLOCK_ROWS"]
-        self._results = torch.empty(most, rows, head_dim, dtype=torch.float32, device=device)
+        self._results = torch.empty(most, rows, config.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(most, rows, dtype=torch.float32, device=device)
         self._done = ints(max_seqs, self._kv_heads)
 

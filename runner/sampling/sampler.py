@@ -8,7 +8,7 @@ rows that need it, so plain greedy decoding costs one argmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,23 @@ from runner.sampling.noise import gumbel_noise, row_keys
 
 MIN_TEMPERATURE = 1e-5  # float32 logits overflow below it; at it the best token always wins
 _CANDIDATES = 1024  # the best tokens are sorted first; all tokens only if these do not suffice
+
+
+#: Log-probabilities of sampled tokens [rows] float32, ids of the best tokens [rows, n] int64, their log-probabilities.
+LogprobTable = tuple[Tensor, Tensor, Tensor]
+
+
+def best_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobTable:
+    """Take those of ``tokens`` [rows] and of the best ``num_top`` from logprobs [rows, vocab_size]."""
+    chosen = logprobs.gather(1, tokens[:, None].long())[:, 0]
+    top = logprobs.topk(num_top, dim=-1)
+    return chosen, top.indices, top.values
+
+
+def token_logprobs(table: LogprobTable, num_top: Iterable[int]) -> list[TokenLogprobs]:
+    """Convert a table to records; row i keeps the best ``num_top[i]`` tokens."""
+    rows = zip(num_top, *[column.tolist() for column in table], strict=True)
+    return [TokenLogprobs(chosen, tuple(ids[:count]), tuple(values[:count])) for count, chosen, ids, values in rows]
 
 
 @dataclass(frozen=True)
@@ -152,20 +169,12 @@ class Sampler:
     # ------------------------------------------------------------ log-probabilities
 
     def _logprobs(self, raw: Tensor, tokens: Tensor, rows: Sequence[HostSamplingRow]) -> dict[int, TokenLogprobs]:
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
+        wanted = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs >= 0}
         if not wanted:
             return {}
-        index = self._index(wanted)
-        logprobs = raw[index].log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[index][:, None])[:, 0].tolist()
-        most = min(max(rows[i].params.logprobs for i in wanted), raw.shape[1])
-        top = logprobs.topk(most, dim=-1)
-        values, ids = top.values.tolist(), top.indices.tolist()
-        result = {}
-        for n, i in enumerate(wanted):
-            k = rows[i].params.logprobs
-            result[i] = TokenLogprobs(chosen[n], tuple(ids[n][:k]), tuple(values[n][:k]))
-        return result
+        index = self._index(list(wanted))
+        table = best_logprobs(raw[index].log_softmax(-1), tokens[index], min(max(wanted.values()), raw.shape[1]))
+        return dict(zip(wanted, token_logprobs(table, wanted.values()), strict=True))
 
     # ------------------------------------------------------------ host to device
 

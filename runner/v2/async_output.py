@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.records import Sample, StepOutput, TokenLogprobs
+from runner.sampling.sampler import token_logprobs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.sampling_metadata import SamplingMetadata
 
@@ -25,22 +26,12 @@ class AsyncOutput:
     def result(self) -> StepOutput:
         if self.arrived is not None:
             self.arrived.synchronize()
-        logprobs = self._logprobs()
+        num_top = self.metadata.num_logprobs
+        logprobs: dict[int, TokenLogprobs] = {}  # by sample
+        if self.copied.logprobs is not None:
+            logprobs = dict(zip(num_top, token_logprobs(self.copied.logprobs, num_top.values()), strict=True))
         tokens = enumerate(self.copied.tokens.tolist())
         return StepOutput(self.step, tuple([Sample(token, logprobs.get(sample)) for sample, token in tokens]))
-
-    def _logprobs(self) -> dict[int, TokenLogprobs]:
-        """Return log-probabilities by sample."""
-        copied = self.copied
-        if copied.logprobs is None:
-            return {}
-        assert copied.top_ids is not None
-        assert copied.top_logprobs is not None
-        rows = zip(copied.logprobs.tolist(), copied.top_ids.tolist(), copied.top_logprobs.tolist(), strict=True)
-        found = {}
-        for (sample, num_top), (logprob, ids, values) in zip(self.metadata.num_logprobs.items(), rows, strict=True):
-            found[sample] = TokenLogprobs(logprob, tuple(ids[:num_top]), tuple(values[:num_top]))
-        return found
 
 
 class _PinnedBuffer:

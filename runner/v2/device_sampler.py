@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.kernels.sampling import best_of_all_kernel, best_of_parts_kernel, mask_kernel, truncate_kernel
+from runner.sampling.sampler import LogprobTable, best_logprobs
 from runner.v2.device_state import DeviceState
 from runner.v2.sampling_metadata import GrammarMaskTensors, Penalties, SamplingMetadata, copy_to_device
 
@@ -24,14 +25,15 @@ class SamplerOutput:
     """Sampled tokens, and log-probabilities with a row for each sample of ``SamplingMetadata.num_logprobs``."""
 
     tokens: Tensor  # [samples] int32
-    logprobs: Tensor | None = None  # [rows] float32, of the sampled token
-    top_ids: Tensor | None = None  # [rows, most alternatives] int64
-    top_logprobs: Tensor | None = None  # [rows, most alternatives] float32
+    logprobs: LogprobTable | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SamplerOutput:
         """Return the output with ``change`` applied to every tensor."""
-        tensors = (self.logprobs, self.top_ids, self.top_logprobs)
-        return SamplerOutput(change(self.tokens), *[None if tensor is None else change(tensor) for tensor in tensors])
+        tokens = change(self.tokens)
+        if self.logprobs is None:
+            return SamplerOutput(tokens)
+        chosen, top_ids, top_logprobs = self.logprobs
+        return SamplerOutput(tokens, (change(chosen), change(top_ids), change(top_logprobs)))
 
 
 class DeviceSampler:
@@ -57,38 +59,23 @@ class DeviceSampler:
         """Change logits [samples, vocab_size] float32 in place."""
         state = self._state
         if metadata.bias is not None:
-            bias = metadata.bias
-            logits.index_put_((bias.rows, bias.tokens), bias.values, accumulate=True)
+            rows, tokens, values = metadata.bias
+            logits.index_put_((rows, tokens), values, accumulate=True)
         if metadata.min_tokens is not None:
-            stops = metadata.min_tokens
-            forbidden = state.num_tokens[stops.slots] < stops.until
-            logits.index_put_(
-                (stops.rows, stops.tokens), torch.where(forbidden, -torch.inf, 0.0).to(logits.dtype), accumulate=True
-            )
+            rows, tokens, slots, until = metadata.min_tokens
+            penalty = torch.where(state.num_tokens[slots] < until, -torch.inf, 0.0).to(logits.dtype)
+            logits.index_put_((rows, tokens), penalty, accumulate=True)
         if metadata.penalties is not None:
             rows = metadata.penalties.rows
             logits[rows] = self._penalize(logits[rows], metadata.penalties, longest)
         if masks is not None:
+            words, of_sample = masks
             mask_kernel[(logits.shape[0], -(-self._vocab_size // _PART))](
-                logits,
-                logits.stride(0),
-                self._vocab_size,
-                masks.words,
-                masks.words.stride(0),
-                masks.of_sample,
-                PART=_PART,
+                logits, logits.stride(0), self._vocab_size, words, words.stride(0), of_sample, PART=_PART
             )
         if metadata.truncation is not None:
-            truncation = metadata.truncation
             truncate_kernel[(logits.shape[0],)](
-                logits,
-                logits.stride(0),
-                self._vocab_size,
-                metadata.temperature,
-                truncation.top_k,
-                truncation.top_p,
-                truncation.min_p,
-                PART=_PART,
+                logits, logits.stride(0), self._vocab_size, metadata.temperature, *metadata.truncation, PART=_PART
             )
         return logits
 
@@ -133,6 +120,4 @@ class DeviceSampler:
             return SamplerOutput(tokens)
         (samples,) = copy_to_device([np.array(list(metadata.num_logprobs), dtype=np.int64)], self._device)
         logprobs = logits[metadata.logits_row[samples]].float().log_softmax(-1)
-        chosen = logprobs.gather(1, tokens[samples, None].long())[:, 0]
-        top = logprobs.topk(max(metadata.num_logprobs.values()), dim=-1)
-        return SamplerOutput(tokens, chosen, top.indices, top.values)
+        return SamplerOutput(tokens, best_logprobs(logprobs, tokens[samples], max(metadata.num_logprobs.values())))

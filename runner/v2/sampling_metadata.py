@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +30,13 @@ class DeviceSamplingRow:
     prompt_len: int
 
 
-@dataclass(frozen=True)
-class LogitBias:
+class LogitBias(NamedTuple):
     rows: Tensor  # [pairs] int64
     tokens: Tensor  # [pairs] int64
     values: Tensor  # [pairs] float32
 
 
-@dataclass(frozen=True)
-class MinTokens:
+class MinTokens(NamedTuple):
     """Stop tokens that are forbidden while a sequence has fewer than ``until`` tokens."""
 
     rows: Tensor  # [pairs] int64
@@ -47,8 +45,7 @@ class MinTokens:
     until: Tensor  # [pairs] int32
 
 
-@dataclass(frozen=True)
-class Penalties:
+class Penalties(NamedTuple):
     rows: Tensor  # [n] int64
     slots: Tensor  # [n] int64
     prompt_len: Tensor  # [n, 1] int32
@@ -57,8 +54,7 @@ class Penalties:
     frequency: Tensor  # [n, 1] float32
 
 
-@dataclass(frozen=True)
-class Truncation:
+class Truncation(NamedTuple):
     top_k: Tensor  # [samples] int32
     top_p: Tensor  # [samples] float32
     min_p: Tensor  # [samples] float32
@@ -84,8 +80,7 @@ class SamplingMetadata:
         return any(stage is not None for stage in stages)
 
 
-@dataclass(frozen=True)
-class GrammarMaskTensors:
+class GrammarMaskTensors(NamedTuple):
     """The tokens that grammars allow in one step, on the device."""
 
     words: Tensor  # [masks, words] int32
