@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_host_flags(parser)
     group = parser.add_argument_group("handoff")
     group.add_argument(
-        "--prefill", action="append", default=[], metavar="PLACE", help="prefill nodes that must answer; repeatable"
+        "--prefill", action="append", default=[], metavar="SOURCE", help="prefill nodes that must answer; repeatable"
     )
     group.add_argument(
         "--require-transport", choices=REQUIRABLE, default="", metavar="KIND", help="fail unless UCX has this transport"
