@@ -66,7 +66,7 @@ def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
         for _ in range(max(1, round(rng.expovariate(1 / turns_mean)))):
             said += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.5, 1.0))))]
             output = max(8, min(2000, round(rng.lognormvariate(5.3, 0.8))))
-            requests.append(TraceRequest(at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
+            requests.append(TraceRequest(1000 * at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
             said[-1:] = [next(ids) for _ in range(1 + output // BLOCK)]  # the answer follows where the prompt ended
             at += 5.0 + rng.expovariate(1 / 15.0)  # seconds: it is read, and something is written
     requests.sort(key=lambda request: request.at)

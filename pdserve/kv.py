@@ -14,7 +14,7 @@ come from these two. On a node with several ranks, a rank's layout counts the la
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -96,7 +96,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         if self.kernel_block_size < 1 or self.block_size % self.kernel_block_size:
             raise ConfigError(
                 f"kernel_block_size {self.kernel_block_size} does not divide block_size {self.block_size}; "
-                f"choose one of {', '.join(map(str, _divisors(self.block_size)))}"
+                f"choose one of {', '.join(map(str, divisors(self.block_size)))}"
             )
         if self.spec.packed and self.kernel_block_size != self.block_size:
             raise ConfigError(
@@ -213,38 +213,8 @@ class KVShare(msgspec.Struct, frozen=True):
         )
 
 
-def choose_kernel_block_size(
-    block_size: int, requested: int | None, supported: Sequence[tuple[str, Iterable[int] | None]]
-) -> int:
-    """Choose the page size in tokens for a group of attention backends.
-
-    ``supported`` names each backend with its page sizes; ``None`` means any. If ``requested`` is None, the largest size
-    that divides ``block_size`` and that all backends support wins. Raises ConfigError naming both numbers.
-    """
-    sizes = set(_divisors(block_size))
-    for _, backend_sizes in supported:
-        if backend_sizes is not None:
-            sizes &= set(backend_sizes)
-    names = ", ".join(name for name, _ in supported)
-    if requested is None:
-        if not sizes:
-            limits = "; ".join(f"{name}: {sorted(s)}" for name, s in supported if s is not None)
-            raise ConfigError(
-                f"block_size {block_size} has no page size that every backend supports ({limits}); "
-                "choose a multiple of one of these"
-            )
-        return max(sizes)
-    if requested < 1 or block_size % requested:
-        raise ConfigError(
-            f"kernel_block_size {requested} does not divide block_size {block_size}; "
-            f"choose one of {', '.join(map(str, sorted(sizes)))}"
-        )
-    if requested not in sizes:
-        raise ConfigError(f"kernel_block_size {requested} is not supported by {names}; choose one of {sorted(sizes)}")
-    return requested
-
-
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a block size, ascending. Raises ConfigError unless it is at least 1."""
     if number < 1:
         raise ConfigError(f"block_size {number} must be at least 1")
     return [d for d in range(1, number + 1) if number % d == 0]

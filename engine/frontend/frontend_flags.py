@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 
-from pdserve.config.flags import DRAIN_SECONDS, add_drain_flag
+from pdserve.config.flags import DRAIN_SECONDS, add_drain_flag, port_number
 from pdserve.errors import ConfigError
 from pdserve.logs import add_log_flag
 from pdserve.rpc.address import join_address
@@ -47,14 +47,14 @@ def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag that ``frontend_options_from`` reads."""
     group = parser.add_argument_group("network")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    group.add_argument("--port", type=_port, default=0, help="port to listen on; 0 takes a free one (default)")
+    group.add_argument("--port", type=port_number, default=0, help="port to listen on; 0 takes a free one (default)")
     group.add_argument("--node-id", metavar="NAME", help="unique name of this node (default: its address)")
     group.add_argument(
         "--advertise", metavar="HOST[:PORT]", help="address for others to connect to (default: the bound one)"
     )
     group.add_argument(
         "--metrics-port",
-        type=_port,
+        type=port_number,
         metavar="PORT",
         help="serve /metrics for Prometheus over HTTP on this port; 0 takes a free one (default: none)",
     )
@@ -70,9 +70,3 @@ def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
 
 def frontend_options_from(args: argparse.Namespace) -> FrontendOptions:
     return FrontendOptions(**{name: getattr(args, name) for name in FrontendOptions.__struct_fields__})
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; choose 0 … 65535")
-    return int(text)

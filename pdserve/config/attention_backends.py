@@ -1,4 +1,4 @@
-"""Attention backends: what each needs, which one a node gets, and its pages. ``runner/attention`` has the backends."""
+"""Attention backends: requirements, choice for a node, and page sizes. Their code is in ``runner/attention``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
-from pdserve.kv import choose_kernel_block_size
+from pdserve.kv import divisors
 
 #: The backends with the page sizes, in tokens, that they can index; None is any size.
 ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
@@ -65,7 +65,7 @@ def fits_triton(head_dim: int) -> bool:
 def problems(
     backend: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
 ) -> list[str]:
-    """Return why a back end cannot serve layers of these specs, dtype and head size here; empty if it can."""
+    """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can."""
     if backend == "torch":
         return []
     found = [
@@ -91,7 +91,7 @@ def problems(
 def check_backend(
     name: str, platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec] = ()
 ) -> None:
-    """Raise ConfigError for a back end that is unknown or cannot run; the error says why, and what can run."""
+    """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
     found = problems(name, platform, dtype, head_dim, specs)
@@ -105,10 +105,10 @@ def check_backend(
 def choose_backend(
     platform: Platform, dtype: str, head_dim: int, specs: Collection[AttentionSpec], v1_forced: bool
 ) -> tuple[str, str]:
-    """Return the back end that "auto" stands for, and the reason.
+    """Return the backend that "auto" stands for, and the reason.
 
     On a GPU: the fastest one that can run. On a CPU: torch, except under Triton's interpreter, where V2 runs for tests
-    and needs a back end that stays on the device.
+    and needs a backend that stays on the device.
     """
     if platform.device == "cuda":
         preferred, reason = ["flashinfer", "triton"], "the fastest on a GPU"
@@ -126,11 +126,24 @@ def choose_backend(
 
 
 def choose_page_size(block_size: int, requested: int | None, backend: str) -> int:
-    """The kernel page, in tokens, for a backend; where it can, one that all backends can index.
+    """Return the kernel page, in tokens: the largest that the backend supports, if possible one that all can index.
 
     Raises ConfigError naming both numbers.
     """
-    sizes = ATTENTION_BACKENDS.get(backend)
-    if sizes is None and requested is None:
-        sizes = tuple(size for size in sorted(COMMON_PAGES) if block_size % size == 0) or None
-    return choose_kernel_block_size(block_size, requested, [(backend, sizes)])
+    supported = ATTENTION_BACKENDS.get(backend)
+    sizes = [size for size in divisors(block_size) if supported is None or size in supported]
+    if requested is None:
+        if not sizes:
+            raise ConfigError(
+                f"block_size {block_size} has no page size that {backend} supports ({list(supported or ())}); "
+                "choose a multiple of one of these"
+            )
+        return max([size for size in sizes if size in COMMON_PAGES] or sizes)
+    if requested < 1 or block_size % requested:
+        raise ConfigError(
+            f"kernel_block_size {requested} does not divide block_size {block_size}; "
+            f"choose one of {', '.join(map(str, sizes))}"
+        )
+    if requested not in sizes:
+        raise ConfigError(f"kernel_block_size {requested} is not supported by {backend}; choose one of {sizes}")
+    return requested

@@ -37,14 +37,11 @@ _STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothin
 
 
 def resolve(
-    options: NodeOptions,
-    device: DeviceInfo,
-    environ: Mapping[str, str] = os.environ,
-    platform: Platform | None = None,
+    options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str] = os.environ, platform: Platform | None = None
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    ``platform`` is found where none is given. Raises ConfigError or CapacityError, naming value, limit and remedy.
+    ``platform`` defaults to that of this process. Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
@@ -110,19 +107,7 @@ def _choose_runner(
 ) -> Decision:
     if options.simulated:
         return decide_simulated(variable)
-    return decide(_facts(options, platform, model, backend), variable)
-
-
-def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | None:
-    if not options.simulated:
-        return None
-    costs = choose_costs(options.sim_costs, options.sim_speed)
-    choices.append(f"sim_costs={costs}: seconds, at sim_speed {options.sim_speed:g}")
-    return costs
-
-
-def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend: str) -> Facts:
-    return Facts(
+    facts = Facts(
         architecture=model.architecture,
         platform=platform,
         attention_backend=backend,
@@ -131,6 +116,15 @@ def _facts(options: NodeOptions, platform: Platform, model: ModelConfig, backend
         cuda_graphs=options.cuda_graphs,
         quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
     )
+    return decide(facts, variable)
+
+
+def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | None:
+    if not options.simulated:
+        return None
+    costs = choose_costs(options.sim_costs, options.sim_speed)
+    choices.append(f"sim_costs={costs}: seconds, at sim_speed {options.sim_speed:g}")
+    return costs
 
 
 def _choose_layout(
@@ -218,8 +212,7 @@ def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Deci
     if options.cuda_graphs != "auto":
         return options.cuda_graphs == "on"
     possible = uses_graphs(decision, platform)
-    reason = "V2 on a GPU" if possible else "only V2 on a GPU captures them"
-    choices.append(f"cuda_graphs={'on' if possible else 'off'}: {reason}")
+    choices.append(f"cuda_graphs={'on: V2 on a GPU' if possible else 'off: only V2 on a GPU captures them'}")
     return possible
 
 
@@ -242,11 +235,15 @@ def model_name(model: str) -> str:
 
 
 def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
-    """Return the fields that must be equal on both sides of a handoff; a refusal names those that differ."""
+    """Return the fields that must be equal on both sides of a handoff; a refusal names those that differ.
+
+    A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
+    """
+    absent = "simulated" if options.simulated else "dummy"
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
-        "weights": weights_fingerprint(model_dir) if options.reads_weights else _absent_weights(options),
+        "weights": weights_fingerprint(model_dir) if options.reads_weights else absent,
         "kv_dtype": layout.dtype,
         "num_layers": str(model.num_layers),
         "num_kv_heads": str(model.num_kv_heads),
@@ -254,8 +251,3 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         "block_size": str(layout.block_size),
         "kv_checksum": "on" if options.kv_checksum else "off",
     }
-
-
-def _absent_weights(options: NodeOptions) -> str:
-    """A simulated node is never paired with a real one: it has no KV to read, and reads none."""
-    return "simulated" if options.simulated else "dummy"

@@ -103,11 +103,7 @@ _V2_MODELS = (
     ),
 )
 _V2_PLATFORM = (
-    Lack(
-        "Triton kernels",
-        lambda facts: facts.platform.triton_problem is not None,
-        "{facts.platform.triton_problem}",
-    ),
+    Lack("Triton kernels", lambda facts: facts.platform.triton_problem is not None, "{facts.platform.triton_problem}"),
 )
 _V2_FEATURES = (
     Lack(
@@ -133,9 +129,7 @@ _V2_FEATURES = (
 )
 _V1_FEATURES = (
     Lack(
-        "CUDA graphs",
-        lambda facts: facts.cuda_graphs == "on",
-        "V1 captures none; leave --cuda-graphs at auto or off",
+        "CUDA graphs", lambda facts: facts.cuda_graphs == "on", "V1 captures none; leave --cuda-graphs at auto or off"
     ),
 )
 

@@ -17,7 +17,7 @@ from pdserve.config.device import detect_devices
 from pdserve.config.hub import resolve_model, weight_files
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.doctor.findings import Finding, fail, ok, warn
-from pdserve.rpc.channel import probe_port
+from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import PeerTls
 from pdserve.transports import Connected
 

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.launcher.supervisor import Child
 from pdserve.logs import chosen_format, json_line, relayed_line
@@ -18,31 +18,14 @@ if TYPE_CHECKING:
 _ROUTINE = re.compile(r"\b(INFO|DEBUG) ")  # log lines that the live table leaves out
 
 
-class StartupDisplay(Protocol):
-    """Shows the state of children. ``close`` is called once all are ready or one has failed."""
-
-    def changed(self, child: Child) -> None: ...
-
-    def printed(self, child: Child, text: str) -> None: ...
-
-    def tick(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def make_display(children: Sequence[Child]) -> StartupDisplay:
-    """Choose the display for stderr and the log format. ``children`` may grow later."""
+def make_display(children: Sequence[Child], live: bool) -> StartupDisplay:
+    """Choose the display for stderr and the log format. ``children`` may grow later; ``live`` allows a table."""
     if chosen_format() == "json":
         return JsonDisplay()
-    return LiveDisplay(children) if sys.stderr.isatty() else PlainDisplay()
+    return LiveDisplay(children) if live and sys.stderr.isatty() else StartupDisplay()
 
 
-def quiet_display() -> StartupDisplay:
-    """Return the display for the time after start, which draws no table."""
-    return JsonDisplay() if chosen_format() == "json" else PlainDisplay()
-
-
-class PlainDisplay:
+class StartupDisplay:
     """Print one line per loading stage and per ready child, and relay all output."""
 
     def __init__(self) -> None:
@@ -54,39 +37,31 @@ class PlainDisplay:
             text = f"ready after {time.monotonic() - child.started:.1f} s on {child.address}"
         if child.state in ("loading", "ready") and self._shown.get(child.name) != text:
             self._shown[child.name] = text
-            print(f"{child.name}: {text}", file=sys.stderr, flush=True)
+            self.printed(child, text)
 
     def printed(self, child: Child, text: str) -> None:
         print(f"{child.name}: {text}", file=sys.stderr, flush=True)
 
     def tick(self) -> None:
-        pass
+        """Called periodically."""
 
     def close(self) -> None:
-        pass
+        """Called once all children are ready or one has failed."""
 
 
-class JsonDisplay:
+class JsonDisplay(StartupDisplay):
     """Relay the children's log lines as JSON lines of one log."""
 
     def changed(self, child: Child) -> None:
         if child.state == "ready":
-            self._print(json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name}))
+            line = json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name})
+            print(line, file=sys.stderr, flush=True)
 
     def printed(self, child: Child, text: str) -> None:
-        self._print(relayed_line(text, {"child": child.name}))
-
-    def tick(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(relayed_line(text, {"child": child.name}), file=sys.stderr, flush=True)
 
 
-class LiveDisplay:
+class LiveDisplay(StartupDisplay):
     """Redraw a table in place; warnings and errors of children scroll above it."""
 
     def __init__(self, children: Sequence[Child]) -> None:
@@ -99,7 +74,7 @@ class LiveDisplay:
         self._live.start()
 
     def changed(self, child: Child) -> None:
-        self._live.update(self._table(), refresh=True)
+        self.tick()
 
     def printed(self, child: Child, text: str) -> None:
         if not _ROUTINE.search(text):
@@ -110,7 +85,7 @@ class LiveDisplay:
 
     def close(self) -> None:
         """Leave the last table on the screen, followed by the last lines of a failed child."""
-        self._live.update(self._table(), refresh=True)
+        self.tick()
         self._live.stop()
         for child in self._children:
             if child.process.poll() not in (None, 0, EXIT_REFUSED):  # up repeats the one line of a refusal
@@ -128,9 +103,6 @@ class LiveDisplay:
             bar = ProgressBar(total=1.0, completed=child.fraction, width=24) if child.fraction >= 0 else ""
             style = {"ready": "green", "failed": "red", "ended": "red"}.get(child.state, "yellow")
             text = f"[{style}]{child.state}[/]"
-            table.add_row(child.name, text, child.address, child.stage, bar, _seconds(child))
+            seconds = "" if child.state == "ready" else f"{time.monotonic() - child.started:.0f} s"
+            table.add_row(child.name, text, child.address, child.stage, bar, seconds)
         return table
-
-
-def _seconds(child: Child) -> str:
-    return "" if child.state == "ready" else f"{time.monotonic() - child.started:.0f} s"

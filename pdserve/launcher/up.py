@@ -22,10 +22,11 @@ from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
-from pdserve.launcher.startup_display import StartupDisplay, make_display, quiet_display
+from pdserve.launcher.startup_display import StartupDisplay, make_display
 from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
 from pdserve.logs import choose_format, set_process_fields
 from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, say
+from pdserve.rpc.address import probe_port
 
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
 ROUTER_FLAGS = ("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample")  # forwarded to the router
@@ -42,7 +43,7 @@ def up(args: argparse.Namespace) -> int:
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)
-        display = make_display(children.children)
+        display = make_display(children.children, live=True)
         try:
             watch(children, display, until=lambda: stop.received or fleet.advance())
         finally:
@@ -50,7 +51,7 @@ def up(args: argparse.Namespace) -> int:
         if stop.received:
             return EXIT_INTERRUPTED
         print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
-        watch(children, quiet_display(), until=lambda: stop.received)
+        watch(children, make_display((), live=False), until=lambda: stop.received)
         if not stop.immediate:
             say("draining; a second signal stops at once", level="INFO")
             deadline = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
@@ -208,11 +209,7 @@ class StopSignals:
 def check_port(host: str, port: int) -> None:
     """Raise CapacityError unless ``host:port`` is free, before a model is loaded."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
+        probe_port(host, port)
     except socket.gaierror as exc:
         raise ConfigError(
             f"--host {host!r} cannot be resolved ({exc.strerror}); use an address of this machine"

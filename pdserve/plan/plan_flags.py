@@ -19,10 +19,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-seqs", type=positive_int, default=256, metavar="N", help="decoding sequences per node (default 256)"
     )
     nodes.add_argument(
-        "--network",
-        type=_positive,
-        metavar="GB/S",
-        help="10^9 bytes/s into or out of a node (default: as measured)",
+        "--network", type=_positive, metavar="GB/S", help="10^9 bytes/s into or out of a node (default: as measured)"
     )
     load = parser.add_argument_group("load")
     load.add_argument("--rate", type=_positive, metavar="R", help="requests per second; prints the nodes needed")
@@ -41,10 +38,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--trace", type=Path, metavar="FILE", help="replay requests and their rate from a trace in Mooncake's format"
     )
     parser.add_argument(
-        "--slo",
-        default="",
-        metavar="SLO",
-        help="percentiles of TTFT and ITL, e.g. ttft:p99=1s,itl:p99=30ms",
+        "--slo", default="", metavar="SLO", help="percentiles of TTFT and ITL, e.g. ttft:p99=1s,itl:p99=30ms"
     )
     parser.add_argument(
         "--headroom",

@@ -54,17 +54,15 @@ class Workload:
 class TraceRequest(msgspec.Struct, frozen=True):
     """A request of a trace; lengths are in tokens."""
 
-    at: float  # seconds since the start of the trace
+    timestamp: float  # ms since the start of the trace
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
 
-
-class _TraceLine(msgspec.Struct):
-    timestamp: float  # ms
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+    @property
+    def at(self) -> float:
+        """Seconds since the start of the trace."""
+        return self.timestamp / 1000
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
@@ -77,10 +75,9 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    item = msgspec.json.decode(line, type=_TraceLine)
+                    yield msgspec.json.decode(line, type=TraceRequest)
                 except msgspec.DecodeError as exc:
                     raise ConfigError(f"{path}, line {number}: {exc}; use a trace in Mooncake's format") from exc
-                yield TraceRequest(item.timestamp / 1000, item.input_length, item.output_length, item.hash_ids)
     except OSError as exc:
         raise ConfigError(f"trace {path} cannot be read ({exc.strerror})") from exc
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from pdserve.errors import ConfigError
 
 
@@ -15,3 +17,14 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ConfigError(f"{address!r} is not HOST:PORT with a port of 1 … 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def probe_port(host: str, port: int) -> None:
+    """Raise OSError unless this machine can listen on ``host:port``."""
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1)

@@ -6,12 +6,10 @@ calls in flight. The calls fail with UNAVAILABLE.
 
 from __future__ import annotations
 
-import socket
-
 import grpc
 
 from pdserve.errors import CapacityError
-from pdserve.rpc.address import join_address
+from pdserve.rpc.address import join_address, probe_port
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
 
@@ -103,14 +101,3 @@ def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = No
     except RuntimeError:
         reason = "address already in use"
     raise CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")
-
-
-def probe_port(host: str, port: int) -> None:
-    """Raise OSError unless this machine can listen on ``host:port``."""
-    family, kind, proto, _, address = socket.getaddrinfo(
-        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, proto) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(1)

@@ -71,9 +71,7 @@ class PeerTls:
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return server credentials that check the files for changes at each new connection."""
         return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(),
-            self._fetch,
-            require_client_authentication=True,
+            self._server_configuration(), self._fetch, require_client_authentication=True
         )
 
     def _fetch(self) -> Any:
