@@ -7,7 +7,9 @@ import contextlib
 import gc
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -16,9 +18,10 @@ from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
 from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
+from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer
+from router.file_reload import FileReloader
 from router.http.app import create_app
-from router.http.certificate import Certificate
 from router.options import RouterOptions
 from router.service import Service
 from router.text.tokenizer import Tokenizer
@@ -142,3 +145,25 @@ class _Server(uvicorn.Server):
             async with asyncio.timeout(_READY_GRACE):
                 await nodes.wait_until(lambda: nodes.complete)
         self._status.ready()
+
+
+class Certificate:
+    """The files of ``--tls-cert`` and ``--tls-key``, reloaded on changes, and the SSL context that uses them."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """Raises ConfigError if the files cannot be used."""
+        self._paths = Path(cert), Path(key)
+        self._reloader = FileReloader(self._paths)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols(["http/1.1"])
+        load_chain(self.context, *self._paths)
+
+    async def watch(self) -> None:
+        """Use new files for new connections, until cancelled."""
+        await self._reloader.watch(self._load)
+
+    async def _load(self) -> None:
+        """Try the files in a scratch context first: a failure may leave half a pair in the context."""
+        load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *self._paths)
+        load_chain(self.context, *self._paths)

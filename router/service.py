@@ -14,12 +14,32 @@ from router.dashboard.dashboard_state import DashboardState
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
 from router.gate.admission import AdmissionController
-from router.gate.key_file import KeyFile
+from router.gate.keys import KeyFile
 from router.generation.generation import RequestGeneration
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
-from router.served_model import ServedModel
+from router.text.chat.parsers import select_parsers
+from router.text.prompt_encoder import PromptEncoder
+from router.text.structured.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
+
+
+class ServedModel:
+    """A model: tokenizer, chat template, output parsers, nodes. ``root``: directory or hub id of the tokenizer."""
+
+    def __init__(self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions) -> None:
+        self.name = name
+        self.root = root
+        self.tokenizer = tokenizer
+        self.fleet = fleet
+        self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len)
+        self.grammars = GrammarChecker(tokenizer.to_json)
+        template = tokenizer.chat_template.source if tokenizer.chat_template else ""
+        self.parsers = select_parsers(template, options.tool_call_parser, options.reasoning_parser)
+
+    async def close(self) -> None:
+        await self.encoder.close()
+        await self.grammars.close()
 
 
 class Service:

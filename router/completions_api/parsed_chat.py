@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.request_bodies import ChatBody
 from router.completions_api.response_encoders import ChatEncoder, ResponseEncoder
 from router.completions_api.response_objects import ChatMessage, FunctionCall, ToolCall
-from router.completions_api.response_writers import FullResponse, ResponseOptions, StreamedResponse
+from router.completions_api.response_writers import FullResponse, StreamedResponse
 from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.usage import Usage
@@ -49,10 +50,8 @@ class ParsedChatEncoder(ChatEncoder):
 
 
 class StreamedParsedChat(StreamedResponse):
-    def __init__(
-        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], parsing: OutputParsing
-    ) -> None:
-        super().__init__(encoder, options, jobs)
+    def __init__(self, encoder: ResponseEncoder, body: ChatBody, jobs: Sequence[Job], parsing: OutputParsing) -> None:
+        super().__init__(encoder, body, jobs)
         self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
         self._deltas = [DeltaEncoder(parsing) for _ in range(self.num_choices)]
 
@@ -62,10 +61,8 @@ class StreamedParsedChat(StreamedResponse):
 
 
 class FullParsedChat(FullResponse):
-    def __init__(
-        self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job], parsing: OutputParsing
-    ) -> None:
-        super().__init__(encoder, options, jobs)
+    def __init__(self, encoder: ResponseEncoder, body: ChatBody, jobs: Sequence[Job], parsing: OutputParsing) -> None:
+        super().__init__(encoder, body, jobs)
         self._parsing = parsing
         self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
         self._parsed: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.request_bodies import CompletionBody, GenerateBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
 from router.completions_api.response_objects import prompt_logprobs
 from router.errors import error_body
@@ -21,17 +21,6 @@ from router.generation.job import Job
 from router.generation.token_logprob import TokenLogprob
 
 MAX_BUFFERED = 1024 * 1024  # bytes; a client that leaves more unread is disconnected
-
-
-class ResponseOptions(msgspec.Struct, frozen=True):
-    """Optional parts of a response. ``num_logprobs`` -1: no log-probabilities."""
-
-    num_logprobs: int
-    echo: bool
-    return_token_ids: bool
-    prompt_logprobs: int | None = None
-    include_usage: bool = False
-    continuous_usage: bool = False
 
 
 class Response(ABC):
@@ -66,24 +55,6 @@ class Response(ABC):
         self.disconnected = True
         self.generation.cancel()
         self.wake.set()
-
-    def _prompt_of(self, choice_index: int) -> int:
-        return choice_index // self.jobs[0].sampling.n
-
-    def _echo_text(self, options: ResponseOptions, choice_index: int) -> str:
-        if not options.echo:
-            return ""
-        return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
-
-    def _token_logprob(self, options: ResponseOptions, choice: Choice, output: pb.Output) -> TokenLogprob:
-        """The token's log-probability; its text begins behind the echo."""
-        return TokenLogprob.of_output(output, choice.token_offset + len(self._echo_text(options, choice.index)))
-
-    def _echo_logprobs(self, options: ResponseOptions, prompt: int) -> list[TokenLogprob] | None:
-        scores = self.generation.runs[prompt].scores
-        if not options.echo or options.num_logprobs < 0 or scores is None:
-            return None
-        return scores.tokens(self.jobs[prompt].prompt.offsets)
 
 
 class BodyResponse(Response):
@@ -127,20 +98,46 @@ class EventStreamResponse(Response):
         self._buffered += len(chunk)
 
 
-class FullResponse(BodyResponse):
-    """Collect the choices until all have ended."""
+class ChoicesResponse(Response):
+    """A response of a completion or chat."""
 
-    def __init__(self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job]) -> None:
+    def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
         self._encoder = encoder
-        self._options = options
+        self._num_logprobs = body.num_logprobs
+        self._prompt_logprobs = body.prompt_logprobs
+        self._return_token_ids = body.return_token_ids
+        self._echo = isinstance(body, CompletionBody) and body.echo
+
+    def _prompt_of(self, choice_index: int) -> int:
+        return choice_index // self.jobs[0].sampling.n
+
+    def _echo_text(self, choice_index: int) -> str:
+        return self.jobs[self._prompt_of(choice_index)].prompt.text or "" if self._echo else ""
+
+    def _echo_logprobs(self, prompt: int) -> list[TokenLogprob] | None:
+        scores = self.generation.runs[prompt].scores
+        if not self._echo or self._num_logprobs < 0 or scores is None:
+            return None
+        return scores.tokens(self.jobs[prompt].prompt.offsets)
+
+    def _token_logprob(self, choice: Choice, output: pb.Output) -> TokenLogprob:
+        """The token's log-probability; its text begins behind the echo."""
+        return TokenLogprob.of_output(output, choice.token_offset + len(self._echo_text(choice.index)))
+
+
+class FullResponse(ChoicesResponse, BodyResponse):
+    """Collect the choices until all have ended."""
+
+    def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
+        super().__init__(encoder, body, jobs)
         self._choices = [
             FinishedChoice(
                 index,
                 self._prompt_of(index),
-                [self._echo_text(options, index)],
-                [] if options.return_token_ids else UNSET,
-                [] if options.num_logprobs >= 0 else None,
+                [self._echo_text(index)],
+                [] if body.return_token_ids else UNSET,
+                [] if body.num_logprobs >= 0 else None,
             )
             for index in range(self.num_choices)
         ]
@@ -153,11 +150,11 @@ class FullResponse(BodyResponse):
             if finished.token_ids is not UNSET:
                 finished.token_ids.append(output.token_id)
             if finished.logprobs is not None:
-                finished.logprobs.append(self._token_logprob(self._options, choice, output))
+                finished.logprobs.append(self._token_logprob(choice, output))
 
     def body(self) -> bytes:
         prompts = range(len(self.jobs))
-        echoes = [self._echo_logprobs(self._options, prompt) for prompt in prompts]
+        echoes = [self._echo_logprobs(prompt) for prompt in prompts]
         for choice in self._choices:
             echo = echoes[choice.prompt]
             if echo is not None and choice.logprobs is not None:
@@ -168,23 +165,23 @@ class FullResponse(BodyResponse):
     def _prompt_fields(self, index: int) -> dict[str, Any]:
         """The fields of a prompt that the client requested."""
         fields: dict[str, Any] = {}
-        if self._options.return_token_ids:
+        if self._return_token_ids:
             fields["prompt_token_ids"] = self.jobs[index].prompt.unpacked().tolist()
-        num_top, scores = self._options.prompt_logprobs, self.generation.runs[index].scores
+        num_top, scores = self._prompt_logprobs, self.generation.runs[index].scores
         if num_top is not None and scores is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._encoder.tokenizer, scores, num_top)
         return fields
 
 
-class StreamedResponse(EventStreamResponse):
+class StreamedResponse(ChoicesResponse, EventStreamResponse):
     """Write a chunk per token."""
 
-    def __init__(self, encoder: ResponseEncoder, options: ResponseOptions, jobs: Sequence[Job]) -> None:
-        super().__init__(jobs)
-        self._encoder = encoder
-        self._options = options
+    def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
+        super().__init__(encoder, body, jobs)
+        self._include_usage = body.stream_options.include_usage
+        self._continuous_usage = self._include_usage and body.stream_options.continuous_usage_stats
         self._opened: set[int] = set()
-        self._detailed = options.num_logprobs >= 0 or options.return_token_ids
+        self._detailed = body.num_logprobs >= 0 or body.return_token_ids
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         index = choice.index
@@ -197,7 +194,7 @@ class StreamedResponse(EventStreamResponse):
 
     def on_end(self, error: PdserveError | None) -> None:
         if error is None:
-            if self._options.include_usage:
+            if self._include_usage:
                 self._append(self._encoder.usage_chunk(self.generation.usage))
             self._append(DONE)
         elif self.started:  # an error event, and no [DONE]
@@ -208,23 +205,22 @@ class StreamedResponse(EventStreamResponse):
         """Write the chunks that precede a choice. They are as large as the prompt, so they do not count as buffered."""
         self._opened.add(index)
         job = self.jobs[self._prompt_of(index)]
-        prompt_ids = job.prompt.unpacked().tolist() if self._options.return_token_ids else None
+        prompt_ids = job.prompt.unpacked().tolist() if self._return_token_ids else None
         self._chunks.append(self._encoder.first_chunk(index, prompt_ids))
-        text = self._echo_text(self._options, index)
-        tokens = self._echo_logprobs(self._options, self._prompt_of(index))
+        text = self._echo_text(index)
+        tokens = self._echo_logprobs(self._prompt_of(index))
         if text or tokens:
             self._chunks.append(self._encoder.chunk(index, text, "", tokens))
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        options = self._options
-        usage = self.generation.usage if options.continuous_usage else None
+        usage = self.generation.usage if self._continuous_usage else None
         if not self._detailed and usage is None and not choice.finish_reason:
             return self._encoder.text_chunk(choice.index, text)
         if not self._detailed:
             return self._encoder.chunk(choice.index, text, choice.finish_reason, usage=usage)
         tokens = token_ids = None
-        if options.num_logprobs >= 0:
-            tokens = [self._token_logprob(options, choice, output)] if output.has_token else []
-        if options.return_token_ids:
+        if self._num_logprobs >= 0:
+            tokens = [self._token_logprob(choice, output)] if output.has_token else []
+        if self._return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
         return self._encoder.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)

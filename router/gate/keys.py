@@ -1,4 +1,4 @@
-"""The clients of a router and their API keys, as a TOML file describes them.
+"""The clients of a router and their API keys, as a TOML file describes them. It is reloaded when it changes.
 
 [keys.alice]
 sha256 = "…"                  # from `pdserve key alice`; a list while a key is being replaced
@@ -10,14 +10,17 @@ best_priority = 0             # lower priorities in requests count as this one
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from pdserve.api_keys import NAME, key_digest
 from pdserve.errors import ConfigError
+from router.file_reload import FileReloader
 
 MAX_KEYS = 10_000  # each name is a metrics label
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -96,3 +99,30 @@ def _digest(text: str, field: str) -> bytes:
     if len(digest) != 32:
         raise ConfigError(f"{field}.sha256 is not a hexadecimal SHA-256; `pdserve key NAME` prints an entry")
     return digest
+
+
+class KeyFile:
+    """The keys as of the last successful load."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError if the file cannot be used."""
+        self._path = Path(path)
+        self._reloader = FileReloader([self._path])
+        self._keys = self._read()
+
+    def client_of(self, key: bytes) -> Client | None:
+        return self._keys.client_of(key)
+
+    async def watch(self, on_reload: Callable[[bool], None]) -> None:
+        """Reload the file on changes until cancelled."""
+        await self._reloader.watch(self._load, on_reload)
+
+    async def _load(self) -> None:
+        self._keys = await asyncio.to_thread(self._read)
+
+    def _read(self) -> KeyRing:
+        try:
+            data = self._path.read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"--api-keys {self._path} cannot be read: {exc.strerror}") from exc
+        return parse_keys(data, str(self._path))

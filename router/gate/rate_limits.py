@@ -1,4 +1,4 @@
-"""The rate limits of one client, and OpenAI's headers about them."""
+"""The rate limits of one client, as token buckets, and OpenAI's headers about them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,40 @@ import math
 from router.errors import RateLimitExceeded
 from router.gate.admission_queue import MeanDuration
 from router.gate.keys import Client
-from router.gate.token_bucket import TokenBucket
 
+_MINUTE = 60.0
 Headers = list[tuple[bytes, bytes]]
+
+
+class TokenBucket:
+    """Holds at most ``per_minute`` and refills at that rate. Callers pass in times: seconds of one monotonic clock.
+
+    The level may fall below zero, because the cost of a request is known only at its end.
+    """
+
+    __slots__ = ("_level", "_updated_at", "per_minute")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._updated_at = now
+
+    def level(self, now: float) -> float:
+        return min(self.per_minute, self._level + (now - self._updated_at) * self.per_minute / _MINUTE)
+
+    def take(self, amount: float, now: float) -> None:
+        self._level = self.level(now) - amount
+        self._updated_at = now
+
+    def wait_for(self, amount: float, now: float) -> float:
+        """Seconds until the bucket holds ``amount``; an amount beyond its size waits for a full bucket."""
+        missing = min(amount, self.per_minute) - self.level(now)
+        return max(0.0, missing * _MINUTE / self.per_minute)
+
+    def resize(self, per_minute: float, now: float) -> None:
+        """Change the limit; past usage counts on."""
+        used = self.per_minute - self.level(now)
+        self.per_minute, self._level, self._updated_at = per_minute, per_minute - used, now
 
 
 class RateLimits:

@@ -15,11 +15,10 @@ from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
 from router.errors import ClientDisconnected, ErrorInfo, ResponseNotStored, encode_error
 from router.http.authentication import Authentication
-from router.http.error_responses import SERVER_ERROR, http_error, send_error
+from router.http.error_responses import error_response, server_error
 from router.http.generate_endpoint import GenerateEndpoint
-from router.http.info_endpoints import VERSION, add_info_routes
-from router.http.openapi.document import openapi_document
-from router.http.token_endpoints import add_token_routes
+from router.http.openapi import openapi_document
+from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
 from router.responses_api.request import parse_responses
 from router.service import Service
 
@@ -43,7 +42,7 @@ class DirectRoutes:
             await endpoint(scope, receive, send)
         except Exception:
             with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection
-                await send_error(send, SERVER_ERROR)
+                await server_error()(scope, receive, send)
             raise  # uvicorn logs it
 
 
@@ -94,9 +93,7 @@ def _add_stored_responses(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     async def on_error(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, PdserveError)
-        error = http_error(exc)
-        headers = {name.decode(): value.decode() for name, value in error.headers}
-        return Response(error.body, error.status, headers)
+        return error_response(exc)
 
     async def on_client_disconnected(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)  # never sent
@@ -112,7 +109,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
 
     async def on_exception(request: Request, exc: Exception) -> Response:
-        return Response(SERVER_ERROR.body, SERVER_ERROR.status, media_type="application/json")
+        return server_error()
 
     app.add_exception_handler(PdserveError, on_error)
     app.add_exception_handler(ClientDisconnected, on_client_disconnected)

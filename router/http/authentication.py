@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.errors import Unauthorized
 from router.gate.keys import ANONYMOUS, Client
-from router.http.error_responses import http_error, send_error
+from router.http.error_responses import error_response
 
 _CLIENT = "pdserve.client"  # key in the ASGI scope
 
@@ -34,7 +34,7 @@ class Authentication:
             client = None if key is None else self._find_client(key)
             if client is None:
                 self._on_unauthorized()
-                await send_error(send, http_error(_unauthorized(key)))
+                await error_response(_unauthorized(key))(scope, receive, send)
                 return
             scope[_CLIENT] = client
         await self._app(scope, receive, send)

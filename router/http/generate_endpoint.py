@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,7 +23,7 @@ from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers
 from router.generation.generation import GenerationOptions, RequestGeneration
 from router.http.authentication import client_of
-from router.http.error_responses import http_error, send_error
+from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
 from router.service import Service
@@ -52,27 +53,17 @@ class GenerateEndpoint:
         accounting = RequestAccounting(service, self._name, client, scope)
         try:
             with service.admission.enter(client) as admission:
-                accounting.finished(await self._serve(receive, send, admission, accounting))
+                body = self._parse(await read_body(receive, service.options.max_body_bytes))
+                async with _watch_disconnect(receive) as disconnected:
+                    accounting.finished(await self._generate(body, send, admission, accounting, disconnected))
         except PdserveError as exc:
             accounting.failed(exc)
-            await send_error(send, http_error(exc))
+            await error_response(exc)(scope, receive, send)
         except ClientDisconnected:
             accounting.disconnected()
             abort_connection(scope)
         finally:
             accounting.close()
-
-    async def _serve(
-        self, receive: Receive, send: Send, admission: RequestAdmission, accounting: RequestAccounting
-    ) -> str:
-        """Return the outcome. Raises PdserveError only before the first byte is sent."""
-        body = self._parse(await read_body(receive, self._service.options.max_body_bytes))
-        disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watcher = asyncio.create_task(_watch_disconnect(receive, disconnected))
-        try:
-            return await self._generate(body, send, admission, accounting, disconnected)
-        finally:
-            watcher.cancel()
 
     async def _generate(
         self,
@@ -82,6 +73,7 @@ class GenerateEndpoint:
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],
     ) -> str:
+        """Return the outcome. Raises PdserveError only before the first byte is sent."""
         service = self._service
         model = service.find(body.model)
         accounting.model = model.name
@@ -143,10 +135,21 @@ async def read_body(receive: Receive, limit: int) -> bytes:
     raise ClientDisconnected
 
 
-async def _watch_disconnect(receive: Receive, disconnected: asyncio.Future[None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    disconnected.set_result(None)
+@asynccontextmanager
+async def _watch_disconnect(receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
+    """Yield a future that is done once the client has disconnected."""
+    disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        disconnected.set_result(None)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield disconnected
+    finally:
+        watcher.cancel()
 
 
 def _expire(generation: RequestGeneration) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
-from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
+from router.completions_api.request_bodies import ChatBody, GenerateBody
 from router.completions_api.response_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
-from router.completions_api.response_writers import FullResponse, Response, ResponseOptions, StreamedResponse
+from router.completions_api.response_writers import FullResponse, Response, StreamedResponse
 from router.generation.job import Job
-from router.responses_api.output_writers import FullOutputItems, OutputItemParser, StreamedOutputItems, new_response
+from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
 from router.responses_api.request import ResponsesBody
-from router.served_model import ServedModel
+from router.service import ServedModel
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, plain_text_parsing, select_parsing
 from router.text.chat.parsers import ReasoningState
@@ -66,28 +66,20 @@ def make_response(
     name = body.model or model.name
     if isinstance(body, ResponsesBody):
         assert parsing is not None
-        parser = OutputItemParser(body, parsing, model.tokenizer)
         items = StreamedOutputItems if body.stream else FullOutputItems
-        return items(new_response(body, name, request_id), jobs, parser)
-    options = _options(body)
-
-    def encoder(kind: type[ResponseEncoder]) -> ResponseEncoder:
-        return kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), options.include_usage)
-
-    if parsing is not None:
-        chat = StreamedParsedChat if body.stream else FullParsedChat
-        return chat(encoder(ParsedChatEncoder), options, jobs, parsing)
-    plain = StreamedResponse if body.stream else FullResponse
-    return plain(encoder(ChatEncoder if isinstance(body, ChatBody) else CompletionEncoder), options, jobs)
-
-
-def _options(body: GenerateBody) -> ResponseOptions:
+        return items(new_response(body, name, request_id), jobs, body, parsing, model.tokenizer)
+    kind = _encoder_kind(body, parsing)
     include_usage = body.stream and body.stream_options.include_usage
-    return ResponseOptions(
-        num_logprobs=body.num_logprobs,
-        echo=isinstance(body, CompletionBody) and body.echo,
-        return_token_ids=body.return_token_ids,
-        prompt_logprobs=body.prompt_logprobs,
-        include_usage=include_usage,
-        continuous_usage=include_usage and body.stream_options.continuous_usage_stats,
-    )
+    encoder = kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), include_usage)
+    if parsing is not None:
+        assert isinstance(body, ChatBody)
+        chat = StreamedParsedChat if body.stream else FullParsedChat
+        return chat(encoder, body, jobs, parsing)
+    plain = StreamedResponse if body.stream else FullResponse
+    return plain(encoder, body, jobs)
+
+
+def _encoder_kind(body: GenerateBody, parsing: OutputParsing | None) -> type[ResponseEncoder]:
+    if parsing is not None:
+        return ParsedChatEncoder
+    return ChatEncoder if isinstance(body, ChatBody) else CompletionEncoder

@@ -21,12 +21,11 @@ from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from router.completions_api.parsed_chat import ChoiceParser
 from router.completions_api.response_objects import ChatTokenLogprob, chat_logprobs
-from router.completions_api.response_writers import BodyResponse, EventStreamResponse
+from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.errors import status_and_type
 from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.token_logprob import TokenLogprob
-from router.generation.usage import Usage
 from router.responses_api.output_objects import (
     FunctionCallItem,
     IncompleteDetails,
@@ -74,17 +73,6 @@ def new_response(body: ResponsesBody, model: str, request_id: str) -> ResponseOb
         incomplete_details=None,
         output=[],
         usage=None,
-    )
-
-
-def _finished(response: ResponseObject, finish_reason: str, items: list[OutputItem], usage: Usage) -> ResponseObject:
-    return msgspec.structs.replace(
-        response,
-        status="incomplete" if finish_reason == _CUT else "completed",
-        incomplete_details=IncompleteDetails("max_output_tokens") if finish_reason == _CUT else None,
-        output=items,
-        usage=ResponseUsage.of(usage),
-        completed_at=int(time.time()),
     )
 
 
@@ -193,22 +181,31 @@ class OutputItemWriter:
         self.event("response.reasoning_text.delta", **self._content_position(), delta=text)
 
 
-class OutputItemParser:
-    """Parse the one choice of a response into the items of ``writer``."""
+class OutputItemsResponse(Response):
+    """A response whose one choice is parsed into items."""
 
-    def __init__(self, body: ResponsesBody, parsing: OutputParsing, tokenizer: Tokenizer) -> None:
-        self.finish_reason = ""
-        self.writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
+    def __init__(
+        self,
+        response: ResponseObject,
+        jobs: Sequence[Job],
+        body: ResponsesBody,
+        parsing: OutputParsing,
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(jobs)
+        self._response = response
         self._num_logprobs = body.num_logprobs
-        self._parser = ChoiceParser(parsing)
         self._tokenizer = tokenizer
+        self._parser = ChoiceParser(parsing)
+        self._writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
+        self._finish_reason = ""
 
-    def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> None:
-        deltas = self._parser.feed(choice, text, output, usage)
-        self.writer.write(deltas, self._logprobs(choice, output))
-        self.finish_reason = choice.finish_reason
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        deltas = self._parser.feed(choice, text, output, self.generation.usage)
+        self._writer.write(deltas, self._logprobs(choice, output))
+        self._finish_reason = choice.finish_reason
         if choice.finish_reason:
-            self.writer.end(choice.finish_reason != _CUT)
+            self._writer.end(choice.finish_reason != _CUT)
 
     def _logprobs(self, choice: Choice, output: pb.Output) -> list[ChatTokenLogprob]:
         if self._num_logprobs < 0 or not output.has_token:
@@ -216,44 +213,40 @@ class OutputItemParser:
         token = TokenLogprob.of_output(output, choice.token_offset)
         return chat_logprobs(self._tokenizer, [token], self._num_logprobs).content
 
+    def _finished(self) -> ResponseObject:
+        cut = self._finish_reason == _CUT
+        return msgspec.structs.replace(
+            self._response,
+            status="incomplete" if cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            output=self._writer.items,
+            usage=ResponseUsage.of(self.generation.usage),
+            completed_at=int(time.time()),
+        )
 
-class FullOutputItems(BodyResponse):
-    def __init__(self, response: ResponseObject, jobs: Sequence[Job], parser: OutputItemParser) -> None:
-        super().__init__(jobs)
-        self._response = response
-        self._parser = parser
 
-    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        self._parser.feed(choice, text, output, self.generation.usage)
-
+class FullOutputItems(OutputItemsResponse, BodyResponse):
     def body(self) -> bytes:
-        items, usage = self._parser.writer.items, self.generation.usage
-        return msgspec.json.encode(_finished(self._response, self._parser.finish_reason, items, usage))
+        return msgspec.json.encode(self._finished())
 
 
-class StreamedOutputItems(EventStreamResponse):
-    def __init__(self, response: ResponseObject, jobs: Sequence[Job], parser: OutputItemParser) -> None:
-        super().__init__(jobs)
-        self._response = response
-        self._parser = parser
-        self._writer = parser.writer
-        self._writer.write_event = self._write
-
+class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:
+            self._writer.write_event = self._write
             for state in ("created", "in_progress"):
                 self._writer.event(f"response.{state}", response=self._response)
             self._start()
-        self._parser.feed(choice, text, output, self.generation.usage)
+        super().on_delta(choice, text, output)
 
     def on_end(self, error: PdserveError | None) -> None:
-        items = self._writer.items
         self._writer.settle()
         if error is None:
-            response = _finished(self._response, self._parser.finish_reason, items, self.generation.usage)
+            response = self._finished()
             self._writer.event(f"response.{response.status}", response=response)
         elif self.started:
             failure = ResponseError(status_and_type(error)[1], str(error))
+            items = self._writer.items
             response = msgspec.structs.replace(self._response, status="failed", error=failure, output=items)
             self._writer.event("response.failed", response=response)
         super().on_end(error)

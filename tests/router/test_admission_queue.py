@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
 from router.gate.admission_queue import AdmissionQueue, Ticket
-from router.gate.token_bucket import TokenBucket
+from router.gate.rate_limits import TokenBucket
 
 NO_TIMEOUT = math.inf
 

@@ -10,8 +10,9 @@ from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
+from router.completions_api.request_bodies import CompletionBody
 from router.completions_api.response_encoders import CompletionEncoder
-from router.completions_api.response_writers import ResponseOptions, StreamedResponse
+from router.completions_api.response_writers import StreamedResponse
 from router.generation.choice import Choice
 from router.generation.generation import GenerationOptions, RequestGeneration
 from router.generation.job import Job
@@ -25,7 +26,7 @@ TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
 def test_finished_request_leaves_no_reference_cycles() -> None:
     jobs = [Job(Prompt(pack_tokens([1, 2, 3])), SamplingParams(max_tokens=4, n=2))]
     encoder = CompletionEncoder(TOKENIZER, "model", "id", 0, False)
-    response = StreamedResponse(encoder, ResponseOptions(-1, False, False), jobs)
+    response = StreamedResponse(encoder, CompletionBody(prompt=""), jobs)
     options = GenerationOptions(request_id="id", arrived=time.monotonic(), timeout=1.0, migrations=2)
     generation = RequestGeneration(jobs, options, TOKENIZER, response, RouterMetrics())
     response.generation = generation

@@ -11,8 +11,16 @@ from router.completions_api.body_parsing import other_fields
 from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.completions_api.response_objects import ChatCompletion, Completion
 from router.errors import ErrorResponse
-from router.http.info_endpoints import HealthStatus, ModelCard, ModelList, VersionInfo
-from router.http.token_endpoints import DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
+from router.http.small_endpoints import (
+    DetokenizeBody,
+    DetokenizeResponse,
+    HealthStatus,
+    ModelCard,
+    ModelList,
+    TokenizeBody,
+    TokenizeResponse,
+    VersionInfo,
+)
 from router.responses_api.output_objects import ResponseObject
 from router.responses_api.request import CHAT_ONLY, ResponsesRequest
 

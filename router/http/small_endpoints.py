@@ -1,19 +1,46 @@
-"""/tokenize and /detokenize."""
+"""/v1/models, /health, /version, /metrics, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from importlib.metadata import version
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from pdserve.errors import RequestError
+from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.request_bodies import ChatBody
+from router.fleet.policy import no_decode_node
 from router.http.generate_endpoint import read_body
-from router.http.info_endpoints import json_response
-from router.service import Service
+from router.service import ServedModel, Service
 from router.text.prompt_encoder import PromptEncoder
+
+VERSION = version("pdserve")
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthStatus(msgspec.Struct):
+    status: Literal["ok"]
+
+
+class VersionInfo(msgspec.Struct):
+    version: str
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -44,6 +71,45 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def add_info_routes(app: FastAPI, service: Service) -> None:
+    created = int(time.time())
+
+    def card(model: ServedModel) -> ModelCard:
+        try:
+            max_model_len = model.fleet.limits().max_model_len
+        except Overloaded:  # models are listed without ready nodes, too
+            max_model_len = None
+        return ModelCard(model.name, "model", created, "pdserve", model.root, max_model_len)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(ModelList("list", [card(model) for model in service.models.values()]))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(card(service.find(name)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.draining:
+            raise Draining("the router is draining; use another router")
+        if not service.nodes.ready:
+            raise no_decode_node(next(iter(service.models.values())).fleet.snapshot())
+        return _json(HealthStatus("ok"))
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json(VersionInfo(VERSION))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.export(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
 def add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -52,7 +118,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         token_ids = await _tokenize(model.encoder, body)
         strings = [model.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         limit = model.fleet.limits().max_model_len
-        return json_response(TokenizeResponse(len(token_ids), limit, token_ids, strings))
+        return _json(TokenizeResponse(len(token_ids), limit, token_ids, strings))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -62,7 +128,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if wrong is not None:
             raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
-        return json_response(DetokenizeResponse(model.tokenizer.decode(body.tokens)))
+        return _json(DetokenizeResponse(model.tokenizer.decode(body.tokens)))
 
 
 async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
