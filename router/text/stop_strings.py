@@ -20,29 +20,26 @@ class StopMatcher:
         if not self._stops:
             return text, False
         text = self._held + text
-        cut = self._find(text)
-        if cut is not None:
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self._held = ""
-            return text[:cut], True
-        keep = self._possible_prefix(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+            return text[: min(found)[1]], True
+        end = len(text) - partial_match(text, self._stops)
+        self._held = text[end:]
+        return text[:end], False
 
     def flush(self) -> str:
         """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
 
-    def _possible_prefix(self, text: str) -> int:
-        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+def partial_match(text: str, patterns: Sequence[str]) -> int:
+    """Return the length of the longest suffix of ``text`` that is the beginning of a pattern."""
+    longest = 0
+    for pattern in patterns:
+        for length in range(min(len(pattern) - 1, len(text)), longest, -1):
+            if text.endswith(pattern[:length]):
+                longest = length
+                break
+    return longest

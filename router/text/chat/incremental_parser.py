@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from router.text.chat.output_parser import DeltaKind, OutputDelta
+from router.text.stop_strings import partial_match
 
 Result = TypeVar("Result")
 Parse = Generator[None, None, Result]  # pauses where more text is needed
@@ -43,18 +44,14 @@ class IncrementalParser(ABC):
 
     def push(self, text: str) -> list[OutputDelta]:
         self._text += text
-        self._advance()
-        return self._take()
+        return self._advance()
 
     def flush(self) -> list[OutputDelta]:
         self._ended = True
-        self._advance()
-        return self._take()
+        return self._advance()
 
-    def _advance(self) -> None:
+    def _advance(self) -> list[OutputDelta]:
         next(self._parsing, None)
-
-    def _take(self) -> list[OutputDelta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -76,14 +73,13 @@ class IncrementalParser(ABC):
 
     def _accept(self, literal: str) -> Parse[bool]:
         """Skip ``literal`` if it comes next, and return whether it did."""
-        while True:
-            if self._text.startswith(literal, self._at):
-                self._at += len(literal)
-                return True
+        while not self._text.startswith(literal, self._at):
             rest = self._text[self._at : self._at + len(literal)]
             if self._ended or not literal.startswith(rest):
                 return False
             yield
+        self._at += len(literal)
+        return True
 
     def _expect(self, literal: str) -> Parse[None]:
         if not (yield from self._accept(literal)):
@@ -101,7 +97,7 @@ class IncrementalParser(ABC):
             yield
 
     def _spaces(self) -> Parse[str]:
-        return (yield from self._match(_SPACE))
+        return self._match(_SPACE)
 
     def _until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emit text up to the first of ``markers``, and skip that marker. Return it, or "" at the end of the text."""
@@ -112,22 +108,14 @@ class IncrementalParser(ABC):
                 emit(self._text[self._at : at])
                 self._at = at + len(marker)
                 return marker
-            end = len(self._text) if self._ended else len(self._text) - self._possible_marker(markers)
+            held = 0 if self._ended else partial_match(self._text[self._at :], markers)
+            end = len(self._text) - held
             emit(self._text[self._at : end])
             self._at = end
             self._drop_parsed()
             if self._ended:
                 return ""
             yield
-
-    def _possible_marker(self, markers: Sequence[str]) -> int:
-        """Return the length of the longest suffix of the text that is a prefix of a marker."""
-        room = len(self._text) - self._at
-        for length in range(min(max(map(len, markers), default=1) - 1, room), 0, -1):
-            end = self._text[-length:]
-            if any(marker.startswith(end) for marker in markers):
-                return length
-        return 0
 
     def _string(self) -> Parse[str]:
         """Return a JSON string as written, with quotes. Needs ``_mark``, which keeps the text."""
@@ -190,20 +178,18 @@ class IncrementalParser(ABC):
 
 
 class Stripper:
-    """Emits text without the white space at its ends."""
+    """Holds back white space at the end of a text; with ``strip_start``, drops it at the start."""
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
-        self._emit = emit
-        self._held: str | None = None  # white space that is emitted if text follows; None: nothing was emitted yet
+    def __init__(self, strip_start: bool) -> None:
+        self._strip_start = strip_start
+        self.held = ""
 
-    def __call__(self, text: str) -> None:
-        if self._held is None:
+    def push(self, text: str) -> str:
+        """Return the text up to its last character that is no white space."""
+        text = self.held + text
+        if self._strip_start:
             text = text.lstrip()
-            if not text:
-                return
-            self._held = ""
-        held = self._held + text
-        body = held.rstrip()
-        self._held = held[len(body) :]
-        if body:
-            self._emit(body)
+        body = text.rstrip()
+        self.held = text[len(body) :]
+        self._strip_start = self._strip_start and not body
+        return body

@@ -31,6 +31,7 @@ class ReasoningParser(IncrementalParser):
         self._end = end
         self._rest = rest
         self._passing = False
+        self._stripper = Stripper(strip_start=True)
         self.reasoning = opened
 
     def push(self, text: str) -> list[OutputDelta]:
@@ -46,10 +47,12 @@ class ReasoningParser(IncrementalParser):
             before = yield from self._spaces()
             self.reasoning = yield from self._accept(self._start)
         if self.reasoning:
-            emit = Stripper(lambda text: self._emit(DeltaKind.REASONING, text))
-            yield from self._until((self._end,), emit)
+            yield from self._until((self._end,), self._reason)
             self.reasoning = False
             yield from self._spaces()
             before = ""
         self._deltas += self._rest.push(before + self._text[self._at :])
         self._passing = True
+
+    def _reason(self, text: str) -> None:
+        self._emit(DeltaKind.REASONING, self._stripper.push(text))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 
-from router.text.chat.incremental_parser import IncrementalParser, Parse, ParseError
+from router.text.chat.incremental_parser import IncrementalParser, Parse, ParseError, Stripper
 from router.text.chat.output_parser import DeltaKind
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -21,49 +21,45 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 class ToolParser(IncrementalParser):
     """Base of the tool parsers: the syntax of calls, and the handling of content around them."""
 
+    reasoning = False
+    _marker = ""  # precedes calls
+
     def __init__(self, names: Collection[str], parallel: bool = True) -> None:
         super().__init__()
         self._names = frozenset(names)
         self._parallel = parallel
         self._num_calls = 0
-        self._space = ""  # white space that is content only if more content follows
-        self._after_call = False
+        self._stripper = Stripper(strip_start=False)  # its white space is content only if more content follows
 
-    @property
-    def reasoning(self) -> bool:
-        return False
+    def _parse(self) -> Parse[None]:
+        while marker := (yield from self._until((self._marker,), self._content)):
+            yield from self._try_calls(self._calls(), marker)
+        self._end_content()
+
+    def _calls(self) -> Parse[None]:
+        """Parse what follows a marker."""
+        raise NotImplementedError
 
     def _content(self, text: str) -> None:
-        text = self._space + text
-        if self._after_call:
-            text = text.lstrip()
-        body = text.rstrip()
-        self._space = text[len(body) :]
-        if body:
-            self._after_call = False
-            self._emit(DeltaKind.CONTENT, body)
+        self._emit(DeltaKind.CONTENT, self._stripper.push(text))
 
     def _end_content(self) -> None:
-        if not self._after_call:
-            self._emit(DeltaKind.CONTENT, self._space)
+        self._emit(DeltaKind.CONTENT, self._stripper.held)
 
     def _call(self, name: str) -> None:
         """Begin a call. The text before it cannot turn into content any more."""
         self._num_calls += 1
-        self._space = ""
-        self._after_call = True
+        self._stripper = Stripper(strip_start=True)
         self._mark = None
-        if self._allowed:
-            self._emit(DeltaKind.CALL, name)
+        self._emit_allowed(DeltaKind.CALL, name)
 
     def _arguments(self, text: str) -> None:
-        if self._allowed:
-            self._emit(DeltaKind.ARGUMENTS, text)
+        self._emit_allowed(DeltaKind.ARGUMENTS, text)
 
-    @property
-    def _allowed(self) -> bool:
-        """Without parallel calls only the first one is emitted."""
-        return self._parallel or self._num_calls == 1
+    def _emit_allowed(self, kind: DeltaKind, text: str) -> None:
+        """Emit a part of a call. Without parallel calls only the first call is emitted."""
+        if self._parallel or self._num_calls == 1:
+            self._emit(kind, text)
 
     def _try_calls(self, calls: Parse[None], marker: str = "") -> Parse[None]:
         """Parse calls; text after the last complete part is content."""
@@ -88,7 +84,8 @@ class ToolParser(IncrementalParser):
         name = ""
         held: list[str] | None = None  # arguments that came before the name
         emitted = False
-        while True:
+        more = True
+        while more:
             key = yield from self._key()
             if key == "name" and not name:
                 name = self._check_name(_decoded((yield from self._string())))
@@ -105,8 +102,7 @@ class ToolParser(IncrementalParser):
             else:
                 yield from self._value()
             yield from self._spaces()
-            if not (yield from self._accept(",")):
-                break
+            more = yield from self._accept(",")
         yield from self._expect("}")
         if not emitted:
             self._emit_call(self._check_name(name), "{}")
@@ -135,13 +131,12 @@ class ToolParser(IncrementalParser):
     def _call_list(self) -> Parse[None]:
         """Parse ``[{"name": …}, …]``."""
         yield from self._expect("[")
-        yield from self._spaces()
-        while True:
+        more = True
+        while more:
+            yield from self._spaces()
             yield from self._call_object()
             yield from self._spaces()
-            if not (yield from self._accept(",")):
-                break
-            yield from self._spaces()
+            more = yield from self._accept(",")
         yield from self._expect("]")
         self._commit()
 
@@ -149,12 +144,9 @@ class ToolParser(IncrementalParser):
 class HermesToolParser(ToolParser):
     """Hermes 2 and later, Qwen2.5, Qwen3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number."""
 
-    def _parse(self) -> Parse[None]:
-        while marker := (yield from self._until(("<tool_call>",), self._content)):
-            yield from self._try_calls(self._body(), marker)
-        self._end_content()
+    _marker = "<tool_call>"
 
-    def _body(self) -> Parse[None]:
+    def _calls(self) -> Parse[None]:
         yield from self._spaces()
         yield from self._call_object()
         yield from self._spaces()
@@ -168,23 +160,23 @@ class LlamaToolParser(ToolParser):
     Several calls are separated by white space or a semicolon.
     """
 
+    _marker = "<|python_tag|>"
+
     def _parse(self) -> Parse[None]:
         self._content((yield from self._spaces()))
         if (yield from self._peek()) == "{":
-            yield from self._try_calls(self._body())
-        while marker := (yield from self._until(("<|python_tag|>",), self._content)):
-            yield from self._try_calls(self._body(), marker)
-        self._end_content()
+            yield from self._try_calls(self._calls())
+        yield from super()._parse()
 
-    def _body(self) -> Parse[None]:
+    def _calls(self) -> Parse[None]:
         yield from self._spaces()
-        while True:
+        first = "{"
+        while first == "{":
             yield from self._call_object()
             yield from self._spaces()
             yield from self._accept(";")
             yield from self._spaces()
-            if (yield from self._peek()) != "{":
-                return
+            first = yield from self._peek()
 
 
 class MistralToolParser(ToolParser):
@@ -193,12 +185,9 @@ class MistralToolParser(ToolParser):
     Between name and arguments newer ones write ``[ARGS]``, and some ``[CALL_ID]`` with an id.
     """
 
-    def _parse(self) -> Parse[None]:
-        while marker := (yield from self._until(("[TOOL_CALLS]",), self._content)):
-            yield from self._try_calls(self._body(), marker)
-        self._end_content()
+    _marker = "[TOOL_CALLS]"
 
-    def _body(self) -> Parse[None]:
+    def _calls(self) -> Parse[None]:
         yield from self._spaces()
         first = yield from self._peek()
         if first == "[":
