@@ -19,7 +19,7 @@ from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests
-from runner.loading.kv_capacity import layout_that_fits
+from runner.loading.memory import layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.sampling.prompt_logprobs import PromptScoring
@@ -56,7 +56,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._is_last_stage = parallel.position.is_last
         self._model = LoadedModel(config, parallel, progress)
         self._device = self._model.device
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
@@ -106,18 +106,6 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         return 0
 
     # ------------------------------------------------------------ pdserve.protocols.ModelRunner
-
-    @property
-    def max_in_flight(self) -> int:
-        return self._max_in_flight
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._cache.layout
-
-    @property
-    def kv_region(self) -> KVRegion:
-        return self._cache.region
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -180,6 +168,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     def _allocate(self, config: NodeConfig, layout: KVLayout) -> None:
         """Allocate everything that depends on the size of the KV cache or on the limits of a step."""
         self._cache = KVCache(layout, self._device, config.share)
+        self.kv_layout: KVLayout = layout
+        self.kv_region: KVRegion = self._cache.region
         self._attention = build_backend(
             config.attention_backend,
             shard_of(config.model, config.position),

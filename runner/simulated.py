@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
 from pdserve.records import (
     KVRegion,
     NewSequence,
@@ -51,20 +50,13 @@ class SimulatedRunner:
     def __init__(self, config: NodeConfig) -> None:
         assert config.costs is not None
         self._costs = config.costs
-        self._layout = config.kv_layout
+        self.kv_layout = config.kv_layout
+        self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
         self._vocab_size = config.model.vocab_size
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
         self._busy_until = 0.0
-
-    @property
-    def kv_layout(self) -> KVLayout:
-        return self._layout
-
-    @property
-    def kv_region(self) -> KVRegion:
-        return KVRegion(0, self._layout.total_bytes, "cpu", 0)
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"

@@ -10,10 +10,11 @@ import logging
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import RankPosition
@@ -36,13 +37,6 @@ _TIMEOUT = timedelta(minutes=30)
 _CHANNEL_PROCESSORS = 4
 
 
-class TensorTransfer(Protocol):
-    """A message on its way."""
-
-    def wait(self) -> Any:
-        """Make the current stream wait until the message has arrived; on a CPU, the host."""
-
-
 class PeerChannel:
     """One end of an ordered, one-way connection between two ranks."""
 
@@ -51,17 +45,20 @@ class PeerChannel:
         self.device = device
         self.sends = sends  # whether this is the sending end
 
-    def send(self, message: Tensor) -> TensorTransfer:
+    def send(self, message: Tensor) -> Work:
         """Send a contiguous tensor that is complete on the current stream; it must not change until it is sent."""
         assert self.sends
-        transfer: TensorTransfer = _dist.isend(message, self._peer, group=self._group)
-        return transfer
+        work: Work = _dist.isend(message, self._peer, group=self._group)
+        return work
 
-    def receive(self, message: Tensor) -> TensorTransfer:
-        """Receive into ``message``, which only work on the current stream may still need."""
+    def receive(self, message: Tensor) -> Work:
+        """Receive into ``message``, which only work on the current stream may still need.
+
+        ``wait`` of the result makes the current stream wait for the message; on a CPU, the host.
+        """
         assert not self.sends
-        transfer: TensorTransfer = _dist.irecv(message, self._peer, group=self._group)
-        return transfer
+        work: Work = _dist.irecv(message, self._peer, group=self._group)
+        return work
 
     def exchange(self, mine: bytes) -> bytes:
         """Return the bytes that the other end passes to this call; both ends pass equally many."""

@@ -23,10 +23,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
-from runner.distributed.parallel_state import ParallelState, PeerChannel, TensorTransfer
+from runner.distributed.parallel_state import ParallelState, PeerChannel
 from runner.distributed.peer_copies import CopyChannel, CopyReceiver, CopySender
 
 _STEP_OF_PROMPTS = 1024  # tokens
@@ -71,7 +72,7 @@ class GroupSender:
         """``buffers`` are [number, elements of the longest message]."""
         self._channel = channel
         self._buffers = deque(buffers)
-        self._sends: deque[TensorTransfer] = deque()
+        self._sends: deque[Work] = deque()
 
     def send(self, message: Tensor) -> None:
         """Send without waiting; on a CPU, wait if all buffers are in use."""
@@ -91,7 +92,7 @@ class GroupReceiver:
     def __init__(self, channel: PeerChannel, buffers: Tensor) -> None:
         """``buffers`` are [capacity, elements of the longest message]."""
         self._channel = channel
-        self._expected: deque[tuple[int, Tensor, TensorTransfer]] = deque()
+        self._expected: deque[tuple[int, Tensor, Work]] = deque()
         self._buffers = buffers
         self._next = 0
         self._stream: torch.cuda.Stream | None = None

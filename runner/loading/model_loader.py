@@ -9,7 +9,7 @@ import torch
 
 from pdserve.config.node_config import NodeConfig
 from runner.distributed.parallel_state import ParallelState
-from runner.loading.memory_check import check_room
+from runner.loading.memory import check_room
 from runner.loading.weights import fill_random, load_weights
 from runner.models.decoder import Decoder
 from runner.models.quantization.unquantized import held_dtype

@@ -62,7 +62,10 @@ class Attention:
         outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self._qkv = MergedColumnParallelLinear(context, config.hidden_size, outputs, qkv_bias)
         self._out = RowParallelLinear(context, "o_proj", heads, config.hidden_size, out_bias)
-        self._norms = _empty_head_norms(context) if head_norms else None
+        self._norms: HeadNorms | None = None
+        if head_norms:
+            q_weight = torch.empty(config.head_dim, device=context.placement.device, dtype=context.placement.dtype)
+            self._norms = HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)
 
     def __call__(self, x: Tensor, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the attention output before ``project``, [tokens, num_heads * head_dim]; store keys and values."""
@@ -286,9 +289,3 @@ class Decoder:
             return norm(embedded), embedded
         residual = torch.zeros_like(embedded)
         return norm.add(embedded, residual), residual
-
-
-def _empty_head_norms(context: ModelContext) -> HeadNorms:
-    config, placement = context.config, context.placement
-    q_weight = torch.empty(config.head_dim, device=placement.device, dtype=placement.dtype)
-    return HeadNorms(q_weight, torch.empty_like(q_weight), config.rms_norm_eps)

@@ -1,10 +1,8 @@
 """The V2 model runner: the state of sequences lives on the device.
 
     request_states.py     sequences by slot, and what the host knows of them
-    device_state.py       token ids, block tables and counts of each slot, on the device
-    staged_writes.py      the host's changes to that state, in one copy per step
-    input_batch.py        the batch of one step
-    input_buffers.py      the tensors that a step's inputs are built in
+    device_state.py       token ids, block tables and counts of each slot, on the device; the host's writes to them
+    input_batch.py        the batch of one step, and the tensors that its inputs are built in
     forward.py            the layers of a rank, between its neighbour stages
     cuda_graphs.py        small steps as CUDA graphs
     sampling_metadata.py  sampling parameters of a batch, on the device

@@ -1,15 +1,22 @@
-"""The state of sequences on the device: token ids, block tables, counts of tokens."""
+"""The state of sequences on the device, and the host's changes to it, which are copied once per step."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runner.kernels.step import WRITE_CHUNK, apply_writes_kernel
+
 
 class DeviceState:
-    """Tables with a row per slot, all views of one int32 allocation, so one kernel writes to any of them."""
+    """Token ids, block tables and counts of tokens, with a row per slot.
+
+    All are views of one int32 allocation, so one kernel writes to any of them.
+    """
 
     def __init__(self, slots: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
         sizes = (slots * max_tokens, slots * max_blocks, slots, slots)
@@ -29,3 +36,81 @@ class DeviceState:
     ) -> NDArray[np.int32]:
         """Return the offsets in ``flat`` of tokens at these positions of slots, -1 for unwanted ones."""
         return np.where(wanted, slots * self.token_ids.stride(0) + positions, -1).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class StepWords:
+    """One step's int32 words on the device, and the offsets of the arrays among them."""
+
+    words: Tensor  # [capacity] int32, device: first num_writes times (destination, source, length)
+    num_writes: int
+    longest_write: int  # words
+    arrays_at: tuple[int, ...]  # word offsets of the arrays that ``send`` was given
+    extra_at: tuple[int, ...]  # word offsets of the arrays that ``stage`` was given
+
+    def array(self, index: int, length: int) -> Tensor:
+        """Return one of the arrays that ``send`` was given: [length] int32."""
+        return self.words[self.arrays_at[index] : self.arrays_at[index] + length]
+
+
+class StagedWrites:
+    """Collects writes to the state, and sends them with a step's arrays in one copy from pinned memory."""
+
+    def __init__(self, capacity: int, max_in_flight: int, device: torch.device) -> None:
+        """Reserve ``capacity`` words; a step with more words reserves more."""
+        self._device = device
+        self._writes: list[tuple[int, NDArray[np.int32]]] = []
+        self._extra: list[NDArray[np.int32]] = []
+        self._next = 0
+        self._ring = max_in_flight + 2  # buffers of the steps in flight, one that is being written, one to spare
+        self._host: list[Tensor] = []
+        self._host_words: list[NDArray[np.int32]] = []  # the same memory
+        self._words = torch.empty(0)
+        self._allocate(capacity)
+
+    def write(self, destination: int, values: NDArray[np.int32]) -> None:
+        """Write ``values`` to the state at ``destination`` before the next step; they are copied only in ``send``."""
+        self._writes.append((destination, values))
+
+    def stage(self, array: NDArray[np.int32]) -> None:
+        """Send an array with the next step; its offset is the next of ``StepWords.extra_at``."""
+        self._extra.append(array)
+
+    def send(self, *arrays: NDArray[np.int32]) -> StepWords:
+        """Start the copy of all writes and arrays. Later work on the stream finds them on the device."""
+        writes, self._writes = self._writes, []
+        extra, self._extra = self._extra, []
+        head = 3 * len(writes)
+        every = (*arrays, *extra)
+        total = head + sum([len(values) for _, values in writes]) + sum([len(array) for array in every])
+        if total > self._words.numel():
+            self._allocate(2 * total)
+        host, words = self._host[self._next], self._host_words[self._next]
+        at, longest = head, 0
+        for number, (destination, values) in enumerate(writes):
+            words[3 * number : 3 * number + 3] = destination, at, len(values)
+            words[at : at + len(values)] = values
+            at, longest = at + len(values), max(longest, len(values))
+        offsets = []
+        for array in every:
+            offsets.append(at)
+            words[at : at + len(array)] = array
+            at += len(array)
+        self._words[:total].copy_(host[:total], non_blocking=True)
+        self._next = (self._next + 1) % self._ring
+        return StepWords(
+            self._words, len(writes), longest, tuple(offsets[: len(arrays)]), tuple(offsets[len(arrays) :])
+        )
+
+    def apply(self, sent: StepWords, state: DeviceState) -> None:
+        """Launch the writes on the device."""
+        if sent.num_writes:
+            grid = (sent.num_writes, -(-sent.longest_write // WRITE_CHUNK))
+            apply_writes_kernel[grid](state.flat, sent.words, CHUNK=WRITE_CHUNK)
+
+    def _allocate(self, capacity: int) -> None:
+        # Memory of copies still on their way is not reused: the caching allocators track them.
+        pinned = self._device.type == "cuda"
+        self._host = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(self._ring)]
+        self._host_words = [words.numpy() for words in self._host]
+        self._words = torch.empty(capacity, dtype=torch.int32, device=self._device)

@@ -13,8 +13,7 @@ from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.loading.model_loader import LoadedModel
 from runner.v2.cuda_graphs import BatchDescriptor, CudaGraphs, decode_descriptors, mixed_descriptors
-from runner.v2.input_batch import BatchIndices, InputBatch
-from runner.v2.input_buffers import InputBuffers
+from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 
 
 class ForwardPass:

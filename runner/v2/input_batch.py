@@ -1,17 +1,24 @@
-"""The batch of one step."""
+"""The batch of one step, and the tensors that its inputs are built in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.kv import KVLayout
 from pdserve.records import ScheduledSequence
+from runner.batch import AttentionBatch
+from runner.kernels.step import build_inputs_kernel, build_page_table_kernel
 from runner.v2.cuda_graphs import BatchDescriptor
+from runner.v2.device_state import DeviceState, StepWords
 from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
-from runner.v2.staged_writes import StepWords
+
+_TOKEN_CHUNK = 1024
+_PAGE_CHUNK = 256
 
 # The arrays of ``InputBatch.sent``.
 SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LAST_TOKENS = range(4)
@@ -62,3 +69,90 @@ class InputBatch:
     def last_tokens(self) -> Tensor:
         """The last token of each row that samples, as an index into the tokens of the step; on the device."""
         return self.sent.array(LAST_TOKENS, len(self.indices.last_tokens))
+
+
+class InputBuffers:
+    """Input ids, positions, slot mapping, sequence lengths, query starts and page table of one step.
+
+    Their addresses never change, so captured graphs may read them.
+    """
+
+    def __init__(self, max_seqs: int, max_tokens: int, max_pages: int, layout: KVLayout, device: torch.device) -> None:
+        self._layout = layout
+        self.input_ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros(max_seqs, max_pages, dtype=torch.int32, device=device)
+
+    def build(self, batch: InputBatch, descriptor: BatchDescriptor, state: DeviceState) -> None:
+        """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
+        tokens = descriptor.tokens
+        assert tokens <= len(self.input_ids), f"a step of {tokens} tokens in buffers of {len(self.input_ids)}"
+        words, arrays_at = batch.sent.words, batch.sent.arrays_at
+        layout, num_seqs = self._layout, batch.indices.num_seqs
+        build_inputs_kernel[(descriptor.rows + 1,)](
+            words,
+            arrays_at[SLOTS],
+            arrays_at[QUERY_STARTS],
+            num_seqs,
+            state.token_ids,
+            state.block_tables,
+            state.num_computed,
+            state.token_ids.stride(0),
+            state.block_tables.stride(0),
+            self.input_ids,
+            self.positions,
+            self._slot_mapping,
+            self._seq_lens,
+            self._query_starts,
+            tokens,
+            BLOCK_SIZE=layout.block_size,
+            CHUNK=_TOKEN_CHUNK,
+        )
+        longest = -(-int(batch.seq_lens.max()) // layout.kernel_block_size)
+        build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK))](
+            words,
+            arrays_at[SLOTS],
+            num_seqs,
+            state.block_tables,
+            state.block_tables.stride(0),
+            self._seq_lens,
+            self._page_table,
+            self._page_table.stride(0),
+            PAGE_SIZE=layout.kernel_block_size,
+            PAGES_PER_BLOCK=layout.pages_per_block,
+            CHUNK=_PAGE_CHUNK,
+        )
+
+    def attention_batch(self, batch: InputBatch) -> AttentionBatch:
+        """Return the batch that was built last, without padding."""
+        indices = batch.indices
+        return self._attention_batch(indices.query_starts, batch.seq_lens, indices.descriptor)
+
+    def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
+        """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequence."""
+        rows, tokens = descriptor.rows, descriptor.tokens
+        lengths = np.ones(rows, dtype=np.int32)
+        lengths[0] = tokens - rows + 1
+        query_starts = np.concatenate(([0], lengths.cumsum(dtype=np.int32)), dtype=np.int32)
+        self.input_ids[:tokens] = 0
+        self.positions[:tokens] = 0
+        self._slot_mapping[:tokens] = -1
+        self._seq_lens[:rows] = torch.from_numpy(lengths)
+        self._query_starts[: rows + 1] = torch.from_numpy(query_starts)
+        self._page_table[:rows] = 0
+        return self._attention_batch(query_starts, lengths, descriptor)
+
+    def _attention_batch(
+        self, query_starts: NDArray[np.int32], seq_lens: NDArray[np.int32], descriptor: BatchDescriptor
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            device_query_starts=self._query_starts[: descriptor.rows + 1],
+            device_seq_lens=self._seq_lens[: descriptor.rows],
+            page_table=self._page_table[: descriptor.rows],
+            slots=self._slot_mapping[: descriptor.tokens],
+        )

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.records import NewSequence, ScheduledSequence
-from runner.v2.device_state import DeviceState
+from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import BatchIndices, InputBatch
-from runner.v2.staged_writes import StagedWrites
 
 
 class RequestStates:

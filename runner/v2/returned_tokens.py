@@ -13,10 +13,9 @@ from runner.distributed.pipeline_stages import TensorReceiver
 from runner.distributed.token_return import TokenReturn
 from runner.kernels.step import TOKEN_CHUNK, put_tokens_kernel
 from runner.step_parts import StepFeature, StepPart
-from runner.v2.device_state import DeviceState
+from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import InputBatch
 from runner.v2.request_states import RequestStates
-from runner.v2.staged_writes import StagedWrites
 
 
 class DeviceReturnedTokens(StepFeature[InputBatch]):

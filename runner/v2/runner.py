@@ -17,15 +17,13 @@ from runner.kernels.step import take_samples_kernel
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler
-from runner.v2.device_state import DeviceState
+from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.forward import ForwardPass
 from runner.v2.grammar_masks import GrammarMasks
-from runner.v2.input_batch import QUERY_STARTS, SAMPLE_OF_ROW, SLOTS, BatchIndices, InputBatch
-from runner.v2.input_buffers import InputBuffers
+from runner.v2.input_batch import QUERY_STARTS, SAMPLE_OF_ROW, SLOTS, BatchIndices, InputBatch, InputBuffers
 from runner.v2.request_states import RequestStates
 from runner.v2.returned_tokens import DeviceReturnedTokens
 from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata, copy_to_device
-from runner.v2.staged_writes import StagedWrites
 
 
 class RunnerV2(BaseModelRunner[InputBatch]):
@@ -41,13 +39,13 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         model, device, max_num_seqs = config.model, self._device, config.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, max_blocks, device)
-        writes = StagedWrites(config.max_batch_tokens + 8 * max_num_seqs, self._max_in_flight, device)
+        writes = StagedWrites(config.max_batch_tokens + 8 * max_num_seqs, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
         self._inputs = InputBuffers(max_num_seqs, config.max_batch_tokens, max_pages, layout, device)
         self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
         self._sampler = DeviceSampler(model.vocab_size, self._state)
-        self._output_copy = AsyncOutputCopy(device, max_num_seqs, self._max_in_flight)
+        self._output_copy = AsyncOutputCopy(device, max_num_seqs, self.max_in_flight)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         features: list[StepFeature[InputBatch]] = []
         if self._is_last_stage:
