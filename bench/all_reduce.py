@@ -1,9 +1,9 @@
-"""The cost of an all-reduce over tensor shards: our kernel and NCCL, on the GPUs of this host.
+"""Time of an all-reduce over tensor shards: pdserve's kernel and NCCL, on the GPUs of this host.
 
     python bench/all_reduce.py --world 2,4 --size 4096 --rows 1,8,32,128,256
 
-Each figure is the time of one of 64 consecutive sums in a CUDA graph, in µs: ``nccl`` with the kernel that always
-follows (residual add and norm), and ``ours``, which does both. Medians of the slowest rank.
+Each figure is the time of one of 64 consecutive sums in a CUDA graph, in µs, the median of the slowest rank. ``nccl``
+includes the kernel that always follows, residual add and norm; ``ours`` is one kernel for both.
 """
 
 from __future__ import annotations

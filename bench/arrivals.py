@@ -1,12 +1,12 @@
-"""What requests feel that arrive at random: first token, second one, and the gaps behind it, without a router.
+"""Latency of requests that arrive at random, without a router: TTFT, time to the second token, and ITL.
 
     pdserve prefill MODEL --port 9001 &
     pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 &
     python bench/arrivals.py --decode 127.0.0.1:9002 --rate 4 --prompt 2048
 
-Poisson arrivals for ``--seconds``; every prompt is handed off. Reported are p50 / p99 in ms: ``ttft``, ``second`` (from
-the first token to the second) and ``itl`` (all later gaps), so that ``--decode-ahead`` of the prefill node can be seen
-under load: it must help the second token and cost nobody's first.
+Requests arrive as a Poisson process for ``--seconds``; every prompt is handed off. Each figure is p50 / p99 in ms:
+``ttft``, ``second`` (first token to second token) and ``itl`` (all later gaps). They show the effect of the prefill
+node's ``--decode-ahead`` under load: a smaller ``second`` without a larger ``ttft``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from decode_client import DecodeClient, connect, run_bench
 
 
 async def request(client: DecodeClient, prompt: list[int], num_tokens: int) -> tuple[float, list[float]]:
-    """Seconds to the first token, and the gaps behind it."""
+    """Send a prompt; return the seconds to the first token and the gaps between tokens."""
     start = time.perf_counter()
     times = await client.token_times(prompt, num_tokens, client.prefill_node)
     return times[0] - start, [after - before for before, after in pairwise(times)]
 
 
 async def run(args: argparse.Namespace) -> None:
-    source = random.Random(f"{args.seed} {args.rate}")  # what a run before has sent is cached
+    source = random.Random(f"{args.seed} {args.rate}")  # prompts of an earlier run would be cached
     async with connect(args.decode) as client:
         vocabulary = range(client.node.vocab_size)
         await request(client, source.choices(vocabulary, k=args.prompt), args.tokens)  # warms up

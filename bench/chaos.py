@@ -1,15 +1,15 @@
-"""Kill, stop and restart nodes at random under load: does a client notice?
+"""Random faults under load: nodes are killed, stopped and restarted, and every answer must stay exact.
 
     python bench/chaos.py --seconds 600                                     4 P + 4 D, simulated
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2       a tiny random checkpoint, on the CPU
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --prefill-pp 2 --decode-tp 2
 
-Needs what the tests need (pip install -e '.[dev]'); everything runs on this machine. Every request is first asked of
-the undisturbed fleet. Then clients repeat them for so many seconds, while nodes are struck: killed (front, engine or
-another rank), terminated, or stopped (all of the node, or one of these). A decode node is struck only while another one
-serves. Some clients go away in the middle. The same --seed gives the same requests, and the same faults in their order.
+Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine. First, the undisturbed fleet
+answers every request. Then clients repeat the requests for --seconds, while nodes are killed (frontend, engine or
+another rank), terminated, or stopped (the whole node or one of these). A decode node gets a fault only while another
+one serves. Some clients disconnect before the end. The same --seed gives the same requests and the same faults.
 
-Ends with status 1 when a client has seen an error or another answer than the undisturbed one, or when a block is lost.
+Exits with status 1 if a client received an error or a different answer, or if a block is lost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from checkpoints import make_checkpoint
+from client_load import VOCABULARY, Load, new_body
+from fault_injection import FaultInjector, random_faults
 from fleet import Fleet, add_tokenizer, start_fleet
-from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
 SIMULATED = ("--engine", "simulated")
-GIVEN_BACK = 60.0  # seconds: leases of nodes that are gone have to run out
+RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
 
 
 def main() -> int:
@@ -44,9 +45,9 @@ def main() -> int:
         parser.add_argument(f"--{role}-pp", type=int, default=1, metavar="N", help="pipeline stages of each")
         parser.add_argument(f"--{role}-tp", type=int, default=1, metavar="N", help="tensor shards of each")
     parser.add_argument("--clients", type=int, default=16, metavar="N")
-    parser.add_argument("--requests", type=int, default=40, metavar="N", help="different ones (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="distinct requests (default %(default)s)")
     parser.add_argument(
-        "--pause", type=float, default=4.0, metavar="S", help="mean between faults (default %(default)s)"
+        "--pause", type=float, default=4.0, metavar="S", help="mean seconds between faults (default %(default)s)"
     )
     parser.add_argument("--migrations", type=int, default=50, metavar="N", help="of the router (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -66,21 +67,21 @@ def main() -> int:
 def run(fleet: Fleet, args: argparse.Namespace) -> int:
     chance = random.Random(args.seed)
     load = Load([new_body(chance, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
-    asyncio.run(load.learn(fleet.url, chance))
+    asyncio.run(load.record_expected(fleet.url, chance))
     started = time.monotonic()
     ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
-    with Saboteur(fleet, faults(args.seed, args.prefill, args.decode, args.pause, ranks)) as saboteur:
+    with FaultInjector(fleet, random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)) as injector:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
     lasted = time.monotonic() - started
     for node in (*fleet.prefill, *fleet.decode):
-        node.wait_idle(GIVEN_BACK)
+        node.wait_idle(RELEASE_SECONDS)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
-    print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(saboteur.struck.values())} faults")
-    print("\n".join(f"  {what}: {count}" for what, count in sorted(saboteur.struck.items())))
+    print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(injector.injected.values())} faults")
+    print("\n".join(f"  {what}: {count}" for what, count in sorted(injector.injected.items())))
     metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
     print("\n".join(line for line in metrics if line.startswith(("pdserve_migrations_total", "pdserve_replayed"))))
-    print("\n".join(load.wrong[:10]))
-    return 1 if load.wrong else 0
+    print("\n".join(load.failures[:10]))
+    return 1 if load.failures else 0
 
 
 if __name__ == "__main__":

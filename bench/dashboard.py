@@ -1,10 +1,10 @@
-"""What it costs a router that somebody looks at its dashboard.
+"""CPU cost of the dashboard on a router.
 
     PYTHONPATH=.:tests python bench/dashboard.py --nodes 64 --seconds 10
 
-A router before ``--nodes`` nodes, half of them prefill nodes, which each decode node has read from. They are idle and
-answer Status with as many counters as real ones. CPU is user + system time of the router's process over wall time,
-without and with a viewer who asks each second as the page does.
+A router has ``--nodes`` nodes; half of them are prefill nodes, and each decode node has counters for all of these. The
+nodes are idle and answer Status with as many counters as real nodes. CPU is user + system time of the router process
+over wall time, without and with a viewer that sends the page's request every second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
 
 PEER_COUNTERS = ("reads", "read_failures", "read_bytes", "read_descriptors", "read_seconds", "checksum_failures")
-OTHERS = 40  # counters without a peer
+OTHER_COUNTERS = 40  # counters without a peer label
 
 
 class IdleNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer):
@@ -36,7 +36,7 @@ class IdleNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer):
         self.description = pb.NodeDescription(
             node_id=name, epoch="1", role=role, state="ready", model=MODEL_NAME, max_model_len=1000, vocab_size=4096
         )
-        self.counters = {f"pdserve_counter_{index}_total": float(index) for index in range(OTHERS)}
+        self.counters = {f"pdserve_counter_{index}_total": float(index) for index in range(OTHER_COUNTERS)}
         for peer in peers:
             self.counters |= {series(f"pdserve_kv_{counter}_total", peer=peer): 1.0 for counter in PEER_COUNTERS}
             self.counters[series("pdserve_peer_connected", peer=peer, transport="rdma")] = 1.0
@@ -61,7 +61,7 @@ class IdleNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer):
 
 
 async def start(node: IdleNode) -> tuple[grpc.aio.Server, str]:
-    """Its server, and its address."""
+    """Start a server for a node; return it and its address."""
     server = grpc.aio.server(options=rpc.server_options())
     pb_grpc.add_NodeServicer_to_server(node, server)
     pb_grpc.add_DecodeNodeServicer_to_server(node, server)
@@ -71,21 +71,22 @@ async def start(node: IdleNode) -> tuple[grpc.aio.Server, str]:
 
 
 async def cpu(process: psutil.Process, seconds: float, url: str | None) -> float:
-    """CPU seconds per second, while ``url`` is asked each second."""
-    seen: dict[str, Any] = {}
+    """Return the CPU seconds per second of a process while a client sends GET ``url`` every second."""
+    last_seen: dict[str, Any] = {}
     async with httpx.AsyncClient(trust_env=False) as client:
 
-        async def turn() -> None:
+        async def one_second() -> None:
             if url is not None:
-                answer = (await client.get(url, params=seen)).json()
-                seen["epoch"], seen["second"] = answer["epoch"], (answer["history"]["seconds"] or [seen["second"]])[-1]
+                answer = (await client.get(url, params=last_seen)).json()
+                seconds = answer["history"]["seconds"] or [last_seen["second"]]
+                last_seen["epoch"], last_seen["second"] = answer["epoch"], seconds[-1]
             await asyncio.sleep(1.0)
 
-        for _ in range(3):  # all nodes have been asked twice
-            await turn()
+        for _ in range(3):  # afterwards the router has called Status of all nodes twice
+            await one_second()
         before, began = process.cpu_times(), perf_counter()
         while perf_counter() - began < seconds:
-            await turn()
+            await one_second()
         after, passed = process.cpu_times(), perf_counter() - began
     return float(after.user + after.system - before.user - before.system) / passed
 
@@ -100,11 +101,11 @@ async def run(num_nodes: int, seconds: float) -> None:
         router = fleet.start_router(EMBEDDED_MODEL, flags)
         await asyncio.to_thread(fleet.wait_ready)
         process, url = psutil.Process(router.pid), fleet.url + STATE_PATH
-        print(f"nobody looks: {1000 * await cpu(process, seconds, None):.1f} ms of CPU per second")
-        print(f"one looks:    {1000 * await cpu(process, seconds, url):.1f} ms of CPU per second")
+        print(f"no viewer:    {1000 * await cpu(process, seconds, None):.1f} ms of CPU per second")
+        print(f"one viewer:   {1000 * await cpu(process, seconds, url):.1f} ms of CPU per second")
         async with httpx.AsyncClient(trust_env=False) as client:
             whole = (await client.get(url)).json()
-            print(f"an answer:    {len((await client.get(url, params=latest(whole))).content) / 1000:.1f} kB")
+            print(f"answer size:  {len((await client.get(url, params=latest(whole))).content) / 1000:.1f} kB")
     for server, _ in (*prefills, *decodes):
         await server.stop(None)
 

@@ -1,4 +1,4 @@
-"""A decode node as its router sees it, for benches: prompts go in, and the times of their tokens come out."""
+"""A client of a decode node for benches: sends prompts as a router does and records the time of each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
 
 class DecodeClient:
-    """One router's stream to a decode node; any number of prompts at once."""
+    """A router's stream to a decode node, with any number of concurrent prompts."""
 
     def __init__(self, node: pb.NodeDescription, stub: pb_grpc.DecodeNodeAsyncStub) -> None:
         self.node = node
@@ -31,14 +31,16 @@ class DecodeClient:
 
     @property
     def prefill_node(self) -> str:
-        """The first one it is connected to. Raises RuntimeError when there is none."""
+        """The decode node's first connected prefill node. Raises RuntimeError if there is none."""
         if not self.node.connected_peers:
             raise RuntimeError(f"decode node {self.node.node_id} has no prefill node; start it with --prefill ADDR")
         return str(self.node.connected_peers[0])
 
     async def token_times(self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "") -> list[float]:
-        """When each of ``num_tokens`` greedy tokens arrived, as time.perf_counter() says; prefilled on D without a
-        name. Raises RuntimeError when the request fails."""
+        """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival.
+
+        An empty ``prefill_node`` means prefill on D. Raises RuntimeError if the request fails.
+        """
         self._number += 1
         times: list[float] = []
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,7 +57,7 @@ class DecodeClient:
         return times
 
     async def read(self) -> None:
-        """Take outputs in until the stream ends, which fails whatever has not ended by then."""
+        """Receive outputs until the stream ends; unfinished requests then fail."""
         while isinstance(batch := await self._outputs.read(), pb.OutputBatch):
             now = time.perf_counter()
             for output in batch.outputs:
@@ -80,7 +82,7 @@ class DecodeClient:
 
 @asynccontextmanager
 async def connect(address: str) -> AsyncIterator[DecodeClient]:
-    """A client of the decode node at ``address``."""
+    """Connect to the decode node at ``address``."""
     async with rpc.open_channel(address) as channel:
         node = await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
         client = DecodeClient(node, pb_grpc.DecodeNodeStub(channel))
@@ -92,7 +94,7 @@ async def connect(address: str) -> AsyncIterator[DecodeClient]:
 
 
 def run_bench(work: Coroutine[Any, Any, object]) -> int:
-    """Run a bench to its end; returns the exit status, and says on stderr what went wrong."""
+    """Run a bench and return its exit status; print an error to stderr."""
     try:
         asyncio.run(work)
     except (grpc.RpcError, RuntimeError) as exc:

@@ -1,12 +1,12 @@
-"""How soon every stage knows that a client has gone.
+"""Time from a client's disconnect until its request is gone, at every stage of a request.
 
     python bench/disconnects.py [--repeat 20]        half a minute
 
-A router, a prefill node and a decode node, simulated: real processes and connections on this machine, and steps of
-20 ms on P and 5 ms on D, two in flight. A request reaches a stage (tests/disconnects_fleet.py), and its client closes
-its connection. Times are in ms, from then until no node computes or holds anything for it: all blocks are free, and
-nobody waits; where others stay at the nodes, until it is not among those who wait. Blocks that a step in flight writes
-to are free when that has ended: that takes up to 40 ms on P. Needs what the tests need (pip install -e '.[dev]').
+A router with a simulated prefill node and a simulated decode node: real processes and connections on this machine.
+Steps take 20 ms on P and 5 ms on D, with two in flight. A request reaches a stage (tests/disconnects_fleet.py); then
+its client closes the connection. The time in ms ends when all blocks are free and no request waits; with other requests
+at the nodes, it ends when this request no longer waits. Blocks that a step in flight writes to are freed at the end of
+the step, which takes up to 40 ms on P. Needs the test dependencies (pip install -e '.[dev]').
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from disconnects_fleet import STAGES, DisconnectFleet, Stage, start_disconnect_f
 from pdserve.config.embedded import EMBEDDED_MODEL
 
 
-def leave(fleet: DisconnectFleet, stage: Stage) -> float:
-    """Seconds."""
+def disconnect(fleet: DisconnectFleet, stage: Stage) -> float:
+    """Disconnect the client of a request at a stage; return the seconds until the request is gone."""
     with fleet.held_at(stage) as close:
         start = time.monotonic()
         close()
         while not stage.gone(fleet.view()):
             if time.monotonic() > start + 5.0:
-                raise RuntimeError("it does not end")
+                raise RuntimeError("the request still exists 5 s after its client disconnected")
         return time.monotonic() - start
 
 
@@ -42,7 +42,7 @@ def main() -> int:
     print("| the request is | median | longest |\n|---|---|---|")
     with start_disconnect_fleet(EMBEDDED_MODEL) as fleet:
         for name, stage in STAGES.items():
-            taken = [leave(fleet, stage) * 1000 for _ in range(args.repeat)]
+            taken = [disconnect(fleet, stage) * 1000 for _ in range(args.repeat)]
             print(f"| {name} | {statistics.median(taken):.0f} | {max(taken):.0f} |", flush=True)
     return 0
 

@@ -1,11 +1,11 @@
-"""Speed of one engine process without router and gRPC: decode step time per batch size, prefill time per prompt length.
+"""Speed of one engine process without router and gRPC: decode step time by batch size, prefill time by prompt length.
 
     python bench/engine_steps.py MODEL [--batches 1,8,32] [--prompts 256,64x1024] [any flag of a node]
 
-A step is that of the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
-frontend. Prompts are random token ids, so the prefix cache never hits. A decode step is (time of N+K tokens - time of K
-tokens) / N, best of ``--repeat``; ``host_ms`` is its share of scheduling, planning and launching. Prefill (of one
-prompt, or of several at once: 64x1024) is the time until all have their first token, best of three.
+A step covers the whole engine: message over the socket, schedule, plan, forward pass, sampling, token back at the
+frontend. Prompts are random token ids, so the prefix cache never hits. The time of a decode step is (time of N+K tokens
+- time of K tokens) / N, the best of ``--repeat``; ``host_ms`` is the part for scheduling, planning and launching. The
+time of a prefill (one prompt, or several at once: 64x1024) ends when all prompts have their first token; best of three.
 
 ``--costs-out`` writes the input of ``pdserve plan --costs``. Handoffs are not measured: ``kv_transfer.py`` and
 ``handoff.py`` measure the values that replace the estimates in that file.
@@ -37,8 +37,8 @@ from pdserve.plan.costs import Costs, Shape, costs_as_toml, rising
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
 
-PROMPT = 64  # tokens in front of decode steps
-LONG_BATCH = 8  # most sequences that decode behind long prompts
+PROMPT = 64  # prompt tokens of the decode runs
+LONG_BATCH = 8  # largest batch for decode runs with long prompts
 NETWORK = 12.5  # 10^9 bytes/s
 SHORT = 8  # tokens of the shorter run; a decode step is the difference of two runs
 

@@ -1,20 +1,23 @@
-"""What faults cost: how soon they are noticed, how long blocks stay lost, and what they hold up meanwhile.
+"""Cost of faults: detection time, time until blocks are free, time until reconnected, and longest loop gaps.
 
-    python bench/faults.py [--repeat 3] [--peer-timeout 4]        some four minutes
+    python bench/faults.py [--repeat 3] [--peer-timeout 4]        about four minutes
     UCX_TLS=tcp python bench/faults.py                            as between machines without RDMA
 
-One prefill and one decode node, real processes on this machine, a small model with a large KV cache: 32 KiB a token.
-Needs what the tests need (pip install -e '.[dev]'). Times are in ms, the worst of the repetitions.
+One prefill and one decode node, real processes on this machine, with a small model and a large KV cache: 32 KiB per
+token. Needs the test dependencies (pip install -e '.[dev]'). Times are in ms, the worst of the repetitions.
 
-The first table: in the middle of the handoff of 2,000 tokens (64 MiB) one node is killed, or it is stopped, all of it
-or its front or its engine alone. *noticed*: by the other node (a decode node's end: by its client). *blocks back*:
-until the handoff has left nothing on the other node. On the prefill node every block is free then; on the decode node
-none is reserved or quarantined for it, and it computes the prompt itself. *connected*: from when the node is ready
-again until it is connected again. *gap*: the longest time in which, on the node that lives, the step loop (outside of
-the model), another thread of the engine, or the event loop could not run, from its start to the end of the row.
+First table: during the handoff of 2,000 tokens (64 MiB), one node is killed; or the node, its frontend or its engine is
+stopped. Columns:
 
-The second: a request is held at each stage of its handoff (tests/stages.py) and cancelled. Times until each node has
-all of its blocks free again; a stage that is held by stopping an engine counts from when the engine goes on.
+    noticed      until the other node detects the fault; for a decode node, until its client does
+    blocks back  until the handoff holds nothing on the other node: on P all blocks are free; on D no block is reserved
+                 or quarantined for it, and D computes the prompt itself
+    connected    from the node's recovery until it is connected again
+    gap          longest time that a loop of the other node could not run, from its start to the end of the row: the
+                 step loop (without the model), another thread of the engine, and the event loop
+
+Second table: a request is held at each stage of its handoff (tests/stages.py) and cancelled. The time ends when each
+node has all blocks free; if the stage stops an engine, the time begins when the engine resumes.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ WAIT_SECONDS = 60.0
 LARGE_KV: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 256}
 LONG = random.Random(0).choices(range(3, 128), k=2000)
 NODE = ("--kv-cache-memory", "256MiB", "--max-model-len", "4096")
-FAULTS = ("killed", "node", "front", "engine")  # the last three are what is stopped
+FAULTS = ("killed", "node", "frontend", "engine")  # killed, or this part stopped
 GAPS = ("step_loop", "engine_thread", "event_loop")
 
 
-class Watched:
-    """A node that is looked at as often as possible, over one connection."""
+class NodePoller:
+    """Polls a node's status as often as possible over one connection."""
 
     def __init__(self, node: NodeProcess) -> None:
         self.node = node
@@ -69,7 +72,7 @@ class Watched:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left of a handoff."""
+        """Whether no block is being read, quarantined or leased."""
         status = self.status()
         return not (status.reading or status.quarantined_blocks or status.leased_blocks)
 
@@ -88,7 +91,7 @@ class Watched:
 
 
 class Cost(NamedTuple):
-    """Of one fault. Seconds."""
+    """Cost of one fault, in seconds."""
 
     noticed: float
     blocks_back: float
@@ -99,7 +102,7 @@ class Cost(NamedTuple):
 
 
 def until(condition: Callable[[], bool], start: float) -> float:
-    """Seconds from ``start`` until it holds."""
+    """Wait until a condition holds; return the seconds since ``start``."""
     while not condition():
         if time.monotonic() > start + WAIT_SECONDS:
             raise RuntimeError(f"not within {WAIT_SECONDS:.0f} s")
@@ -107,43 +110,43 @@ def until(condition: Callable[[], bool], start: float) -> float:
     return time.monotonic() - start
 
 
-def strike(checkpoint: Path, role: str, fault: str, flags: list[str]) -> Cost:
-    """Start both nodes, have one struck in the middle of a handoff, and see what becomes of the other."""
+def measure_fault(checkpoint: Path, role: str, fault: str, flags: list[str]) -> Cost:
+    """Start both nodes, inject a fault into one of them during a handoff, and measure its effect on the other."""
     with Fleet() as fleet:
         prefill = fleet.start_prefill(checkpoint, [*NODE, *flags, "--max-batch-tokens", "256"])
         decode = fleet.start_decode(checkpoint, [*NODE, *flags])
         fleet.wait_ready()
         victim, other = (prefill, decode) if role == "prefill" else (decode, prefill)
-        watched, reader = Watched(other), Watched(decode)
+        survivor, reader = NodePoller(other), NodePoller(decode)
         with RouterClient(decode.address) as client:
-            client.generate(LONG, greedy(2), prefill.address)  # what is done for the first time takes longer
-            until(lambda: watched.idle, time.monotonic())
+            client.generate(LONG, greedy(2), prefill.address)  # warm-up
+            until(lambda: survivor.idle, time.monotonic())
             read = reader.bytes_read
-            result = client.send(LONG, greedy(64), prefill.address, cache_salt="struck")
+            result = client.send(LONG, greedy(64), prefill.address, cache_salt="fault")
             until(lambda: reader.bytes_read > read, time.monotonic())
             start = time.monotonic()
             victim.kill() if fault == "killed" else victim.stop(fault)
             noticed = until(noticed_by(role, reader, client, result), start)
-            blocks_back = until(lambda: watched.settled if other is decode else watched.idle, start)
-        victim.restart() if fault == "killed" else victim.go_on(fault)
-        back = Watched(decode)
+            blocks_back = until(lambda: survivor.settled if other is decode else survivor.idle, start)
+        victim.restart() if fault == "killed" else victim.resume(fault)
+        reconnected = NodePoller(decode)
         fleet.wait_until(lambda: victim.describe().state == "ready", WAIT_SECONDS)
-        connected = until(lambda: back.num_peers == 1, time.monotonic())
-        cost = Cost(noticed, blocks_back, connected, *watched.gaps)
-        for each in (watched, reader, back):
+        connected = until(lambda: reconnected.num_peers == 1, time.monotonic())
+        cost = Cost(noticed, blocks_back, connected, *survivor.gaps)
+        for each in (survivor, reader, reconnected):
             each.close()
         return cost
 
 
-def noticed_by(role: str, reader: Watched, client: RouterClient, result: Generated) -> Callable[[], bool]:
+def noticed_by(role: str, reader: NodePoller, client: RouterClient, result: Generated) -> Callable[[], bool]:
     if role == "prefill":
         return lambda: reader.num_peers == 0
     return lambda: result.failure is not None or client.error is not None
 
 
 def cancel(pair: Pair, stage: str) -> tuple[float, float]:
-    """Seconds until D, and until P, has all blocks back."""
-    nodes = Watched(pair.decode), Watched(pair.prefill)
+    """Cancel a request at a stage; return the seconds until D and until P has all blocks free."""
+    nodes = NodePoller(pair.decode), NodePoller(pair.prefill)
     with held_at(stage, pair) as held:
         held.client.cancel(held.result)
         held.release()
@@ -170,11 +173,11 @@ def main() -> int:
     flags = ["--peer-timeout", str(args.peer_timeout)]
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = make_checkpoint(Path(directory) / "model", "qwen3", **LARGE_KV)
-        print("| who, what | noticed | blocks back | connected | gap: step loop | engine thread | event loop |")
+        print("| role, fault | noticed | blocks back | connected | gap: step loop | engine thread | event loop |")
         print("|---|---|---|---|---|---|---|")
         for role in ("prefill", "decode"):
             for fault in FAULTS:
-                costs = [strike(checkpoint, role, fault, flags) for _ in range(args.repeat)]
+                costs = [measure_fault(checkpoint, role, fault, flags) for _ in range(args.repeat)]
                 what = fault if fault == "killed" else f"{fault} stopped"
                 print(f"| {role}, {what} | {' | '.join(worst([*costs]))} |", flush=True)
         print("\n| cancelled | blocks back on decode | on prefill |\n|---|---|---|")

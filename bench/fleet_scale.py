@@ -1,14 +1,14 @@
-"""How the costs of a router and of a decode node grow with the number of nodes; docs/scale.md has what was found.
+"""Costs of a router and of a decode node by the number of nodes; docs/scale.md has the results.
 
     PYTHONPATH=.:tests python bench/fleet_scale.py router --nodes 10 100 1000
     PYTHONPATH=.:tests python bench/fleet_scale.py choice --nodes 10 100 1000
     PYTHONPATH=.:tests python bench/fleet_scale.py peers --nodes 0 10 100
 
-``router``: a real router watches services that act like nodes (bench/many_nodes.py), half of them of either role, first
-without requests, then with some. CPU is user + system of the router's process, so that other work on the machine counts
-little; figures by the second are for as many reports as nodes that are busy send. ``choice``: the parts of a choice by
-themselves, in this process. ``peers``: what a real decode node (simulated engine) takes for being connected to so many
-prefill nodes.
+``router``: a real router watches services that act as nodes (bench/many_nodes.py), half of them of each role, first
+without and then with requests. CPU is user + system time of the router process, so other work on the machine matters
+little; figures per second assume the report rate of busy nodes. ``choice``: the parts of a node choice, measured in
+this process. ``peers``: CPU, memory and file handles of a real decode node (simulated engine) by the number of
+connected prefill nodes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from router.fleet.nodes import REPORTS
 from router.fleet.policy import FleetSnapshot, NodeView, PolicyRequest, prefix_aware
 from router.fleet.prefix_index import PrefixIndex
 
-MOST_REPORTS = 1000.0  # a second of all nodes: what a small machine can send beside the router that is measured
-PER_NODE = 10.0  # reports a second, at most, of a real one
+MAX_REPORT_RATE = 1000.0  # reports/s of all nodes that a small machine can send beside the measured router
+NODE_REPORT_RATE = 10.0  # highest reports/s of a real node
 PROMPT = 2048  # tokens
 
 
-def say(**figures: float | str) -> None:
+def print_figures(**figures: float | str) -> None:
     print(json.dumps({name: round(x, 3) if isinstance(x, float) else x for name, x in figures.items()}), flush=True)
 
 
 def cpu_of(process: psutil.Process) -> float:
-    """Seconds so far."""
+    """Return the CPU seconds of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -58,7 +58,7 @@ def cpu_of(process: psutil.Process) -> float:
 
 @contextmanager
 def running_router(nodes: ManyNodes, directory: Path) -> Iterator[tuple[psutil.Process, str]]:
-    """The router, ready, and its address."""
+    """Start a router for the nodes; yield its process and URL once it is ready."""
     argv = [sys.executable, "-m", "router", str(EMBEDDED_MODEL), "--served-model-name", MODEL, "--port", "0"]
     for role, addresses in nodes.addresses.items():
         (directory / role).write_text("\n".join(addresses))
@@ -79,7 +79,7 @@ def running_router(nodes: ManyNodes, directory: Path) -> Iterator[tuple[psutil.P
 
 
 def measure_router(num_nodes: int, blocks: int, rate: float, seconds: float) -> None:
-    reports = min(PER_NODE, MOST_REPORTS / num_nodes)
+    reports = min(NODE_REPORT_RATE, MAX_REPORT_RATE / num_nodes)
     nodes = ManyNodes(Behaviour(num_nodes // 2, reports, blocks), num_nodes - num_nodes // 2)
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -90,13 +90,13 @@ def measure_router(num_nodes: int, blocks: int, rate: float, seconds: float) -> 
                 time.sleep(2.0)
                 per_report, size = idle_costs(router, nodes, seconds)
                 times, per_request = request_costs(router, nodes, url, rate, seconds, per_report)
-                say(
+                print_figures(
                     nodes=num_nodes,
                     start_s=ready,
                     start_cpu_s=starting,
                     rss_mib=router.memory_info().rss / 2**20,
                     us_per_report=1e6 * per_report,
-                    reports_per_s=(most := min(PER_NODE * num_nodes, REPORTS)),
+                    reports_per_s=(most := min(NODE_REPORT_RATE * num_nodes, REPORTS)),
                     cores_of_reports=per_report * most,
                     watch_kb_per_s=size * most / 1e3,
                     ms_per_request=1e3 * per_request,
@@ -108,7 +108,7 @@ def measure_router(num_nodes: int, blocks: int, rate: float, seconds: float) -> 
 
 
 def wait_for_all(url: str, num_nodes: int) -> None:
-    """Until the router knows every node."""
+    """Wait until the router reports all nodes as ready."""
     while True:
         text = httpx.get(f"{url}/metrics", trust_env=False).text
         lines = [line for line in text.splitlines() if line.startswith("pdserve_nodes_ready{")]
@@ -118,7 +118,7 @@ def wait_for_all(url: str, num_nodes: int) -> None:
 
 
 def idle_costs(router: psutil.Process, nodes: ManyNodes, seconds: float) -> tuple[float, float]:
-    """CPU seconds of the router for a report, and its bytes."""
+    """Return the router's CPU seconds per report, and the bytes of a report."""
     (count, size), cpu = nodes.counts(), cpu_of(router)
     time.sleep(seconds)
     (count_after, size_after), cpu_after = nodes.counts(), cpu_of(router)
@@ -128,15 +128,15 @@ def idle_costs(router: psutil.Process, nodes: ManyNodes, seconds: float) -> tupl
 def request_costs(
     router: psutil.Process, nodes: ManyNodes, url: str, rate: float, seconds: float, per_report: float
 ) -> tuple[list[float], float]:
-    """Seconds of each request, and CPU seconds of the router for one, beside the reports."""
+    """Return the seconds of each request, and the router's CPU seconds per request without those for reports."""
     (count, _), cpu = nodes.counts(), cpu_of(router)
-    times = asyncio.run(ask(url, rate, seconds))
+    times = asyncio.run(send_requests(url, rate, seconds))
     (count_after, _), cpu_after = nodes.counts(), cpu_of(router)
     return times, (cpu_after - cpu - (count_after - count) * per_report) / len(times)
 
 
-async def ask(url: str, rate: float, seconds: float) -> list[float]:
-    """Requests for a token, at random times; how long each takes."""
+async def send_requests(url: str, rate: float, seconds: float) -> list[float]:
+    """Send requests for one token at random times; return the seconds of each."""
     rng, times = random.Random(3), list[float]()
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
 
@@ -159,7 +159,7 @@ async def ask(url: str, rate: float, seconds: float) -> list[float]:
 
 
 def measure_choice(num_nodes: int, blocks: int) -> None:
-    """Of a prompt whose first half is cached on a quarter of the nodes."""
+    """Measure the choice for a prompt whose first half is cached on a quarter of the nodes."""
     rng, tokens = random.Random(4), random.Random(5).choices(range(VOCABULARY), k=PROMPT)
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
     hashes = short_block_hashes(packed, BLOCK_SIZE, "")
@@ -187,18 +187,18 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
         for number, role in enumerate(roles)
     )
     found = index.match(hashes, names)
-    ask_for = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
-    say(
+    request = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
+    print_figures(
         nodes=num_nodes,
         hash_ms=1e3 * seconds_of(lambda: short_block_hashes(packed, BLOCK_SIZE, "")),
         look_up_ms=1e3 * seconds_of(lambda: index.match(hashes, names)),
-        choose_ms=1e3 * seconds_of(lambda: prefix_aware(FleetSnapshot(MODEL, views, 1, TYPICAL), ask_for)),
+        choose_ms=1e3 * seconds_of(lambda: prefix_aware(FleetSnapshot(MODEL, views, 1, TYPICAL), request)),
         bytes_per_block=size / (num_nodes * blocks),
     )
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """The median of CPU times: others on the machine do not count."""
+    """Return the median CPU time of 30 runs; other processes do not count."""
     times = []
     for _ in range(30):
         began = time.thread_time()
@@ -220,16 +220,16 @@ def measure_peers(num_peers: int, seconds: float) -> None:
             decode = fleet.start_decode(EMBEDDED_MODEL, flags)
             fleet.wait_until(lambda: len(decode.describe().connected_peers) == num_peers, 120.0)
             ready = time.perf_counter() - began
-            front = psutil.Process(decode.pid)
+            frontend = psutil.Process(decode.pid)
             time.sleep(2.0)
-            cpu = cpu_of(front)
+            cpu = cpu_of(frontend)
             time.sleep(seconds)
-            say(
+            print_figures(
                 peers=num_peers,
                 connected_s=ready,
-                idle_cores=(cpu_of(front) - cpu) / seconds,
-                rss_mib=front.memory_info().rss / 2**20,
-                handles=float(front.num_fds()),
+                idle_cores=(cpu_of(frontend) - cpu) / seconds,
+                rss_mib=frontend.memory_info().rss / 2**20,
+                handles=float(frontend.num_fds()),
             )
     finally:
         nodes.close()
@@ -239,9 +239,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["router", "choice", "peers"])
     parser.add_argument("--nodes", type=int, nargs="+", default=[10, 100, 1000], help="prefill nodes, for peers")
-    parser.add_argument("--blocks", type=int, default=1000, help="in each node's prefix cache")
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each window")
+    parser.add_argument("--blocks", type=int, default=1000, help="blocks in each node's prefix cache")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests/s")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement")
     args = parser.parse_args(argv)
     for number in args.nodes:
         if args.what == "router":

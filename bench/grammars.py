@@ -1,4 +1,4 @@
-"""How long grammars take beside the step loop: loading a vocabulary, compiling, and a mask per row.
+"""Time of grammar work beside the step loop: loading a vocabulary, compiling a grammar, one mask per row.
 
 python bench/grammars.py --vocabulary 151936 --rows 64
 """
@@ -40,8 +40,8 @@ Result = TypeVar("Result")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vocabulary", type=int, default=151_936, metavar="N", help="tokens (default %(default)s)")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="outputs at once (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=32, metavar="N", help="tokens of each (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="concurrent outputs (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=32, metavar="N", help="tokens per output (default %(default)s)")
     args = parser.parse_args()
     done = threading.Event()
 
@@ -66,7 +66,7 @@ def run(size: int, rows: int, steps: int) -> None:
 
 
 def follow(matcher: Matcher, steps: int, end: int, rng: random.Random) -> list[float]:
-    """Seconds of each mask of an output of random tokens, the token before taken in."""
+    """Follow a grammar with random allowed tokens; return the seconds of each step: consume a token, make a mask."""
     found = []
     token_id: int | None = None
     for _ in range(steps):
@@ -88,7 +88,7 @@ def report(name: str, rows: list[list[float]]) -> None:
     rest = sorted(seconds for row in rows for seconds in row[1:])
     p50, p99 = statistics.median(rest), rest[int(len(rest) * 0.99)]
     print(
-        f"{name}: a row's mask p50 {p50 * 1e6:.0f} µs, p99 {p99 * 1e6:.0f} µs, most {rest[-1] * 1e6:.0f} µs; "
+        f"{name}: a row's mask p50 {p50 * 1e6:.0f} µs, p99 {p99 * 1e6:.0f} µs, max {rest[-1] * 1e6:.0f} µs; "
         f"the first of an output {statistics.median(first) * 1e6:.0f} µs; {len(rest)} masks"
     )
 
@@ -100,7 +100,7 @@ def timed(work: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def byte_level(size: int) -> str:
-    """A tokenizer.json of random merges, nothing of which has to be downloaded: all bytes, and words of up to 12."""
+    """Return a tokenizer.json with all bytes and random merges of up to 12 characters; downloads nothing."""
     rng = random.Random(0)
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = [piece for piece in pieces if piece.isascii() and piece.isalpha()] + ["Ġ"]

@@ -1,11 +1,11 @@
-"""What integrity mode costs a device: digests of the blocks of a prompt, beside a copy of the same blocks.
+"""Cost of integrity mode on a device: digests of a prompt's blocks, compared with a copy of the same blocks.
 
     python bench/kv_digest.py                                       a model of 27 M parameters, a 4,000-token prompt
     python bench/kv_digest.py --device cuda --layers 32 --kv-heads 8 --head-dim 128 --tokens 512,8192     8B shape
 
 Each row digests and copies all blocks of a prompt, scattered over the cache; the figures are medians, in ms and GB/s.
-Both ends of a handoff digest every block that it sends, P a part at a time while it computes the next one. What that
-does to a handoff is to be seen with bench/handoff.py, between nodes that were started with --kv-checksum.
+Both nodes of a handoff digest every transferred block; P does so part by part while it computes the next part. To
+measure the effect on a handoff, run bench/handoff.py with nodes started with --kv-checksum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 4000])
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on a CPU (default %(default)s)")
     return parser.parse_args()
 
 
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, tokens: int) -> dict[str, float]:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeat: int) -> float:
-    """Of ``work`` until the device has done it, after one turn that warms up."""
+    """Return the median seconds of ``work`` on the device, after one warm-up run."""
     taken = []
     for _ in range(repeat + 1):
         start = time.perf_counter()

@@ -1,17 +1,17 @@
-"""How fast KV blocks travel between two processes of this machine, beside a plain copy of as many bytes.
+"""Throughput of KV block reads between two processes of this machine, compared with a plain copy of as many bytes.
 
-    python bench/kv_transfer.py                         about half a minute; a table on stdout
-    python bench/kv_transfer.py --json transfer.json    the same figures for programs
+    python bench/kv_transfer.py                         about half a minute; prints a table
+    python bench/kv_transfer.py --json transfer.json    also writes the figures as JSON
     UCX_TLS=tcp python bench/kv_transfer.py             as between machines without RDMA
     python bench/kv_transfer.py --device cuda --block-kib 2048 --megabytes 512 --prompt-block-kib 2048
 
-Each row reads ``--megabytes`` with the NIXL connector, from the order to the result in the step loop's hands, once per
-repetition; the figures are medians. "run" is how many blocks are adjacent on both sides: 1 is every block by itself,
-"all" is one range. "descriptors" is what is left of a read once adjacent blocks are merged. The copy beside it is made
-in this process, in turns with the reads: numpy's of the same blocks; with ``--device cuda`` one of as many bytes in one
-piece, between the GPUs that the source and the reader use (the first two, or the only one).
+Each row reads ``--megabytes`` with the NIXL connector once per repetition, from the call of ``read`` until ``poll``
+returns the result; the figures are medians. "run" is the number of adjacent blocks on both sides: with 1 no blocks are
+adjacent by design, "all" is one range. "descriptors" is the number of descriptors after adjacent blocks are merged.
+The copy alternates with the reads, in this process: on a CPU numpy copies the same blocks; with ``--device cuda`` one
+contiguous copy of as many bytes runs between the GPUs of the source and the reader (the first two, or the only one).
 
-The line below the table is a handoff of one prompt (``--prompt-blocks`` blocks of ``--prompt-block-kib``): by default
+The line below the table is the KV of one prompt (``--prompt-blocks`` blocks of ``--prompt-block-kib``): by default
 1,000 tokens of a model of 27 M parameters, 63 blocks of 128 KiB.
 """
 
@@ -37,7 +37,7 @@ from pdserve.records import KVRead, KVRegion, Peer
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table. Times in seconds, medians over the repetitions."""
+    """One row of the table. Times are medians over the repetitions, in seconds."""
 
     block_bytes: int
     run: int  # adjacent blocks
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GB/s of KV blocks between two processes, beside a plain copy")
+    parser = argparse.ArgumentParser(description="GB/s of KV block reads between two processes, and of a plain copy")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--block-kib", type=int, nargs="+", default=[4, 16, 64, 128, 512, 2048], metavar="KIB")
     parser.add_argument(
@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=7, help="repetitions per row (default %(default)s)")
     parser.add_argument("--prompt-blocks", type=int, default=63)
     parser.add_argument("--prompt-block-kib", type=int, default=128)
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--json", metavar="FILE", help="write all figures as JSON")
     return parser.parse_args()
 
 
@@ -113,7 +113,7 @@ def parse_options() -> argparse.Namespace:
 
 
 class HostCache:
-    """Blocks in host memory, touched once so that no page is new while the clock runs."""
+    """Blocks in host memory, written once so that no page fault is measured."""
 
     def __init__(self, layout: KVLayout, index: int) -> None:
         self._blocks = np.ones((layout.num_blocks, layout.block_bytes), np.uint8)
@@ -124,12 +124,12 @@ class HostCache:
         self._source = self._blocks.copy()
 
     def copy(self, local: NDArray[np.int64], remote: NDArray[np.int64], run: int) -> None:
-        for to, of in zip(local[::run].tolist(), remote[::run].tolist(), strict=True):
-            self._blocks[to : to + run] = self._source[of : of + run]
+        for target, source in zip(local[::run].tolist(), remote[::run].tolist(), strict=True):
+            self._blocks[target : target + run] = self._source[source : source + run]
 
 
 class CudaCache:
-    """Blocks on the GPU of this index, or on the last one there is."""
+    """Blocks on the GPU with this index, or on the last GPU."""
 
     def __init__(self, layout: KVLayout, index: int) -> None:
         import torch
@@ -152,11 +152,11 @@ class CudaCache:
 
 
 CACHES: dict[str, type[HostCache] | type[CudaCache]] = {"cpu": HostCache, "cuda": CudaCache}
-SOURCE, READER = 0, 1  # indexes of their GPUs
+SOURCE, READER = 0, 1  # GPU indexes
 
 
 class Pair:
-    """A source in a process of its own and a reader here, with caches of ``num_blocks`` blocks."""
+    """A source in its own process and a reader in this one, with caches of ``num_blocks`` blocks."""
 
     def __init__(self, device: str, block_bytes: int, num_blocks: int) -> None:
         self._layout = layout_of(block_bytes, num_blocks)
@@ -178,25 +178,25 @@ class Pair:
         (self.connection,) = output.connected
 
     def measure(self, num_blocks: int, run: int, repeat: int) -> tuple[Row, float]:
-        """The row, and the slowest read in seconds."""
+        """Return the row, and the slowest read in seconds."""
         rng = np.random.default_rng(0)
         reads, copies, descriptors = [], [], 0
-        for turn in range(repeat + 1):
+        for repetition in range(repeat + 1):
             local, remote = (scattered_runs(rng, self._layout.num_blocks, num_blocks, run) for _ in range(2))
-            read = KVRead(turn, self._peer.epoch, tuple(local.tolist()), tuple(remote.tolist()))
+            read = KVRead(repetition, self._peer.epoch, tuple(local.tolist()), tuple(remote.tolist()))
             seconds, descriptors = self._read(read)
             reads.append(seconds)
             start = time.perf_counter()
             self._cache.copy(local, remote, run)
             copies.append(time.perf_counter() - start)
-        reads, copies = reads[1:], copies[1:]  # the first of each warms up
+        reads, copies = reads[1:], copies[1:]  # the first of each is a warm-up
         row = Row(
             self._layout.block_bytes, run, num_blocks, descriptors, statistics.median(reads), statistics.median(copies)
         )
         return row, max(reads)
 
     def idle_cpu_percent(self, seconds: float = 2.0) -> float:
-        """CPU time this process takes while connected and idle."""
+        """Measure the CPU use of this process while connected and idle."""
         before = time.process_time()
         time.sleep(seconds)
         return 100 * (time.process_time() - before) / seconds
@@ -207,7 +207,7 @@ class Pair:
         self._process.join()
 
     def _read(self, read: KVRead) -> tuple[float, int]:
-        """Seconds from the order to the result in our hands, and the number of descriptors."""
+        """Run a read; return its seconds and the number of descriptors."""
         self._progress.clear()
         start = time.perf_counter()
         self._connector.read(read)
@@ -222,7 +222,7 @@ class Pair:
 
 
 def serve(device: str, layout: KVLayout, pipe: Connection) -> None:
-    """The source: register, say who we are, wait for the end."""
+    """Run the source: register, send the peer's description, and wait until the pipe is closed."""
     cache = CACHES[device](layout, SOURCE)
     connector = NixlConnector(f"source-{os.urandom(4).hex()}")
     rank = connector.register(cache.region, layout, lambda: None)
@@ -239,7 +239,7 @@ def layout_of(block_bytes: int, num_blocks: int) -> KVLayout:
 
 
 def scattered_runs(rng: np.random.Generator, total: int, wanted: int, run: int) -> NDArray[np.int64]:
-    """``wanted`` block ids: runs of ``run`` adjacent ones, no two runs adjacent by design."""
+    """Return ``wanted`` block ids in random runs of ``run`` adjacent blocks."""
     run = min(run, wanted)
     starts = rng.permutation(total // run)[: -(-wanted // run)] * run
     ids: NDArray[np.int64] = (starts[:, None] + np.arange(run)).ravel()[:wanted]

@@ -1,10 +1,10 @@
-"""Writes checkpoints of the shapes that figures are measured on: random weights in bf16, or the config alone.
+"""Write checkpoints of the shapes used for measurements: random weights in bf16, or the config alone.
 
     python bench/make_checkpoint.py /tmp/qwen3-27m                                       for CPUs
     python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
-Tokenizer and chat template are those of the embedded model, so that it can be served. Any field of config.json can be
-given another value: ``--set num_hidden_layers=4``.
+Tokenizer and chat template are those of the embedded model, so the checkpoint can be served. ``--set`` changes fields
+of config.json: ``--set num_hidden_layers=4``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Prefill and decode nodes that are only services: hundreds in a process, which say and answer what real ones would.
+"""Stub prefill and decode nodes: hundreds of gRPC services per process that report and answer like real nodes.
 
-Each reports to whoever watches it, some times a second, that its load has changed, and tells of the blocks in its
-cache. A decode node answers each request with a token, a prefill node lets itself be connected to. There is no engine
-behind them and nothing is handed over, so that their processes take little of the machine that a router or a decode
-node is measured on.
+Each node sends load reports to its watchers several times per second, and the blocks of its prefix cache in the first
+report. A decode node answers each request with one token; a prefill node accepts handshakes. There are no engines and
+no handoffs, so the processes leave most of the CPU to the measured router or decode node.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ _THROUGHPUT = pb.Throughput(
 
 
 class Behaviour(NamedTuple):
-    """What all nodes of a bench have in common."""
+    """Settings of all nodes of a bench."""
 
     num_prefill: int
-    reports: float  # a second, of each node
-    blocks: int  # in each cache, of its own
+    reports: float  # reports/s of each node
+    blocks: int  # distinct blocks in each node's prefix cache
 
 
 class Counters:
-    """Of all nodes of a process."""
+    """Totals over all nodes of a process."""
 
     reports = report_bytes = 0
 
 
 class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.PrefillNodeServicer):
-    """One node. ``number`` sets it apart from all others."""
+    """One node with a unique ``number``."""
 
     def __init__(self, role: str, number: int, behaviour: Behaviour, counters: Counters) -> None:
         self._behaviour, self._counters = behaviour, counters
@@ -109,7 +108,7 @@ class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.Prefill
         )
 
     async def Serve(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Of both roles. A decode node answers with a first token that is the last."""
+        """Serve streams of both roles. A decode node answers with a single token."""
         async for message in request_iterator:
             if isinstance(message, pb.ServeRequest) and message.WhichOneof("kind") == "generate":
                 number = message.generate.request
@@ -123,7 +122,7 @@ class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.Prefill
 
 
 class ManyNodes:
-    """``num_prefill`` and ``num_decode`` nodes, in processes that end with this one."""
+    """``num_prefill`` and ``num_decode`` nodes in child processes that end with this one."""
 
     def __init__(self, behaviour: Behaviour, num_decode: int, processes: int = 2) -> None:
         roles = ["prefill"] * behaviour.num_prefill + ["decode"] * num_decode
@@ -143,7 +142,7 @@ class ManyNodes:
         }
 
     def counts(self) -> tuple[int, int]:
-        """Reports so far, after the first of each stream, and their bytes."""
+        """Return the number of reports so far without the first of each stream, and their bytes."""
         for pipe in self._pipes:
             pipe.send("counts")
         reports, sizes = zip(*(pipe.recv() for pipe in self._pipes), strict=True)

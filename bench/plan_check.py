@@ -1,12 +1,12 @@
-"""What ``pdserve plan`` predicts, against what fleets do: simulated nodes with the same costs, or real ones on a CPU.
+"""Predictions of ``pdserve plan`` compared with measured fleets: simulated nodes with equal costs, or real CPU nodes.
 
     PYTHONPATH=.:tests python bench/plan_check.py
     PYTHONPATH=.:tests python bench/plan_check.py --model MODEL --costs costs.toml --workload 256-512:32:1:1:2
 
-Each workload is PROMPT:OUTPUT:P:D:RATE, lengths as ``pdserve plan`` takes them; with no P, each D does it all. A real
-router places the requests, which arrive at random and whatever becomes of earlier ones; the prediction is for the very
-same ones. Simulated nodes have the costs of an 8B model on an H200, ``--slower`` times as long, so that nodes, router
-and clients take little of two cores; figures are divided by it again.
+Each workload is PROMPT:OUTPUT:P:D:RATE, with lengths as in ``pdserve plan``; with P = 0 each D also prefills. A real
+router routes the requests of an open-loop load with random arrivals; the prediction is for exactly these requests.
+Simulated nodes have the costs of an 8B model on an H200, ``--slower`` times as long, so that nodes, router and clients
+need few CPU cycles; printed times are divided by ``--slower``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import httpx
 from fleet import MODEL_NAME, Fleet
 from replay import make_long_model
 from serve import Load as Requests
-from serve import Trace, lines_of
+from serve import Trace, sse_lines
 
 from pdserve.config.model_config import load_model_config
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
@@ -39,11 +39,11 @@ WORKLOADS = (
     "p50=400,p99=2000:p50=300,p99=900:1:1:36",
     "p50=1500,p99=8000:p50=150,p99=600:0:4:28",
 )
-SHARES = (50, 90)  # percentiles of first tokens: a few hundred requests say little of the last
+SHARES = (50, 90)  # percentiles of TTFT; a few hundred requests give no reliable p99
 
 
 def simulated_costs(model: Path, slower: float) -> Costs:
-    """As pdserve/config/simulated_costs.py has them."""
+    """Return the costs of pdserve/config/simulated_costs.py in the format of ``pdserve plan``."""
     sim = SimulatedCosts()
 
     def ms(seconds: float) -> float:
@@ -83,7 +83,7 @@ def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) ->
 
 
 async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
-    """Send the requests of a workload in their time, and return what became of them."""
+    """Send the requests of a workload at their arrival times and return their traces."""
     traces: list[Trace] = []
     rng = random.Random(2)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
@@ -95,11 +95,11 @@ async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
             traces.append(trace := Trace(time.perf_counter()))
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 response.raise_for_status()
-                async for line in lines_of(response):
+                async for line in sse_lines(response):
                     if line.startswith("data: {"):
                         Requests.count(trace, line)
 
-        await send(64, 8)  # connections, and the paces that routers go by
+        await send(64, 8)  # opens connections, and lets nodes report their throughput
         traces.clear()
         began, at = time.perf_counter(), 0.0
         async with asyncio.TaskGroup() as group:
@@ -111,7 +111,7 @@ async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
 
 
 def compare(args: argparse.Namespace, model: Path, text: str) -> str:
-    """A row: predicted and measured."""
+    """Run a workload; return a table row with predicted / measured figures."""
     prompts, outputs, prefill, decode, rate_text = text.split(":")
     workload, slower = workload_of(prompts, outputs, 0.0, args.requests), 1.0 if args.model else args.slower
     rate = float(rate_text) / slower
@@ -127,7 +127,7 @@ def compare(args: argparse.Namespace, model: Path, text: str) -> str:
     gaps = [gap for trace in traces for gap in trace.gaps]
     pairs = [(first.ttft[share], percentile([trace.ttft for trace in traces], share)) for share in SHARES]
     pairs += [(later.itl[share], percentile(gaps, share)) for share in (50, 99)]
-    cells = [f"{1e3 * said / slower:.3g} / {1e3 * was / slower:.3g} ({said / was - 1:+.0%})" for said, was in pairs]
+    cells = [f"{1e3 * want / slower:.3g} / {1e3 * got / slower:.3g} ({want / got - 1:+.0%})" for want, got in pairs]
     busy = f"{first.utilisation:.0%}, {later.utilisation:.0%}"
     return f"| {prompts} | {outputs} | {prefill}:{decode} | {rate_text} | {busy} | {' | '.join(cells)} | {local:.0%} |"
 
@@ -136,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=WORKLOADS, help="PROMPT:OUTPUT:P:D:RATE")
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--slower", type=float, default=6.0, help="of simulated nodes; rates are divided by it as well")
+    parser.add_argument("--slower", type=float, default=6.0, help="factor on simulated costs, divisor of rates")
     parser.add_argument("--policy", default="prefix-aware")
-    parser.add_argument("--model", type=Path, help="real nodes with this checkpoint, a thread each")
-    parser.add_argument("--costs", help="of these, as bench/engine_steps.py --costs-out writes them")
+    parser.add_argument("--model", type=Path, help="use real nodes with this checkpoint and one thread each")
+    parser.add_argument("--costs", help="costs of the real nodes, written by bench/engine_steps.py --costs-out")
     args = parser.parse_args(argv)
     if bool(args.model) != bool(args.costs):
         parser.error("--model and --costs go together")

@@ -1,13 +1,13 @@
-"""Policies of the router against each other: a trace is replayed to a fleet of simulated nodes, once for each.
+"""Comparison of router policies: the same trace is replayed to a fleet of simulated nodes with each policy.
 
     PYTHONPATH=.:tests python bench/replay.py --prefill 4 --decode 4 --requests 400
 
-``--trace`` replays a file in Mooncake's format (pdserve/plan/workload.py); else a trace is made: sessions of several
-turns, each prompt being all that was said before and something new, behind system prompts of which some are popular
-(Zipf).
+``--trace`` replays a file in Mooncake's format (pdserve/plan/workload.py). Without it, a trace is generated: chat
+sessions of several messages, whose prompts repeat the whole conversation after one of 20 system prompts with a Zipf
+distribution.
 
-``--shrink`` makes blocks and lengths so many times shorter and the costs of a token so many times larger, so that a
-fleet needs little CPU for the same times. Each policy gets a fleet of its own, with empty caches.
+``--shrink`` divides block sizes and lengths and multiplies the costs per token by the same factor, so that a fleet
+needs less CPU for the same times. Each policy gets its own fleet with empty caches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 from fleet import MODEL_NAME, Fleet
-from serve import lines_of
+from serve import sse_lines
 
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
@@ -37,12 +37,12 @@ from router.fleet.policy import POLICIES
 
 @dataclass
 class Results:
-    """Of one policy: seconds to the first tokens, and how much of the prompts was cached."""
+    """Results of one policy: seconds to the first tokens, and cached prompt tokens."""
 
     ttft: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    local: float = 0.0  # prompts that were prefilled on decode nodes by choice
+    local: float = 0.0  # prompts that decode nodes prefilled by choice
     seconds: float = 0.0
 
     def row(self, policy: str) -> str:
@@ -53,28 +53,30 @@ class Results:
 
 
 def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Sessions that begin by a Poisson process; ``rate`` is requests per second on average."""
+    """Generate sessions that start as a Poisson process; ``rate`` is the mean of requests/s."""
     rng = random.Random(seed)
     ids = iter(range(1 << 40))
     systems = [[next(ids) for _ in range(rng.randint(1, 6))] for _ in range(20)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
-    turns_mean, requests, begins = 4.0, list[TraceRequest](), 0.0
-    while len(requests) < 2 * num_requests:  # the later half of them makes up for sessions that are cut off
-        begins += rng.expovariate(rate / turns_mean)
-        said = list(rng.choices(systems, weights)[0])
-        at = begins
-        for _ in range(max(1, round(rng.expovariate(1 / turns_mean)))):
-            said += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.5, 1.0))))]
+    mean_messages, requests, start = 4.0, list[TraceRequest](), 0.0
+    while len(requests) < 2 * num_requests:  # twice as many, because the last sessions are cut off below
+        start += rng.expovariate(rate / mean_messages)
+        history = list(rng.choices(systems, weights)[0])
+        at = start
+        for _ in range(max(1, round(rng.expovariate(1 / mean_messages)))):
+            history += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.5, 1.0))))]
             output = max(8, min(2000, round(rng.lognormvariate(5.3, 0.8))))
-            requests.append(TraceRequest(1000 * at, len(said) * BLOCK - rng.randrange(BLOCK), output, tuple(said)))
-            said[-1:] = [next(ids) for _ in range(1 + output // BLOCK)]  # the answer follows where the prompt ended
-            at += 5.0 + rng.expovariate(1 / 15.0)  # seconds: it is read, and something is written
+            requests.append(
+                TraceRequest(1000 * at, len(history) * BLOCK - rng.randrange(BLOCK), output, tuple(history))
+            )
+            history[-1:] = [next(ids) for _ in range(1 + output // BLOCK)]  # the answer begins in the last block
+            at += 5.0 + rng.expovariate(1 / 15.0)  # seconds to read the answer and write the next message
     requests.sort(key=lambda request: request.at)
     return requests[:num_requests]
 
 
 def prompt_of(request: TraceRequest, shrink: int, vocabulary: int = 4000) -> list[int]:
-    """Token ids: each hash id stands for the same ones wherever it is."""
+    """Return the prompt's token ids; equal hash ids yield equal token ids."""
     size = BLOCK // shrink
     tokens: list[int] = []
     for number in request.hash_ids:
@@ -83,7 +85,7 @@ def prompt_of(request: TraceRequest, shrink: int, vocabulary: int = 4000) -> lis
 
 
 def make_long_model(directory: Path) -> int:
-    """The embedded model without weights, for prompts of any length. Returns the bytes of a token's KV in bfloat16."""
+    """Write the embedded model without weights and with a long context; return KV bytes per token in bfloat16."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, directory / name)
     config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
@@ -129,7 +131,7 @@ async def replay(url: str, requests: Sequence[TraceRequest], shrink: int, speed:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 response.raise_for_status()
                 first = None
-                async for line in lines_of(response):
+                async for line in sse_lines(response):
                     if line.startswith("data: {"):
                         first, last = first or time.perf_counter(), line
             assert first is not None
@@ -145,11 +147,11 @@ async def replay(url: str, requests: Sequence[TraceRequest], shrink: int, speed:
 
 def main(argv: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: made here")
-    parser.add_argument("--requests", type=int, default=400, help="of the trace, from its beginning")
-    parser.add_argument("--rate", type=float, default=8.0, help="requests per second of a trace that is made")
+    parser.add_argument("--trace", type=Path, help="JSON lines in Mooncake's format; default: a generated trace")
+    parser.add_argument("--requests", type=int, default=400, help="first requests of the trace to replay")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests/s of a generated trace")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--speed", type=float, default=1.0, help="replay so many times faster")
+    parser.add_argument("--speed", type=float, default=1.0, help="factor on the arrival rate")
     parser.add_argument("--shrink", type=int, default=16, help="see above; divides 512")
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=4)

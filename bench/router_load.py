@@ -1,17 +1,16 @@
-"""What a router carries: streamed tokens per second, short requests per second, and what it adds to the first token.
+"""Throughput of a router: streamed tokens/s, short requests/s, and the latency that it adds to the first token.
 
     PYTHONPATH=.:tests python bench/router_load.py --nodes 64 --streams 256 --seconds 10
 
-A fleet of simulated decode nodes, a router and clients, each a process of its own. The clients send their next request
-when the last one has ended.
+Simulated decode nodes, a router and closed-loop clients, each in its own process.
 
-    streams   completions of ``--tokens`` tokens are read to their end; tokens that arrive in the window are counted
-    short     completions of one token, not streamed, over connections that stay open
-    first     half as many streams run, and now and then a request is sent by way of the router, and another straight to
-              a node by gRPC. The first token of each is timed; what the router adds is the difference at a percentile
-    hold      half as many streams run for ``--hold`` seconds; memory of the router meanwhile
+    streams   streamed completions of ``--tokens`` tokens; counts the tokens that arrive in the window
+    short     completions of one token, not streamed, over persistent connections
+    first     with half the streams running, probes go through the router and directly to a node by gRPC; the added
+              latency is the difference of their times to the first token at a percentile
+    hold      half the streams run for ``--hold`` seconds; prints the router's memory over time
 
-CPU is user + system time of the router's process over wall time; 1.3 is more than a core, as gRPC has threads.
+CPU is user + system time of the router process over wall time; it can exceed 1 because gRPC has threads.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ STARTED_AT_ONCE = 8  # nodes
 
 
 class Stream(asyncio.Protocol):
-    """One connection that sends a request again and again; ``progress`` is told of each answer's bytes."""
+    """A connection that repeats a request; ``progress`` gets received bytes and returns the number of ended answers."""
 
     def __init__(self, request: bytes, progress: Callable[[bytes], int]) -> None:
         self._request = request
@@ -65,7 +64,10 @@ class Counter:
         self._token = b'"text"'
 
     def take(self, data: bytes) -> int:
-        """Returns how many answers have ended. A mark that two packets share is missed, which is rare and costs."""
+        """Count tokens and return the number of ended answers.
+
+        A marker split across two packets is not counted; this is rare and only lowers the result.
+        """
         self.tokens += data.count(self._token)
         ended = data.count(self._end)
         self.answers += ended
@@ -80,14 +82,14 @@ def http_request(tokens: int, streamed: bool) -> bytes:
 
 
 def run_clients(port: int, connections: int, tokens: int, streamed: bool, seconds: float, pipe: Connection) -> None:
-    """Load, and what of it was answered in the window."""
+    """Run clients in this process and send the numbers of tokens and answers in the window over ``pipe``."""
 
     async def load() -> tuple[int, int]:
         counter, loop = Counter(streamed), asyncio.get_running_loop()
         request = http_request(tokens, streamed)
         for _ in range(connections):
             await loop.create_connection(lambda: Stream(request, counter.take), "127.0.0.1", port)
-            await asyncio.sleep(WARM_UP / 2 / connections)  # nodes would step in time with each other
+            await asyncio.sleep(WARM_UP / 2 / connections)  # staggered, or the nodes' steps would be in phase
         await asyncio.sleep(WARM_UP)
         before = counter.tokens, counter.answers
         await asyncio.sleep(seconds)
@@ -97,7 +99,7 @@ def run_clients(port: int, connections: int, tokens: int, streamed: bool, second
 
 
 class Load:
-    """Client processes under way; ``result`` waits for them."""
+    """Running client processes; ``result`` waits for them."""
 
     def __init__(self, port: int, connections: int, tokens: int, streamed: bool, seconds: float) -> None:
         context = multiprocessing.get_context("spawn")
@@ -111,7 +113,7 @@ class Load:
             self._pipes.append(ours)
 
     def result(self) -> tuple[int, int]:
-        """Tokens and answers in the window."""
+        """Wait for the clients; return the tokens and answers in the window."""
         tokens, answers = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
         return sum(tokens), sum(answers)
 
@@ -130,7 +132,7 @@ class Bench:
         before, started = self._cpu(), time.perf_counter()
         num_tokens, answers = load.result()
         cpu = (self._cpu() - before) / (time.perf_counter() - started)
-        self._say(
+        self._print(
             name,
             connections=connections,
             tokens_per_s=num_tokens / seconds if streamed else 0,
@@ -142,7 +144,7 @@ class Bench:
         )
 
     def first_tokens(self, seconds: float) -> None:
-        """Probes by way of the router and straight to nodes, in turn, beside half the streams."""
+        """Probe the router and a node directly, with half the streams running."""
         load = Load(self._port, self._args.streams // 2, self._args.tokens, True, seconds + WARM_UP)
         time.sleep(WARM_UP * 2)
         before, started = self._cpu(), time.perf_counter()
@@ -151,37 +153,37 @@ class Bench:
         tokens, _ = load.result()
         for share in (50, 90, 99):
             with_router, without = percentile(routed, share), percentile(direct, share)
-            self._say(f"first p{share}", ms=with_router, direct_ms=without, added_ms=with_router - without)
-        self._say("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed), cpu=cpu)
+            self._print(f"first p{share}", ms=with_router, direct_ms=without, added_ms=with_router - without)
+        self._print("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed), cpu=cpu)
 
     def hold(self, seconds: float) -> None:
-        """Half the streams, and the router's memory at eleven points in time."""
+        """Run half the streams and print the router's memory at eleven points in time."""
         load = Load(self._port, self._args.streams // 2, self._args.tokens, True, seconds)
         time.sleep(WARM_UP * 1.5)
         for point in range(11):
-            self._say("hold", seconds=seconds * point / 10, mib=self._megabytes())
+            self._print("hold", seconds=seconds * point / 10, mib=self._megabytes())
             time.sleep(seconds / 10 if point < 10 else 0.0)
         tokens, answers = load.result()
-        self._say("hold", tokens_per_s=tokens / seconds, requests_per_s=answers / seconds)
+        self._print("hold", tokens_per_s=tokens / seconds, requests_per_s=answers / seconds)
 
     async def _probe(self, seconds: float) -> tuple[list[float], list[float]]:
-        """Milliseconds each."""
+        """Return the times to the first token through the router and directly, in ms."""
         routed: list[float] = []
         direct: list[float] = []
         end, tasks = time.perf_counter() + seconds, []
         async with connect(random.choice(self._fleet.decode).address) as client:
 
-            async def straight() -> None:
+            async def send_directly() -> None:
                 started = time.perf_counter()
                 direct.append(1e3 * ((await client.token_times(range(300, 316), 1))[0] - started))
 
             while time.perf_counter() < end:
-                tasks += [asyncio.create_task(self._by_router(routed)), asyncio.create_task(straight())]
+                tasks += [asyncio.create_task(self._send_to_router(routed)), asyncio.create_task(send_directly())]
                 await asyncio.sleep(random.uniform(0.005, 0.015))
             await asyncio.gather(*tasks)
         return routed, direct
 
-    async def _by_router(self, times: list[float]) -> None:
+    async def _send_to_router(self, times: list[float]) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         started = time.perf_counter()
         writer.write(http_request(1, True))
@@ -196,7 +198,7 @@ class Bench:
     def _megabytes(self) -> float:
         return float(self._router.memory_info().rss) / 2**20
 
-    def _say(self, name: str, **figures: float) -> None:
+    def _print(self, name: str, **figures: float) -> None:
         print(json.dumps({"what": name, **{key: round(value, 2) for key, value in figures.items()}}), flush=True)
 
 
@@ -225,14 +227,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=512, help="of each stream")
-    parser.add_argument("--connections", type=int, default=64, help="of short requests")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each window; 0: only hold")
-    parser.add_argument("--hold", type=float, default=0.0, help="seconds of the last part; 0: leave it out")
-    parser.add_argument("--costs", default="step=0.0065,decode=0.0001", help="of the nodes, as --sim-costs takes them")
-    parser.add_argument(
-        "--trace-sample", metavar="SHARE", help="of requests that the router traces (default: no traces)"
-    )
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per stream")
+    parser.add_argument("--connections", type=int, default=64, help="connections for short requests")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds per window; 0: only hold")
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds of hold; 0: skip it")
+    parser.add_argument("--costs", default="step=0.0065,decode=0.0001", help="the nodes' --sim-costs")
+    parser.add_argument("--trace-sample", metavar="SHARE", help="share of requests to trace (default: no traces)")
     args = parser.parse_args()
     with Collector() as collector, fleet_of(args.nodes, args.costs, tracing(args.trace_sample, collector)) as fleet:
         bench = Bench(fleet, args)

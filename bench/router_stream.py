@@ -1,11 +1,11 @@
-"""What one streamed token costs the router: CPU time of its process per token, gRPC to socket.
+"""CPU time of the router per streamed token, from gRPC to the client's socket.
 
     python bench/router_stream.py --streams 1 32 256
 
-A decode node that only replays tokens (a process of its own, one message per step for all streams, as real nodes
-send them) feeds a real router; clients read the streams to the end. CPU time is user + system of the router process,
-taken between the first and the last token of all streams; that of the event loop's thread also by itself, as it is
-what a router runs short of.
+A stub decode node replays tokens to a real router; like a real node it sends one message per step for all streams. It
+runs in its own process. Clients read the streams to the end. CPU time is user + system time of the router process from
+the first request to the end of all streams. The time of the event loop's thread is also reported separately, because
+this thread limits the throughput.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = "replay"
 
 
 class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
-    """Sends a token per step to every stream, ``interval`` seconds apart, once all streams are there."""
+    """Waits for all streams, then sends each of them a token every ``interval`` seconds."""
 
     def __init__(self, name: str, num_streams: int, interval: float) -> None:
         self._name = name
@@ -82,7 +82,7 @@ class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
 
 def run_nodes(num_nodes: int, num_streams: int, interval: float, pipe: Any) -> None:
-    """Nodes of ``num_streams`` each; sends their ports over ``pipe``."""
+    """Run nodes with ``num_streams`` streams each; send their ports over ``pipe``."""
 
     async def serve() -> None:
         servers, ports = [], []
@@ -100,7 +100,7 @@ def run_nodes(num_nodes: int, num_streams: int, interval: float, pipe: Any) -> N
 
 
 async def read_stream(port: int, num_tokens: int, chat: bool) -> int:
-    """Bytes of one whole stream."""
+    """Read a stream to its end and return its bytes."""
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]} if chat else {"prompt": "hello"}
     body = json.dumps({**prompt, "max_tokens": num_tokens, "stream": True}).encode()
     path = b"/v1/chat/completions" if chat else b"/v1/completions"
@@ -115,7 +115,7 @@ async def read_stream(port: int, num_tokens: int, chat: bool) -> int:
 
 
 def measure(num_streams: int, num_nodes: int, num_tokens: int, interval: float, chat: bool) -> dict[str, float]:
-    """Run one setting in processes of its own."""
+    """Start the processes, run all streams once, and return the figures."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     node = context.Process(target=run_nodes, args=(num_nodes, num_streams // num_nodes, interval, theirs), daemon=True)
@@ -159,7 +159,7 @@ def measure(num_streams: int, num_nodes: int, num_tokens: int, interval: float, 
 
 
 def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
-    """Of all threads, and of the event loop's."""
+    """Return the CPU seconds of all threads, and of the event loop's thread."""
     threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
     return sum(threads.values()), threads[process.pid]
 
@@ -167,10 +167,10 @@ def _cpu_seconds(process: psutil.Process) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--nodes", type=int, default=1, help="that share the streams")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the streams")
     parser.add_argument("--tokens", type=int, default=1000, help="per stream")
     parser.add_argument("--interval", type=float, default=0.005, help="seconds between steps")
-    parser.add_argument("--completions", action="store_true", help="instead of chat")
+    parser.add_argument("--completions", action="store_true", help="stream completions instead of chats")
     args = parser.parse_args()
     for num_streams in args.streams:
         result = measure(num_streams, args.nodes, args.tokens, args.interval, not args.completions)

@@ -1,15 +1,16 @@
-"""Load against a running pdserve (or any OpenAI-compatible server): TTFT, ITL and throughput, with percentiles.
+"""Benchmark of a running OpenAI-compatible server: TTFT, ITL and throughput, with percentiles.
 
-Closed loop, N clients that send their next request when the last one has ended:
+Closed loop: each of N clients sends its next request when the last one has ended.
 
     python bench/serve.py --url http://127.0.0.1:8000 --concurrency 8 --requests 200
 
-Open loop, requests arriving by a Poisson process whether or not earlier ones have ended:
+Open loop: requests arrive as a Poisson process, whether or not earlier ones have ended.
 
     python bench/serve.py --url http://127.0.0.1:8000 --rate 4 --requests 200 --json serve.json --plot serve.png
 
-Prompts are random token ids (``--shared-prefix`` of them equal in all), outputs have a fixed length (``ignore_eos``).
-A token's time is when its chunk was read from the socket; ITL is the gap between consecutive tokens of a request.
+Prompts are random token ids; the first ``--shared-prefix`` of them are equal in all prompts. Outputs have a fixed
+length (``ignore_eos``). A token's time is the time at which its chunk was read from the socket; ITL is the gap between
+consecutive tokens of a request.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class Trace:
-    """One request; times are seconds on the monotonic clock."""
+    """The times of one request, in seconds of time.perf_counter()."""
 
     start: float
     tokens: list[float] = field(default_factory=list)
@@ -49,13 +50,13 @@ class Trace:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """ "128" or "64-256": bounds of a uniform distribution, both included."""
+    """Parse "128" or "64-256" as the inclusive bounds of a uniform distribution."""
     low, _, high = text.partition("-")
     return int(low), int(high or low)
 
 
 class Load:
-    """Makes requests and records what came back."""
+    """Sends random requests and records their traces."""
 
     def __init__(self, args: argparse.Namespace, client: httpx.AsyncClient, model: str) -> None:
         self._args = args
@@ -89,7 +90,7 @@ class Load:
                 if response.status_code != 200:
                     trace.error = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
                     return
-                async for line in lines_of(response):
+                async for line in sse_lines(response):
                     if line.startswith("data: {"):
                         self.count(trace, line)
         except httpx.HTTPError as exc:
@@ -122,8 +123,11 @@ class Load:
                 await asyncio.sleep(self._random.expovariate(rate))
 
 
-async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
-    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
+async def sse_lines(response: httpx.Response) -> AsyncIterator[str]:
+    r"""Yield the lines of a server-sent event stream, split at \n only.
+
+    httpx's aiter_lines also splits at U+2028 and other separators, which outputs may contain.
+    """
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -132,7 +136,7 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Milliseconds; empty input gives an empty result."""
+    """Return percentiles in ms of values in seconds; empty input gives an empty result."""
     if not values:
         return {}
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
@@ -155,7 +159,7 @@ def summarize(traces: list[Trace], seconds: float) -> dict[str, Any]:
 
 
 def plot(traces: list[Trace], path: Path, title: str) -> None:
-    """Cumulative distributions of TTFT and ITL."""
+    """Plot the cumulative distributions of TTFT and ITL."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -199,15 +203,15 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--model", help="default: the first listed model")
     parser.add_argument("--concurrency", type=int, default=8, help="clients of the closed loop")
     parser.add_argument("--rate", type=float, help="requests per second of the open loop")
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--warmup", type=int, default=2, help="requests that are not counted")
+    parser.add_argument("--warmup", type=int, default=2, help="requests before the measurement")
     parser.add_argument("--prompt-tokens", type=parse_range, default=(256, 256), metavar="N|LOW-HIGH")
     parser.add_argument("--output-tokens", type=parse_range, default=(64, 64), metavar="N|LOW-HIGH")
     parser.add_argument("--shared-prefix", type=int, default=0, help="prompt tokens that all requests share")
-    parser.add_argument("--vocab", type=int, default=4096, help="ids are drawn from the upper half below this")
+    parser.add_argument("--vocab", type=int, default=4096, help="vocabulary size; prompts use its upper half")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per request")
     parser.add_argument("--json", type=Path)

@@ -1,20 +1,20 @@
-"""Half an hour of load on a small fleet: do memory, handles and threads stay what they were?
+"""Soak test: half an hour of load on a small fleet, during which memory, handles and threads must not grow.
 
     python bench/soak.py --seconds 1800 --csv soak.csv --plot soak.png
 
-Starts a router, a prefill and a decode node with the embedded model, finds how many requests a second they answer to
-clients that never pause, and then sends ``--load`` of that as a Poisson process: completions and chats, streamed or
-not, of one prompt or two, with n, log-probabilities, penalties, grammars and stop strings. Prompts are new each time.
-One client in ten leaves in the middle, one request in fifty is refused as invalid, and one in five comes over a
-connection of its own. Needs what the tests need (pip install -e '.[dev]').
+Starts a router, a prefill and a decode node with the embedded model, measures their capacity in requests/s with
+closed-loop clients, and then sends ``--load`` of that capacity as a Poisson process. Requests are completions and
+chats, streamed or not, with one or two prompts, n, log-probabilities, penalties, grammars and stop strings. All prompts
+are new. One client in ten disconnects before the end, one request in fifty is invalid, and one in five uses a new
+connection. Needs the test dependencies (pip install -e '.[dev]').
 
-A process takes what the largest load so far has needed: sockets and buffers, and a product of matrices for each size
-of a batch (linear.py). So that a moment in which the machine is busy elsewhere, and requests pile up, does not
-look like a leak, there are first ``--burst`` clients that never pause.
+A process keeps the memory of its largest load so far: sockets, buffers, and a matrix product per batch size
+(runner/models/layers/linear.py). Without a peak at the start, a moment with a busy machine and many queued requests
+would look like a leak. So ``--burst`` closed-loop clients run first.
 
-Memory is what a process would give back if it ended (USS), handles its open file descriptors. A window is a sixth of
-the time; what is compared are medians of the second and of the last one, as the first is for caches and allocators to
-fill. Ends with status 1 when a request failed, a block is lost, or a process has grown by more than ``--growth``.
+Memory is USS, which a process would free by ending; handles are open file descriptors. A window is a sixth of the time.
+The medians of the second and the last window are compared; in the first one, caches and allocators still grow. Exits
+with status 1 if a request failed, a block is lost, or the memory of a process has grown by more than ``--growth``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from answers import ErrorAnswer, ask
+from answers import ErrorAnswer, send_completion
+from client_load import DISCONNECT_SHARE, new_body
 from fleet import MODEL_NAME, Fleet, start_fleet
-from sabotage import LEAVES, new_body
 
 from pdserve.config.embedded import EMBEDDED_MODEL
 
@@ -49,14 +49,14 @@ INVALID = 0.02
 FRESH_CONNECTION = 0.2
 CHATS = 0.3
 SAMPLED_EVERY = 5.0  # seconds
-QUIET_SECONDS = 10.0  # after the last request, until nothing may be held
+QUIET_SECONDS = 10.0  # from the last request until all blocks must be free
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one process."""
+    """Resources of one process at one time."""
 
-    at: float  # seconds since the load began
+    at: float  # seconds since the start of the load
     process: str
     memory: float  # MiB
     handles: int
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass
 class Traffic:
-    """Requests of all kinds, and what became of them."""
+    """Sends random requests and counts their outcomes."""
 
     url: str
     chance: random.Random
@@ -74,7 +74,7 @@ class Traffic:
     failures: list[str] = field(default_factory=list)
 
     async def closed(self, clients: int, seconds: float) -> float:
-        """Requests per second that so many clients get answered."""
+        """Run closed-loop clients and return their throughput in requests/s."""
         end = time.monotonic() + seconds
         before = sum(self.outcomes.values())
         async with self._client() as client:
@@ -87,7 +87,7 @@ class Traffic:
         return (sum(self.outcomes.values()) - before) / seconds
 
     async def open(self, rate: float, seconds: float) -> None:
-        """So many requests per second, whether or not earlier ones have ended."""
+        """Send requests as a Poisson process, whether or not earlier ones have ended."""
         end = time.monotonic() + seconds
         due = time.monotonic()
         async with self._client() as client, asyncio.TaskGroup() as group:
@@ -123,10 +123,10 @@ class Traffic:
 
     async def _completion(self, client: httpx.AsyncClient) -> str:
         body = new_body(self.chance, max_prompt=600, max_tokens=120)
-        leave_after = self.chance.randint(1, 20) if self.chance.random() < LEAVES else float("inf")
-        answer = await ask(client, body, leave_after)
+        disconnect_after = self.chance.randint(1, 20) if self.chance.random() < DISCONNECT_SHARE else float("inf")
+        answer = await send_completion(client, body, disconnect_after)
         self.tokens += answer.num_tokens
-        return "left" if answer.num_tokens >= leave_after else "completion"
+        return "left" if answer.num_tokens >= disconnect_after else "completion"
 
     async def _chat(self, client: httpx.AsyncClient) -> str:
         words = " ".join(self.chance.choices(("sun", "moon", "Grüße", "naïve", "数", "{}", "\n"), k=40))
@@ -154,7 +154,7 @@ def processes_of(fleet: Fleet) -> dict[str, psutil.Process]:
     assert fleet.router
     found = {"router": psutil.Process(fleet.router.pid)}
     for role, (node,) in {"prefill": fleet.prefill, "decode": fleet.decode}.items():
-        found |= {f"{role} {part}": node.processes(part)[0] for part in ("front", "engine")}
+        found |= {f"{role} {part}": node.processes(part)[0] for part in ("frontend", "engine")}
     return found
 
 
@@ -176,7 +176,7 @@ async def soak(processes: Mapping[str, psutil.Process], traffic: Traffic, args: 
     await traffic.closed(args.burst, args.seconds / 30)
     capacity = await traffic.closed(args.clients, args.seconds / 30)
     rate = args.load * capacity
-    print(f"{args.clients} clients that never pause: {capacity:.1f} requests/s; sending {rate:.1f}/s", flush=True)
+    print(f"{args.clients} closed-loop clients: {capacity:.1f} requests/s; sending {rate:.1f}/s", flush=True)
     traffic.outcomes.clear()
     traffic.tokens = 0
     start = time.monotonic()
@@ -194,7 +194,7 @@ def window(samples: Sequence[Sample], process: str, index: int, seconds: float) 
 
 
 def report(samples: Sequence[Sample], processes: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """Prints a table; returns what has grown too much."""
+    """Print a table and return the processes whose memory has grown too much."""
     grown = []
     print("| process | memory, MiB: second sixth | last | growth | handles | threads |\n|---|---|---|---|---|---|")
     for process in processes:
@@ -202,8 +202,8 @@ def report(samples: Sequence[Sample], processes: Sequence[str], args: argparse.N
         before, after = (statistics.median(s.memory for s in part) for part in (early, late))
         kinds = ("handles", "threads")
         counts = [[statistics.median(getattr(s, kind) for s in part) for part in (early, late)] for kind in kinds]
-        told = " | ".join(f"{first:.0f} → {last:.0f}" for first, last in counts)
-        print(f"| {process} | {before:.1f} | {after:.1f} | {(after / before - 1):+.2%} | {told} |")
+        cells = " | ".join(f"{first:.0f} → {last:.0f}" for first, last in counts)
+        print(f"| {process} | {before:.1f} | {after:.1f} | {(after / before - 1):+.2%} | {cells} |")
         if after > before * (1 + args.growth):
             grown.append(f"{process}: memory grew from {before:.1f} to {after:.1f} MiB")
     return grown
@@ -239,10 +239,12 @@ def plot(samples: Sequence[Sample], processes: Sequence[str], path: Path) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--load", type=float, default=0.8, help="share of what it can do (default %(default)s)")
-    parser.add_argument("--clients", type=int, default=16, help="when finding that out (default %(default)s)")
-    parser.add_argument("--burst", type=int, default=150, help="clients before that (default %(default)s)")
-    parser.add_argument("--growth", type=float, default=0.02, help="of memory, tolerated (default %(default)s)")
+    parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default %(default)s)")
+    parser.add_argument(
+        "--clients", type=int, default=16, help="clients that measure the capacity (default %(default)s)"
+    )
+    parser.add_argument("--burst", type=int, default=150, help="clients of the first peak (default %(default)s)")
+    parser.add_argument("--growth", type=float, default=0.02, help="tolerated growth of memory (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -1,13 +1,13 @@
-"""What those who decode feel of prompts that others send: time between tokens, without prompts, with prompts prefilled
-on the same node, and with prompts prefilled on P, whose KV is read meanwhile.
+"""ITL of running streams while other clients send prompts: without prompts, with prompts prefilled on the same node,
+and with prompts prefilled on P.
 
     pdserve prefill MODEL --port 9001 &
     pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 &
     python bench/steady_decode.py --decode 127.0.0.1:9002
 
-``--streams`` requests of 128 prompt tokens decode all the time; beside them ``--clients`` clients send one prompt of
-``--prompt`` random tokens after the other, each for two tokens. Times are taken at the client, in ms, over the gaps of
-all streams while prompts were under way (design: 32 streams, two clients, 8,192 tokens).
+``--streams`` requests with 128 prompt tokens decode all the time. Beside them, ``--clients`` closed-loop clients send
+prompts of ``--prompt`` random tokens that generate two tokens each. Figures are in ms, measured at the client over the
+gaps of all streams while prompts were sent (reference load: 32 streams, two clients, 8,192 tokens).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLE = 1.0  # seconds for all streams to decode
 
 
 class Load:
-    """The streams, the clients, and what they felt."""
+    """Runs the streams and the clients, and measures the gaps between tokens."""
 
     def __init__(self, client: DecodeClient, args: argparse.Namespace) -> None:
         self._client = client
@@ -37,7 +37,7 @@ class Load:
         self._random = random.Random(args.seed)
 
     async def measure(self, clients: int, prefill_node: str) -> dict[str, float]:
-        """Figures of one run: percentiles of the gaps in ms, and how many prompts were served meanwhile."""
+        """Run once; return percentiles of the gaps in ms, and the number of prompts served meanwhile."""
         streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
         await asyncio.sleep(SETTLE)
         start = time.perf_counter()
@@ -69,9 +69,9 @@ class Load:
 
 
 def gaps_between(times: list[float], start: float, end: float) -> Iterator[float]:
-    """Gaps between adjacent tokens that came between ``start`` and ``end``. Raises RuntimeError when they ended."""
+    """Return the gaps between tokens that arrived from ``start`` to ``end``. Raises RuntimeError if they end early."""
     if times[-1] < end:
-        raise RuntimeError("a stream ended before its time was over; give more --tokens")
+        raise RuntimeError("a stream ended before --seconds had passed; raise --tokens")
     inside = [at for at in times if start <= at <= end]
     return (later - earlier for earlier, later in pairwise(inside))
 
@@ -92,10 +92,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", required=True, metavar="ADDR")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each stream; enough for --seconds and one more")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream; must last for --seconds + 1 s")
     parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prompts beside the streams")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long prompts are sent")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens per prompt of the clients")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds during which prompts are sent")
     parser.add_argument("--seed", type=int, default=0)
     return run_bench(run(parser.parse_args()))
 

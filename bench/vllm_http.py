@@ -1,11 +1,11 @@
-"""vLLM's HTTP server before an engine that only replays tokens: what a streamed token costs it, to compare with.
+"""CPU time of vLLM's HTTP server per streamed token, with an engine that only replays tokens.
 
     VLLM_PYTHON bench/vllm_http.py MODEL_DIR --streams 256 --tokens 400 --interval 0.0065
 
-It runs in an environment where vLLM is installed (tried with 0.32.0), and imports nothing of pdserve. All of vLLM's
-front is real: HTTP, validation, detokenizing, server-sent events. Its engine core is replaced, in the same process, by
-a loop that hands a token to every request once per interval, as bench/router_stream.py's node does; so vLLM is spared
-the socket that it would have to read them from. CPU time is that of the server's process.
+Run it in an environment with vLLM (tested with 0.32.0); it imports nothing of pdserve. vLLM's API server is complete:
+HTTP, validation, detokenizing, server-sent events. Its engine core is replaced, in the same process, by a loop that
+yields one token per request and interval, like the node of bench/router_stream.py. So vLLM does not pay for the socket
+to its engine core. CPU time is that of the server process. Compare with bench/router_stream.py.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 
 class ReplayCore:
-    """In place of vllm.v1.engine.core_client.AsyncMPClient."""
+    """Replaces vllm.v1.engine.core_client.AsyncMPClient."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._left: dict[str, int] = {}  # by request: tokens to come
+        self._left: dict[str, int] = {}  # remaining tokens by request
         self._arrived = asyncio.Event()
         self._step = 0
         self.engine_ranks_managed = [0]
@@ -63,10 +63,10 @@ class ReplayCore:
         return EngineCoreOutputs(outputs=outputs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """There is no process to end."""
+        """Do nothing: there is no engine process."""
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else it is asked to do at its start is done."""
+        """Return a coroutine function that does nothing for every other async method."""
         if name.endswith("_async"):
 
             async def nothing(*args: object, **kwargs: object) -> None:
@@ -86,7 +86,7 @@ def run_server(model: str, port: int, interval: float) -> None:
 
 
 async def read_stream(port: int, num_tokens: int) -> int:
-    """Bytes of one whole stream."""
+    """Read a stream to its end and return its bytes."""
     content = {"prompt": "hello", "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
     body = json.dumps(content).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -100,14 +100,14 @@ async def read_stream(port: int, num_tokens: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far (proc(5))."""
+    """Return the user + system time of a process so far, in seconds (proc(5))."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure(pid: int, port: int, streams: int, tokens: int) -> dict[str, float]:
-    await read_stream(port, 8)  # whatever is made at the first request
+    await read_stream(port, 8)  # warm-up
     before, started = cpu_seconds(pid), time.perf_counter()
     await asyncio.gather(*(read_stream(port, tokens) for _ in range(streams)))
     cpu, seconds = cpu_seconds(pid) - before, time.perf_counter() - started
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="per stream")
     parser.add_argument("--interval", type=float, default=0.0065, help="seconds between steps")
     parser.add_argument("--port", type=int, default=8377)
-    parser.add_argument("--serve", action="store_true", help="be the server")
+    parser.add_argument("--serve", action="store_true", help="run as the server")
     args = parser.parse_args()
     if args.serve:
         run_server(args.model, args.port, args.interval)

@@ -1,4 +1,4 @@
-"""Completions as a client has them in the end, however they came: compared with what an undisturbed fleet said."""
+"""Completions as a client received them, streamed or not, and their comparison with those of an undisturbed fleet."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ LOGPROB_TOLERANCE = 1e-3  # the same tokens computed in batches of other sizes
 
 
 class ErrorAnswer(Exception):
-    """A client was told of an error."""
+    """The client received an error."""
 
 
 @dataclass
-class Said:
-    """Of one choice."""
+class ChoiceAnswer:
+    """One choice of an answer."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
-    tokens: list[str] = field(default_factory=list)  # these three where log-probabilities were asked for
+    tokens: list[str] = field(default_factory=list)  # this and the next two: only for requests with log-probabilities
     offsets: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
     def add(self, choice: dict[str, Any]) -> None:
-        """A chunk's part of it, or all."""
+        """Append a chunk of the choice, or the whole choice."""
         assert not self.finish_reason, "a chunk came after the end of its choice"
         self.token_ids += choice.get("token_ids") or []
         self.text += choice["text"]
@@ -38,10 +38,10 @@ class Said:
             self.offsets += logprobs["text_offset"]
             self.logprobs += logprobs["token_logprobs"]
 
-    def same_as(self, other: Said) -> bool:
+    def matches(self, other: ChoiceAnswer) -> bool:
         mine, theirs = (
-            (said.token_ids, said.text, said.finish_reason, said.tokens, said.offsets, len(said.logprobs))
-            for said in (self, other)
+            (each.token_ids, each.text, each.finish_reason, each.tokens, each.offsets, len(each.logprobs))
+            for each in (self, other)
         )
         pairs = zip(self.logprobs, other.logprobs, strict=False)
         return mine == theirs and all(abs(a - b) < LOGPROB_TOLERANCE for a, b in pairs)
@@ -49,36 +49,39 @@ class Said:
 
 @dataclass
 class Answer:
-    """Of one request, with its choices by index."""
+    """The answer to one request, with its choices by index."""
 
-    choices: dict[int, Said] = field(default_factory=dict)
+    choices: dict[int, ChoiceAnswer] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(said.token_ids) for said in self.choices.values())
+        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def add(self, event: dict[str, Any]) -> None:
-        """A chunk or a body. Raises ErrorAnswer."""
+        """Append a chunk, or a whole response body. Raises ErrorAnswer."""
         if "error" in event:
             raise ErrorAnswer(event["error"]["message"])
         for choice in event["choices"]:
-            self.choices.setdefault(choice["index"], Said()).add(choice)
+            self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
         if usage := event.get("usage"):
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
-    def same_as(self, other: Answer) -> bool:
-        """Token for token, text for text; prompt tokens are counted once, and so is each output token."""
+    def matches(self, other: Answer) -> bool:
+        """Return whether all choices and both token counts are equal; log-probabilities within the tolerance."""
         return (
             self.choices.keys() == other.choices.keys()
-            and all(said.same_as(other.choices[index]) for index, said in self.choices.items())
+            and all(choice.matches(other.choices[index]) for index, choice in self.choices.items())
             and (self.prompt_tokens, self.completion_tokens) == (other.prompt_tokens, other.completion_tokens)
         )
 
 
-async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
-    """As events are delimited: httpx's own would also end a line at U+2028 and its like, which outputs may hold."""
+async def sse_lines(response: httpx.Response) -> AsyncIterator[str]:
+    r"""Yield the lines of a server-sent event stream, split at \n only.
+
+    httpx's aiter_lines also splits at U+2028 and other separators, which outputs may contain.
+    """
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -86,8 +89,13 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
             yield line.decode()
 
 
-async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave_after: float = float("inf")) -> Answer:
-    """The answer to a completion; a streamed one is left after so many tokens. Raises ErrorAnswer."""
+async def send_completion(
+    client: httpx.AsyncClient, body: dict[str, Any], disconnect_after: float = float("inf")
+) -> Answer:
+    """Send a completion request and return its answer. Raises ErrorAnswer.
+
+    The client of a streamed answer disconnects after ``disconnect_after`` tokens.
+    """
     answer = Answer()
     if not body.get("stream"):
         response = await client.post("/v1/completions", json={**body, "return_token_ids": True})
@@ -97,10 +105,10 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], leave_after: floa
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             answer.add(json.loads(await response.aread()))
-        async for line in lines_of(response):
+        async for line in sse_lines(response):
             if line.startswith("data: {"):
                 answer.add(json.loads(line.removeprefix("data: ")))
-            if answer.num_tokens >= leave_after:
+            if answer.num_tokens >= disconnect_after:
                 return answer
     assert line == "data: [DONE]" or not line, line
     return answer

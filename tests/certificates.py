@@ -1,4 +1,4 @@
-"""Certificates of authorities that are made for a test, in the files that pdserve reads."""
+"""Certificates of temporary authorities, written to the files that pdserve reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdserve.rpc.tls import SERVER_NAME
 
 
 def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
-    """What ``--grpc-tls`` wants, of ``ca``; certificates of ``more`` are accepted, too."""
+    """Write a ``--grpc-tls`` directory: a certificate of ``ca``, and trust in ``ca`` and ``more``."""
     directory.mkdir(parents=True, exist_ok=True)
     issued = ca.issue_cert(SERVER_NAME)
     (directory / "ca.pem").write_bytes(b"".join(each.cert_pem.bytes() for each in (ca, *more)))
@@ -21,13 +21,13 @@ def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
 
 
 def write_https(cert: Path, key: Path, ca: trustme.CA) -> None:
-    """What ``--tls-cert`` and ``--tls-key`` want, for clients that use this machine's address."""
+    """Write files for ``--tls-cert`` and ``--tls-key``, valid for 127.0.0.1."""
     issued = ca.issue_cert("127.0.0.1")
     cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     key.write_bytes(issued.private_key_pem.bytes())
 
 
 def tls_channel(address: str, credentials: grpc.ChannelCredentials) -> grpc.Channel:
-    """To a node, whatever its address; a connection of its own."""
+    """Open a separate TLS connection to a node at any address."""
     options = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
     return grpc.secure_channel(address, credentials, options)

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector as far as tests need one: it takes OTLP over HTTP and keeps the spans of each trace."""
+"""A minimal OpenTelemetry collector: receives OTLP over HTTP and keeps the spans of each trace."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
-_PATIENCE = 20.0  # seconds
+_WAIT_SECONDS = 20.0  # seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One that was exported, by ``service``; its children were, too, whoever exported them."""
+    """A span exported by ``service``, with its child spans from all services."""
 
     raw: otlp.Span
     resource: dict[str, Any]
@@ -38,7 +38,7 @@ class Span:
 
     @property
     def events(self) -> dict[str, int]:
-        """Nanoseconds of the calendar, by name."""
+        """Unix time in nanoseconds, by event name."""
         return {event.name: event.time_unix_nano for event in self.raw.events}
 
     @property
@@ -59,7 +59,7 @@ class Span:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Names of what is below it; of two of a name the last one counts."""
+        """Names of the spans below this one, as nested dicts; of two children with one name, the last one."""
         return {child.name: child.shape for child in self.children}
 
     def walk(self) -> list[Span]:
@@ -67,7 +67,7 @@ class Span:
 
 
 class Collector:
-    """Listens from construction until ``close``, at ``port`` or any."""
+    """Listens from construction until ``close``; port 0 is any free port."""
 
     def __init__(self, port: int = 0) -> None:
         self._spans: list[Span] = []
@@ -111,20 +111,21 @@ class Collector:
             return {span.raw.trace_id.hex() for span in self._spans}
 
     def wait(self, name: str, *ended: str) -> Span:
-        """The router's span of a request, found by the id of that or of its trace, once spans of all names in ``ended``
-        have come, too.
+        """Wait for a request's root span and for spans of all names in ``ended``; return the root span.
+
+        ``name`` is the request id or the trace id.
         """
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _WAIT_SECONDS
         while True:
             root = self._find(name)
             names = [span.name for span in root.walk()] if root is not None else []
             if root is not None and {*ended} <= {*names}:
                 return root
-            assert time.monotonic() < end, f"of {name} there is {names}, not all of {ended}"
+            assert time.monotonic() < end, f"trace {name} has spans {names}, expected {ended}"
             time.sleep(0.02)
 
     def _find(self, name: str) -> Span | None:
-        """With all that is below it so far."""
+        """Return the root span with all spans below it that have arrived so far."""
         with self._lock:
             spans = [Span(span.raw, span.resource, []) for span in self._spans]
         for root in spans:

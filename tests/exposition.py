@@ -1,4 +1,4 @@
-"""What Prometheus would read: metrics of a process over HTTP, and those that docs/metrics.md says there are."""
+"""Metrics in the Prometheus exposition format, scraped from a process, and the table of docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARTS = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_c
 
 @dataclass(frozen=True)
 class Row:
-    """A metric. ``on`` has the letters of the roles that export it: R, P, D."""
+    """A row of the table. ``on`` has the letters of the roles that export the metric: R, P, D."""
 
     name: str
     on: frozenset[str]
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def series(self) -> dict[str, frozenset[str]]:
-        """Names of its series, as queries use them, and their labels."""
+        """Names of the metric's series, as in queries, and their labels."""
         le = frozenset({"le"})
         return {self.name + part: self.labels | (le if part == "_bucket" else set()) for part in _PARTS[self.type]}
 
 
-def documented() -> list[Row]:
+def documented_metrics() -> list[Row]:
     rows = [found for line in TABLE.read_text().splitlines() if (found := _ROW.match(line))]
     return [Row(row["name"], _words(row["on"]), row["type"], _words(row["labels"]), row["meaning"]) for row in rows]
 
@@ -47,8 +47,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", text))
 
 
-def scraped(url: str) -> list[Metric]:
-    """The families at ``url``, counters under their names with _total."""
+def scrape(url: str) -> list[Metric]:
+    """Return the metric families at ``url``; names of counters end in _total."""
     with urllib.request.urlopen(url, timeout=10.0) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     for family in families:
@@ -58,7 +58,7 @@ def scraped(url: str) -> list[Metric]:
 
 
 def metrics_url(node: NodeProcess) -> str:
-    """Of a node that was started with ``--metrics-port 0``: of its two ports, the one that is not its address."""
+    """Return the metrics URL of a node with ``--metrics-port 0``: it listens on two ports, one of them for gRPC."""
     listening = [
         each.laddr for each in psutil.Process(node.pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN
     ]
@@ -67,7 +67,7 @@ def metrics_url(node: NodeProcess) -> str:
 
 
 def value(families: Iterable[Metric], name: str, **labels: str) -> float:
-    """Of the one series with that name and those labels, beside which it may have others."""
+    """Return the value of the only series with this name and at least these labels."""
     (found,) = [
         sample for sample in samples(families) if sample.name == name and labels.items() <= sample.labels.items()
     ]

@@ -1,4 +1,4 @@
-"""A Kubernetes API server as far as EndpointSlices go, over real HTTP: lists, watches, bookmarks, little memory."""
+"""A Kubernetes API server for EndpointSlices over HTTP: lists, watches, bookmarks, and a bounded event history."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def endpoint_slice(name: str, addresses: Sequence[str], ready: bool | None = Tru
 
 
 class FakeCluster:
-    """``seen`` has each request's query and authorization. ``fail_with`` answers every request with that status."""
+    """``seen`` has each request's query and authorization. A nonzero ``fail_with`` is the status of every answer."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -33,7 +33,7 @@ class FakeCluster:
         self._slices: dict[str, dict[str, Any]] = {}
         self._version = 100
         self._log: list[tuple[int, dict[str, Any]]] = []  # events by version
-        self._forgotten = 0  # versions up to here are not known any more
+        self._compacted = 0  # events up to this version have been dropped
         self._changed = asyncio.Condition()
         self._watches: set[asyncio.Task[None]] = set()
 
@@ -41,32 +41,32 @@ class FakeCluster:
     def num_lists(self) -> int:
         return sum("watch" not in query for query, _ in self.seen)
 
-    async def seen_so_many(self, count: int) -> None:
-        """Returns once there were so many requests."""
-        while len(self.seen) < count:  # noqa: ASYNC110 - it may not have arrived yet
+    async def wait_for_requests(self, count: int) -> None:
+        """Wait until ``count`` requests have arrived."""
+        while len(self.seen) < count:  # noqa: ASYNC110 - requests come from another task
             await asyncio.sleep(0.01)
 
     async def put(self, item: dict[str, Any]) -> None:
         name = item["metadata"]["name"]
-        await self._happen("MODIFIED" if name in self._slices else "ADDED", item)
+        await self._record_event("MODIFIED" if name in self._slices else "ADDED", item)
         self._slices[name] = item
 
     async def delete(self, name: str) -> None:
-        await self._happen("DELETED", self._slices.pop(name))
+        await self._record_event("DELETED", self._slices.pop(name))
 
     async def bookmark(self) -> None:
-        await self._happen("BOOKMARK", {"metadata": {}})
+        await self._record_event("BOOKMARK", {"metadata": {}})
 
     def forget(self) -> None:
-        """What has happened until now can be listed, not watched."""
-        self._forgotten = self._version
+        """Drop the event history: clients must list again, as after compaction."""
+        self._compacted = self._version
         self._log.clear()
 
     def end_watches(self) -> None:
         for task in self._watches:
             task.cancel()
 
-    async def _happen(self, kind: str, item: dict[str, Any]) -> None:
+    async def _record_event(self, kind: str, item: dict[str, Any]) -> None:
         self._version += 1
         item["metadata"]["resourceVersion"] = str(self._version)
         self._log.append((self._version, {"type": kind, "object": json.loads(json.dumps(item))}))
@@ -91,26 +91,26 @@ class FakeCluster:
         await send({"type": "http.response.body", "body": json.dumps(found).encode()})
 
     async def _watch(self, version: int, selector: str, send: Send) -> None:
-        async def tell(event: dict[str, Any]) -> None:
+        async def send_event(event: dict[str, Any]) -> None:
             body = json.dumps(event).encode() + b"\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        if version < self._forgotten:
-            await tell({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
+        if version < self._compacted:
+            await send_event({"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old"}})
             return
         while True:
             for at, event in list(self._log):
                 if at > version:
                     version = at
                     if _selects(selector, event["object"]):
-                        await tell(event)
+                        await send_event(event)
             async with self._changed:
                 while self._version <= version:
                     await self._changed.wait()
 
 
 def _selects(selector: str, item: dict[str, Any]) -> bool:
-    """An item without labels is of every service."""
+    """Return whether a label selector matches an item; an item without labels always matches."""
     labels = item["metadata"].get("labels")
     return labels is None or selector in {f"{key}={value}" for key, value in labels.items()}
 

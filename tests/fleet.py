@@ -1,4 +1,4 @@
-"""Real processes to test against: prefill nodes, decode nodes and a router, started as ``pdserve up`` starts them.
+"""Real processes for tests: prefill nodes, decode nodes and a router, started as ``pdserve up`` starts them.
 
 with start_fleet(checkpoint, prefill_flags=["--block-size", "8"]) as fleet:
     fleet.complete([1, 2, 3], max_tokens=8)
@@ -53,7 +53,7 @@ class Process:
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str] = NO_VARIABLES) -> None:
         self._fleet = fleet
         self.child = child
-        self.environ = environ  # beyond this process's
+        self.environ = environ  # added to the environment of this process
 
     @property
     def name(self) -> str:
@@ -69,35 +69,35 @@ class Process:
 
     @property
     def output(self) -> str:
-        """The last lines it printed."""
+        """The last lines of its output."""
         return "\n".join(self.child.last_lines)
 
     def kill(self) -> None:
-        """SIGKILL to the front process alone; its engine, if it was not stopped, has to notice by itself."""
+        """Send SIGKILL to the frontend process only; the engine must detect this and end by itself."""
         self.signal(signal.SIGKILL)
-        with suppress(ProcessLookupError):  # both processes have ended already
+        with suppress(ProcessLookupError):  # frontend and engine have already ended
             os.killpg(self.pid, signal.SIGCONT)
         self.wait_ended(5.0)
 
     def wait_ended(self, seconds: float) -> None:
-        """Until its front has ended, whatever of."""
+        """Wait until the frontend process has ended for any reason."""
         self._fleet.wait_until(lambda: self.child.state == "ended", seconds)
 
-    def spawn_again(self) -> None:
-        """Start it again at the same address, with the same flags and variables, after it has ended."""
+    def respawn(self) -> None:
+        """Start an ended process again at the same address, with the same flags and variables."""
         self._fleet.respawn(self)
 
     def signal(self, number: int) -> None:
         self.child.process.send_signal(number)
 
     def signal_engine(self, number: int) -> None:
-        """To the node's engine process alone."""
+        """Send a signal to the node's engine process only."""
         for child in psutil.Process(self.pid).children():
             child.send_signal(number)
 
 
 class NodeCalls(ABC):
-    """What a node answers over gRPC, asked for anew each time."""
+    """Calls of a node's gRPC services."""
 
     @property
     @abstractmethod
@@ -119,16 +119,13 @@ class NodeCalls(ABC):
             return pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
 
     def counter(self, name: str) -> float:
-        """One of the counters in the node's status, without the prefix "pdserve_" and the suffix "_total".
-
-        The sum over all labels.
-        """
+        """Return the sum over all labels of the counter ``pdserve_{name}_total`` in the node's status."""
         found = [value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"]
         assert found, f"{self.name} has no counter {name}"
         return sum(found)
 
     def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
-        """Wait until no block is held, leased or quarantined. Checks that blocks always add up to the total."""
+        """Wait until no block is held, leased or quarantined. Check each time that the blocks add up to the total."""
         end = time.monotonic() + seconds
         while True:
             status = self.status()
@@ -140,7 +137,8 @@ class NodeCalls(ABC):
             time.sleep(0.05)
 
 
-PARTS = ("node", "front", "engine")  # of a node, as ``stop`` knows them; the engine is rank 0, others are "rank 1" …
+#: Parts of a node that ``stop`` accepts, beside "rank 1", "rank 2" …; the engine process is rank 0.
+PARTS = ("node", "frontend", "engine")
 
 
 class NodeProcess(Process, NodeCalls):
@@ -148,48 +146,48 @@ class NodeProcess(Process, NodeCalls):
 
     def __init__(self, fleet: Fleet, child: Child, environ: Mapping[str, str]) -> None:
         super().__init__(fleet, child, environ)
-        self._stops: list[tuple[str, list[psutil.Process]]] = []  # parts
+        self._stops: list[tuple[str, list[psutil.Process]]] = []  # stopped parts with their processes
 
     def restart(self) -> None:
-        """As ``spawn_again``, and wait until everything is ready."""
-        self.spawn_again()
+        """Respawn the node and wait until the fleet is ready."""
+        self.respawn()
         self._fleet.wait_ready()
 
-    def spawn_again(self) -> None:
+    def respawn(self) -> None:
         self._stops.clear()
-        super().spawn_again()
+        super().respawn()
 
     def stop(self, part: str) -> None:
-        """SIGSTOP to a part of it. Returns once that stands still, which takes a moment. Stops add up."""
+        """Send SIGSTOP to a part of the node and wait until it has stopped. A part can be stopped more than once."""
         stopped = self.processes(part)
         self._stops.append((part, stopped))
         for process in stopped:
             process.suspend()
         self._fleet.wait_until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in stopped), 5.0)
 
-    def go_on(self, part: str) -> None:
-        """Take a stop of this part back, if there is one; a process goes on once all of its stops were."""
+    def resume(self, part: str) -> None:
+        """Undo one stop of this part, if any; a process continues when all stops that include it are undone."""
         index = next((index for index, stop in enumerate(self._stops) if stop[0] == part), None)
         if index is None:
             return
         _, processes = self._stops.pop(index)
-        held = {process for _, others in self._stops for process in others}
+        still_stopped = {process for _, others in self._stops for process in others}
         for process in processes:
-            if process not in held:
-                with suppress(psutil.NoSuchProcess):  # it has ended since
+            if process not in still_stopped:
+                with suppress(psutil.NoSuchProcess):  # has ended since
                     process.resume()
 
     def processes(self, part: str = "node") -> list[psutil.Process]:
-        """The processes of a part."""
-        front = psutil.Process(self.pid)
-        engine: list[psutil.Process] = front.children()
+        """Return the processes of a part; ranks in the order of their start."""
+        frontend = psutil.Process(self.pid)
+        engine: list[psutil.Process] = frontend.children()
         others: list[psutil.Process] = [child for each in engine for child in each.children()]
-        others.sort(key=lambda process: (process.create_time(), process.pid))  # as they were started, by rank
+        others.sort(key=lambda process: (process.create_time(), process.pid))  # ranks start in their order
         match part:
             case "node":
-                return [front, *engine, *others]
-            case "front":
-                return [front]
+                return [frontend, *engine, *others]
+            case "frontend":
+                return [frontend]
             case "engine":
                 return engine
             case _:
@@ -197,7 +195,7 @@ class NodeProcess(Process, NodeCalls):
 
 
 class Fleet:
-    """Started by ``start_fleet``. Leaving it as a context manager ends every process."""
+    """The processes of a fleet. Leaving it as a context manager ends every process."""
 
     def __init__(self) -> None:
         self.prefill: list[NodeProcess] = []
@@ -223,7 +221,7 @@ class Fleet:
     def start_prefill(
         self, model_dir: Path, flags: Sequence[str] = (), environ: Mapping[str, str] = NO_VARIABLES
     ) -> NodeProcess:
-        """One more prefill node, as soon as it listens; ``wait_ready`` waits for more."""
+        """Start a prefill node and wait until it listens; ``wait_ready`` waits until it is ready."""
         return self._start_node(self.prefill, "prefill", [str(model_dir), *NODE_FLAGS, *flags], environ)
 
     def start_decode(
@@ -233,12 +231,12 @@ class Fleet:
         environ: Mapping[str, str] = NO_VARIABLES,
         peers: bool = True,
     ) -> NodeProcess:
-        """One more decode node, which is told of all prefill nodes started so far, unless ``peers`` are none of it."""
+        """Start a decode node and wait until it listens; with ``peers``, all prefill nodes so far are its peers."""
         known = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
         return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *known, *flags], environ)
 
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
-        """A router to all nodes started so far; it hands off what it can unless flags say otherwise."""
+        """Start a router for all nodes started so far, with policy least-loaded unless flags say otherwise."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         peers += [word for node in self.decode for word in ("--decode", node.address)]
         named = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0"]
@@ -247,12 +245,12 @@ class Fleet:
         return self.router
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
-        """Wait until every process is ready. Fails with a child's last words when it ends instead."""
+        """Wait until every process is ready. Fail with a child's last output if it ends instead."""
         processes = [*self.prefill, *self.decode, *([self.router] if self.router else [])]
         self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
 
     def serves(self) -> bool:
-        """Whether the router knows of a decode node that is ready, which it hears a moment after that is."""
+        """Return whether the router knows a ready decode node; it learns this shortly after the node is ready."""
         with suppress(urllib.error.HTTPError):
             urllib.request.urlopen(f"{self.url}/health", timeout=5.0).close()
             return True
@@ -265,14 +263,14 @@ class Fleet:
             time.sleep(0.01)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> list[int]:
-        """Token ids of a greedy completion of token ids, over HTTP."""
+        """Return the token ids of a greedy completion over HTTP."""
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         choice = self.post("/v1/completions", {**body, "return_token_ids": True, **fields})["choices"][0]
         assert isinstance(choice["token_ids"], list)
         return choice["token_ids"]
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 60.0) -> Any:
-        """POST JSON to the router and return the JSON answer; an HTTP error raises HttpError."""
+        """POST JSON to the router and return the JSON answer. Raises HttpError for an error status."""
         data = json.dumps({"model": MODEL_NAME, **body}).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
@@ -301,7 +299,7 @@ class Fleet:
             return self._supervisor.spawn(name, module, argv)
 
     def respawn(self, node: Process) -> None:
-        """Start a process that has ended again at its address."""
+        """Start an ended process again at its address."""
         args = node.child.process.args
         assert isinstance(args, list)
         argv = args[args.index(node.child.module) + 1 : args.index("--status-fd")]
@@ -316,13 +314,13 @@ class Fleet:
 
     def _is_alive(self, child: Child) -> bool:
         if child.state in ("failed", "ended"):
-            with self._lock:  # the listener adds lines
-                last_words = "\n".join([child.last_error, *child.last_lines])
-            raise AssertionError(f"{child.name}, status {child.process.poll()}: {last_words}")
+            with self._lock:  # the listener thread appends lines
+                last_output = "\n".join([child.last_error, *child.last_lines])
+            raise AssertionError(f"{child.name} ended with status {child.process.poll()}: {last_output}")
         return True
 
     def _listen(self) -> None:
-        """Read what children say: a full pipe would stop them."""
+        """Read the output of the children; a full pipe would block them."""
         while not self._stopping.is_set():
             with self._lock:
                 self._supervisor.wait(0.02)
@@ -346,7 +344,7 @@ class HttpError(Exception):
 
 
 def add_tokenizer(model_dir: Path) -> Path:
-    """Give a random checkpoint the embedded model's tokenizer, which a router needs. For prompts of token ids."""
+    """Copy the embedded model's tokenizer into a random checkpoint; a router needs one even for token id prompts."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, model_dir / name)
     return model_dir

@@ -1,4 +1,4 @@
-"""Real nodes with a fault proxy before every prefill node, for tests of the nodes themselves.
+"""Real nodes with a fault proxy for every prefill node, for tests of the nodes themselves.
 
     prefill ◄── proxy ────────┐
     short   ◄── short_proxy ──┴── decode      policy recompute
@@ -56,11 +56,11 @@ class Nodes:
         return (node or self.decode).counter(name)
 
     def wait_peers(self, node: NodeProcess, count: int) -> None:
-        """Wait until a decode node is connected to so many prefill nodes."""
+        """Wait until a decode node is connected to ``count`` prefill nodes."""
         self.decodes.wait_until(lambda: len(node.describe().connected_peers) == count, 20.0)
 
     def settle(self) -> None:
-        """Have no proxy interfere, and wait until no node holds anything."""
+        """Remove all hooks of the proxies, and wait until all nodes are idle."""
         for proxy in (self.proxy, self.short_proxy):
             proxy.reset()
         for node in (self.prefill, self.short, self.decode, self.strict):

@@ -1,4 +1,4 @@
-"""What kubectl makes of the overlays, as plain values, and the pods in it."""
+"""The Kubernetes overlays, built by kubectl or kustomize into plain values, and their pods."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def builder() -> list[str]:
         return ["kustomize", "build"]
     if shutil.which("kubectl"):
         return ["kubectl", "kustomize"]
-    pytest.skip("neither kubectl nor kustomize is here, and no package of PyPI has either", allow_module_level=True)
+    pytest.skip("neither kubectl nor kustomize is installed, and PyPI has no package of them", allow_module_level=True)
 
 
 @cache
 def build(overlay: str) -> list[Manifest]:
-    """All objects of an overlay."""
+    """Return all objects of an overlay."""
     built = subprocess.run([*builder(), str(KUBERNETES / "overlays" / overlay)], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return list(yaml.load_all(built.stdout, yaml.CSafeLoader))
@@ -44,7 +44,7 @@ def of_kind(overlay: str, kind: str) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A kind of pod, as one of the workloads makes it."""
+    """The pod template of a workload, with the number of replicas."""
 
     name: str
     replicas: int
@@ -53,7 +53,7 @@ class Pod:
 
     @property
     def role(self) -> str:
-        """router, up, prefill, decode; prefill-ranks and decode-ranks have no front."""
+        """router, up, prefill or decode; prefill-ranks and decode-ranks are pods without a frontend."""
         return self.labels[COMPONENT]
 
     @property
@@ -67,11 +67,11 @@ class Pod:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the container sees; addresses and the like, which a cluster gives, are made up."""
+        """The container's environment, with example values for fields that a cluster sets."""
         return self.environment_of(f"{self.name}-0", "10.1.2.3")
 
     def environment_of(self, name: str, address: str) -> dict[str, str]:
-        """What the container of the pod of that name, at that address, sees."""
+        """Return the container's environment in a pod with this name and address."""
         given = {
             "metadata.name": name,
             "metadata.namespace": "ai",
@@ -90,7 +90,7 @@ class Pod:
         return self.arguments_in(self.environment)
 
     def arguments_in(self, environment: dict[str, str]) -> list[str]:
-        """As the container gets them: Kubernetes leaves $(NAME) as it is where there is no such variable."""
+        """Return the container's arguments; like Kubernetes, leave $(NAME) as it is if NAME is not set."""
         return [
             re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
             for word in self.container["args"]
@@ -118,20 +118,20 @@ def _pod(name: str, replicas: int, template: Manifest) -> Pod:
 
 
 def _most_replicas(overlay: str, name: str) -> int:
-    """Of what is scaled."""
+    """Return the maximum replicas of an autoscaled workload."""
     scaled = [each["spec"] for each in of_kind(overlay, "ScaledObject")]
     (most,) = [int(each["maxReplicaCount"]) for each in scaled if each["scaleTargetRef"]["name"] == name]
     return most
 
 
 def headless_services(overlay: str, pod: Pod) -> list[str]:
-    """Those whose names in DNS lead to the pod."""
+    """Return the headless Services that select the pod."""
     services = [each for each in of_kind(overlay, "Service") if each["spec"].get("clusterIP") == "None"]
     return [each["metadata"]["name"] for each in services if each["spec"]["selector"].items() <= pod.labels.items()]
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Whether a label selector does; an empty one selects everything."""
+    """Return whether a label selector matches; an empty one matches everything."""
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
         labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ())
     )

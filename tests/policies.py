@@ -1,4 +1,4 @@
-"""Who may connect to whom, by the network policies of an overlay.
+"""Connections that the network policies of an overlay allow.
 
 Source: https://kubernetes.io/docs/concepts/services-networking/network-policies/
 """
@@ -10,35 +10,35 @@ from typing import NamedTuple
 
 from overlays import Manifest, of_kind, selects
 
-NAMESPACE = "ai"  # that the overlay is applied to
+NAMESPACE = "ai"  # namespace of the overlay
 EVERY = range(1, 65536)
 
 
-class Party(NamedTuple):
-    """A pod with these labels. Who is in no namespace is no pod at all, and policies of others do not select it."""
+class Endpoint(NamedTuple):
+    """A pod with these labels. An empty namespace means a host outside the cluster, which no policy selects."""
 
     labels: dict[str, str]
     namespace: str
 
 
-def open_ports(overlay: str, source: Party, target: Party) -> set[range]:
-    """TCP ports of ``target`` that ``source`` may connect to."""
+def open_ports(overlay: str, source: Endpoint, target: Endpoint) -> set[range]:
+    """Return the TCP ports of ``target`` that ``source`` may connect to."""
     leaving = _ports(overlay, "egress", source, target)
     entering = _ports(overlay, "ingress", target, source)
     both = (range(max(a.start, b.start), min(a.stop, b.stop)) for a in leaving for b in entering)
     return {ports for ports in both if ports}
 
 
-def is_peer(peer: Manifest, party: Party) -> bool:
-    """Whether that is whom a rule of this namespace means."""
+def peer_selects(peer: Manifest, endpoint: Endpoint) -> bool:
+    """Return whether a peer of a rule in this namespace selects the endpoint."""
     if "namespaceSelector" not in peer:
-        return party.namespace == NAMESPACE and selects(peer["podSelector"], party.labels)
-    named = {"kubernetes.io/metadata.name": party.namespace}
-    return selects(peer["namespaceSelector"], named) and selects(peer.get("podSelector", {}), party.labels)
+        return endpoint.namespace == NAMESPACE and selects(peer["podSelector"], endpoint.labels)
+    named = {"kubernetes.io/metadata.name": endpoint.namespace}
+    return selects(peer["namespaceSelector"], named) and selects(peer.get("podSelector", {}), endpoint.labels)
 
 
-def _ports(overlay: str, direction: str, mine: Party, other: Party) -> set[range]:
-    """Those that the policies of one side let through, in one direction."""
+def _ports(overlay: str, direction: str, mine: Endpoint, other: Endpoint) -> set[range]:
+    """Return the ports that the policies of one endpoint allow in one direction."""
     if mine.namespace != NAMESPACE:
         return {EVERY}
     specs = [each["spec"] for each in of_kind(overlay, "NetworkPolicy")]
@@ -47,12 +47,12 @@ def _ports(overlay: str, direction: str, mine: Party, other: Party) -> set[range
     ]
     if not found:
         return {EVERY}
-    return {ports for spec in found for rule in spec.get(direction, ()) for ports in _of_rule(rule, other)}
+    return {ports for spec in found for rule in spec.get(direction, ()) for ports in _ports_of_rule(rule, other)}
 
 
-def _of_rule(rule: Manifest, other: Party) -> Iterator[range]:
+def _ports_of_rule(rule: Manifest, other: Endpoint) -> Iterator[range]:
     peers = rule.get("from", rule.get("to"))
-    if peers is not None and not any(is_peer(peer, other) for peer in peers):
+    if peers is not None and not any(peer_selects(peer, other) for peer in peers):
         return
     if "ports" not in rule:
         yield EVERY

@@ -1,9 +1,9 @@
-"""A rolling restart, as a cluster does it: one process after the other is told to end, and started again.
+"""A rolling restart, as in a cluster: each process gets SIGTERM, drains, and is started again before the next one.
 
-    for each: SIGTERM ──it drains──► exit 0 ──► started again ──everybody knows that it is back──► the next one
+    for each: SIGTERM ──drain──► exit 0 ──► start ──ready, and known to routers and peers──► the next one
 
-``rolling_restart`` works on handles, wherever their processes run. Clients are behind ``Balanced``, which does what any
-load balancer does, and nothing else: it sends requests to routers that are healthy.
+``rolling_restart`` works on handles of processes anywhere. Clients connect through ``LoadBalancer``, which only sends
+requests to healthy routers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import httpx
 from fleet import Process
 
-LOOKS_EVERY = 0.2  # seconds between two looks at a router's health
+HEALTH_POLL_SECONDS = 0.2
 
 
 class Handle(Protocol):
@@ -32,14 +32,14 @@ class Handle(Protocol):
         """Send it SIGTERM."""
 
     def status(self) -> int | None:
-        """What it has exited with; None while it runs."""
+        """Return the exit status; None while the process runs."""
 
     def start(self) -> None:
-        """Start it again; ``settled`` says when it is there."""
+        """Start the process again, without waiting until it is ready."""
 
 
 class Restart(NamedTuple):
-    """Seconds from SIGTERM to the end, and from there until everybody knew that it was back."""
+    """Seconds from SIGTERM to the exit, and from the exit until the fleet had settled again."""
 
     name: str
     drained: float
@@ -47,9 +47,9 @@ class Restart(NamedTuple):
 
 
 def rolling_restart(handles: Iterable[Handle], settled: Callable[[], bool], seconds: float = 60.0) -> list[Restart]:
-    """Restart all, in their order. ``settled`` tells whether every process knows that every other one is there.
+    """Restart all processes in order. ``settled`` returns whether all processes know each other as ready.
 
-    Fails when one does not end with status 0, or when either takes longer than ``seconds``.
+    Fail if an exit status is not 0, or if an exit or a start takes longer than ``seconds``.
     """
     restarts = []
     for handle in handles:
@@ -88,11 +88,11 @@ class FleetHandle:
         return self.process.child.process.returncode if self.process.child.state == "ended" else None
 
     def start(self) -> None:
-        self.process.spawn_again()
+        self.process.respawn()
 
 
-def know_all(urls: Iterable[str], prefill: int, decode: int) -> bool:
-    """Whether routers at these URLs have so many nodes ready."""
+def all_nodes_ready(urls: Iterable[str], prefill: int, decode: int) -> bool:
+    """Return whether each router at these URLs reports these numbers of ready nodes."""
     with suppress(httpx.TransportError):
         return all(_ready(url, "prefill") == prefill and _ready(url, "decode") == decode for url in urls)
     return False
@@ -104,21 +104,21 @@ def _ready(url: str, role: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
-class Balanced(httpx.AsyncBaseTransport):
-    """Sends each request to the next router that is healthy, as its health was at the latest look.
+class LoadBalancer(httpx.AsyncBaseTransport):
+    """Sends each request to the next router that was healthy at the last poll.
 
-    A router that refuses the connection has not had the request, so the next one gets it. Nothing else is tried again.
+    A request whose connection is refused goes to the next router; no other failure is retried.
     """
 
     def __init__(self, urls: Sequence[str], transport: httpx.AsyncBaseTransport) -> None:
         self._urls = [httpx.URL(url) for url in urls]
         self._transport = transport
         self._healthy = list(self._urls)
-        self._turns = itertools.count()
+        self._next_index = itertools.count()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         for _ in self._urls:
-            url = self._healthy[next(self._turns) % len(self._healthy)]
+            url = self._healthy[next(self._next_index) % len(self._healthy)]
             request.url = request.url.copy_with(host=url.host, port=url.port)
             with suppress(httpx.ConnectError):
                 return await self._transport.handle_async_request(request)
@@ -127,13 +127,13 @@ class Balanced(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         await self._transport.aclose()
 
-    async def look(self) -> None:
-        """For ever, at the health of all routers."""
+    async def poll_health(self) -> None:
+        """Poll the health of all routers until cancelled."""
         async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
             while True:
                 healthy = [url for url in self._urls if await _is_healthy(client, url)]
                 self._healthy = healthy or self._healthy
-                await asyncio.sleep(LOOKS_EVERY)
+                await asyncio.sleep(HEALTH_POLL_SECONDS)
 
 
 async def _is_healthy(client: httpx.AsyncClient, url: httpx.URL) -> bool:
@@ -143,14 +143,14 @@ async def _is_healthy(client: httpx.AsyncClient, url: httpx.URL) -> bool:
 
 
 @asynccontextmanager
-async def balanced(urls: Sequence[str], connections: int) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of so many connections, behind a balancer."""
+async def balanced_client(urls: Sequence[str], connections: int) -> AsyncIterator[httpx.AsyncClient]:
+    """Open an HTTP client with up to ``connections`` connections behind a load balancer."""
     limits = httpx.Limits(max_connections=connections)
-    transport = Balanced(urls, httpx.AsyncHTTPTransport(limits=limits, trust_env=False))
-    looking = asyncio.create_task(transport.look())
+    transport = LoadBalancer(urls, httpx.AsyncHTTPTransport(limits=limits, trust_env=False))
+    polling = asyncio.create_task(transport.poll_health())
     try:
         async with httpx.AsyncClient(base_url="http://balanced", transport=transport, timeout=120.0) as client:
             yield client
     finally:
-        looking.cancel()
-        await asyncio.wait([looking])
+        polling.cancel()
+        await asyncio.wait([polling])

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints have, trained on the spot, written as checkpoints have them."""
+"""Small tokenizers of the kinds found in checkpoints, trained on the fly and written in a checkpoint's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHATML = (
 
 
 def byte_level() -> Tokenizer:
-    """As Llama 3 and Qwen have it; every byte is in the vocabulary."""
+    """Train a byte-level BPE tokenizer, as in Llama 3 and Qwen; every byte is in the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,10 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral 7B have it: SentencePiece's spaces, unknown characters as <0x..> tokens."""
+    """Train a BPE tokenizer with byte fallback, as in Llama 2 and Mistral 7B.
+
+    Spaces are those of SentencePiece; unknown characters become <0x..> tokens.
+    """
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -52,7 +55,7 @@ def byte_fallback() -> Tokenizer:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    # The trainer made the byte tokens added ones; in a checkpoint they are plain vocabulary.
+    # The trainer makes the byte tokens added tokens; in checkpoints they are ordinary vocabulary.
     description = json.loads(tokenizer.to_str())
     description["added_tokens"] = [entry for entry in description["added_tokens"] if entry["id"] < 3]
     return Tokenizer.from_str(json.dumps(description))

@@ -23,10 +23,10 @@ from node_client import Generated, RouterClient, greedy
 
 BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens of a block, a step of P, the prompt, the output
 FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
-AHEAD = 4  # tokens after the first that P may sample
-PREFILL_FLAGS = ("--decode-ahead", str(AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
+DECODE_AHEAD = 4  # tokens after the first that P may sample
+PREFILL_FLAGS = ("--decode-ahead", str(DECODE_AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 WAIT_SECONDS = 20.0
-GIVEN_BACK = 5.0  # seconds after a fault until all blocks are free
+RELEASE_SECONDS = 5.0  # from a fault until all blocks must be free
 
 STAGES = (
     "before Prefill",  # D has reserved blocks; P has no request yet
@@ -61,7 +61,7 @@ class Pair:
         return self.decodes.decode[0]
 
     def wait_connected(self) -> None:
-        """Wait until both are ready, and D is connected to P's current epoch."""
+        """Wait until both nodes are ready and D is connected to P's current epoch."""
         nodes = (self.prefill, self.decode)
         self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
         self.decodes.wait_until(lambda: len(self.decode.describe().connected_peers) == 1, WAIT_SECONDS)
@@ -69,10 +69,10 @@ class Pair:
     def check_served(self) -> None:
         """Check that the next request is handed off, has the right tokens, and leaves no blocks behind.
 
-        A D that was stopped reports its connection until it has noticed the end of it.
+        A D that was stopped reports its old connection until it detects that this has ended.
         """
         self.wait_connected()
-        end = time.monotonic() + GIVEN_BACK
+        end = time.monotonic() + RELEASE_SECONDS
         failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
         with RouterClient(self.decode.address) as client:
             assert send_prompt(client, self).wait().tokens == self.expected
@@ -81,7 +81,7 @@ class Pair:
         assert self.decode.counter("handoffs") == handoffs + 1
         assert self.decode.counter("handoff_failures") == failures, self.decode.output
         for node in (self.prefill, self.decode):
-            node.wait_idle(GIVEN_BACK)
+            node.wait_idle(RELEASE_SECONDS)
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def start_pair(
 
 @dataclass
 class Held:
-    """A request that stays at its stage until ``release``."""
+    """A request that stays at its stage until ``release`` is called."""
 
     client: RouterClient
     result: Generated
@@ -123,7 +123,7 @@ def held_at(stage: str, pair: Pair, timeout_ms: int = 0) -> Iterator[Held]:
         try:
             if stage == "decoding":
                 assert result.started.wait(WAIT_SECONDS)
-                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2 + AHEAD, WAIT_SECONDS)
+                pair.decodes.wait_until(lambda: len(result.choices[0]) > 2 + DECODE_AHEAD, WAIT_SECONDS)
                 pair.decode.stop("engine")
             else:
                 assert gate.reached.wait(WAIT_SECONDS), f"the request never came {stage}"
@@ -148,7 +148,7 @@ class _Gate:
             pair.proxy.before_release = self._hold
         else:
             pair.proxy.before_event = self._on_event
-        if stage == "computing":  # stopped before the prompt comes, an engine looks as if it were in its first step
+        if stage == "computing":  # an engine that is stopped before the prompt arrives looks busy with its first step
             pair.proxy.before_prefill = lambda: pair.prefill.stop("engine")
 
     def open(self) -> None:
@@ -156,9 +156,9 @@ class _Gate:
         if not self._opened.is_set():
             self._opened.set()
             if self._stage == "computing":
-                self._pair.prefill.go_on("engine")
+                self._pair.prefill.resume("engine")
             elif self._stage in ("reading", "decoding"):
-                self._pair.decode.go_on("engine")
+                self._pair.decode.resume("engine")
 
     def _on_event(self, kind: str) -> None:
         self._seen.append(kind)

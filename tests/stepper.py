@@ -1,4 +1,4 @@
-"""Plays the engine for a model runner: blocks, chunks of prompts, continuous batching. No policy, no limits."""
+"""A minimal engine for a model runner: blocks, chunked prefill, continuous batching. No policy, no limits."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Stepper:
         return sequence
 
     def preempt(self, seq: int) -> int:
-        """Forget a sequence's KV and come back with its tokens as a new sequence; returns the new number."""
+        """Drop a sequence's KV and add its tokens as a new sequence; return the new number."""
         old = self.finish(seq)
         new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice)
         self.live[new].samples = old.samples
         return new
 
     def step(self, chunk: int = 1 << 30, num_samples: int = 1) -> None:
-        """Everybody's next tokens, at most ``chunk`` of each; ``num_samples`` where a sequence's end is reached."""
+        """Run all sequences for up to ``chunk`` tokens each; draw ``num_samples`` samples at a sequence's end."""
         new, scheduled, new_blocks = [], [], []
         for seq, sequence in self.live.items():
             count = min(chunk, len(sequence.tokens) - sequence.computed)

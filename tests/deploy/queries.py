@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import promql_parser as promql
-from exposition import Row, documented
+from exposition import Row, documented_metrics
 
 from router.metrics import RouterMetrics
 
 ROLES = {"router": "R", "prefill": "P", "decode": "D"}  # component → letter in the table
 SCRAPED = frozenset({"namespace", "pod", "instance", "job", "component"})  # labels that come with scraping
-ROWS = {name: row for row in documented() for name in row.series}
+ROWS = {name: row for row in documented_metrics() for name in row.series}
 _BUCKETS = set(re.findall(r'^(\w+_bucket{)(?:.*,)?(le=".*?")', RouterMetrics().export().decode(), re.MULTILINE))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from overlays import COMPONENT, OVERLAYS, REVISION, Manifest, Pod, of_kind, pods, selects
-from policies import NAMESPACE, Party, is_peer
+from policies import NAMESPACE, Endpoint, peer_selects
 
 GRPC = {"prefill": 9001, "decode": 9002}
 HTTP = 8000
@@ -162,7 +162,7 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMES
             continue
         for rule in spec.get("ingress", ()):
             peers = rule.get("from")
-            if peers is None or any(is_peer(peer, Party(labels, namespace)) for peer in peers):
+            if peers is None or any(peer_selects(peer, Endpoint(labels, namespace)) for peer in peers):
                 ports = rule.get("ports")
                 found |= {None} if ports is None else {range(p["port"], p.get("endPort", p["port"]) + 1) for p in ports}
     return found

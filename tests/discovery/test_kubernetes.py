@@ -59,14 +59,14 @@ def test_ended_watch_resumes_after_the_last_bookmark_with_a_new_token(tmp_path: 
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         await following()
         next_one = asyncio.ensure_future(following())
-        await cluster.seen_so_many(2)
+        await cluster.wait_for_requests(2)
         await cluster.bookmark()
         version = str(int(cluster.seen[1][0]["resourceVersion"]) + 1)
         (tmp_path / "token").write_text("second\n")
         while cluster.seen[-1][0].get("resourceVersion") != version:  # until the bookmark has been read
             count = len(cluster.seen)
             cluster.end_watches()
-            await cluster.seen_so_many(count + 1)
+            await cluster.wait_for_requests(count + 1)
         await cluster.put(endpoint_slice("b", ["10.0.0.2"]))
         assert await next_one == {"10.0.0.1:9001", "10.0.0.2:9001"}
         assert cluster.num_lists == 1
@@ -93,10 +93,10 @@ def test_known_endpoints_stay_while_the_api_fails(tmp_path: Path, status: int) -
         await cluster.put(endpoint_slice("a", ["10.0.0.1"]))
         await following()
         next_one = asyncio.ensure_future(following())
-        await cluster.seen_so_many(2)
+        await cluster.wait_for_requests(2)
         cluster.fail_with = status
         cluster.end_watches()
-        await cluster.seen_so_many(4)
+        await cluster.wait_for_requests(4)
         assert not next_one.done()
         cluster.fail_with = 0
         await cluster.put(endpoint_slice("a", ["10.0.0.3"]))

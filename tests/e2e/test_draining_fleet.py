@@ -1,4 +1,4 @@
-"""Nodes that are told to end under load: no client notices, whatever it has asked for, and no fault is counted."""
+"""Nodes drain under load after SIGTERM: every client gets its exact answer, and no failure is counted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint
+from client_load import VOCABULARY, Load, new_body
 from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
-from sabotage import VOCABULARY, Load, new_body
 
 SIMULATED = ("--engine", "simulated")
-NO_MIGRATIONS = ("--migrations", "0")  # what a node has to end for is no fault: it counts towards no limit
+NO_MIGRATIONS = ("--migrations", "0")  # migrations because of a drain do not count towards this limit
 END_SECONDS = 40.0
 
 
@@ -31,10 +31,10 @@ def migrations(fleet: Fleet, reason: str) -> float:
 
 
 def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> None:
-    """Have a node end while clients ask for all kinds of things: n, penalties, grammars, log-probabilities."""
+    """Drain a node while clients send requests of all kinds: n, penalties, grammars, log-probabilities."""
     chance = random.Random(3)
     load = Load([new_body(chance, max_prompt=300, max_tokens=max_tokens) for _ in range(12)])
-    asyncio.run(load.learn(fleet.url, chance))
+    asyncio.run(load.record_expected(fleet.url, chance))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
         fleet.wait_until(lambda: node.status().running > 0, 20.0)
@@ -43,7 +43,7 @@ def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> 
         running.result()
     assert node.child.process.returncode == 0, node.output
     assert not any(word in node.output for word in ("Traceback", "ERROR")), node.output
-    assert not load.wrong, load.wrong[0]
+    assert not load.failures, load.failures[0]
     assert load.outcomes["exact"]
     for other in (*fleet.prefill, *fleet.decode):
         if other is not node:

@@ -1,4 +1,4 @@
-"""What a fleet exports over HTTP is what docs/metrics.md says, and tells what happens."""
+"""A fleet exports exactly the metrics of docs/metrics.md over HTTP, and their values follow its state."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from exposition import documented, metrics_url, samples, scraped, value
+from exposition import documented_metrics, metrics_url, samples, scrape, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.config.embedded import EMBEDDED_MODEL
 
 NODE = ["--engine", "simulated", "--metrics-port", "0"]
-SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a second for each step
+SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second
 KEY = new_key()
 
 
@@ -43,7 +43,7 @@ def complete(fleet: Fleet, num_tokens: int, seed: int) -> None:
 
 
 def read(node: NodeProcess, name: str, **labels: str) -> float:
-    return value(scraped(metrics_url(node)), name, **labels)
+    return value(scrape(metrics_url(node)), name, **labels)
 
 
 def test_documented_metrics_equal_the_exported_ones(fleet: Fleet) -> None:
@@ -54,7 +54,7 @@ def test_documented_metrics_equal_the_exported_ones(fleet: Fleet) -> None:
         "D": metrics_url(fleet.decode[0]),
     }
     for role, url in urls.items():
-        families = scraped(url)
+        families = scrape(url)
         exported = {
             (
                 family.name,
@@ -63,16 +63,16 @@ def test_documented_metrics_equal_the_exported_ones(fleet: Fleet) -> None:
             )
             for family in families
         }
-        assert exported == {(row.name, row.type, row.labels) for row in documented() if role in row.on}
-        series = {name: labels for row in documented() for name, labels in row.series.items()}
+        assert exported == {(row.name, row.type, row.labels) for row in documented_metrics() if role in row.on}
+        series = {name: labels for row in documented_metrics() for name, labels in row.series.items()}
         assert all(sample.labels.keys() == series[sample.name] for sample in samples(families))
 
 
 def test_status_call_has_the_exported_metrics(fleet: Fleet) -> None:
     for node in (*fleet.prefill, *fleet.decode):
-        told = {key.partition("{")[0] for key in node.status().counters}
-        exported = {sample.name for sample in samples(scraped(metrics_url(node)))}
-        assert told == {name for name in exported if "process_" not in name}
+        names = {key.partition("{")[0] for key in node.status().counters}
+        exported = {sample.name for sample in samples(scrape(metrics_url(node)))}
+        assert names == {name for name in exported if "process_" not in name}
 
 
 def test_node_exports_its_backlog(fleet: Fleet) -> None:
@@ -85,7 +85,7 @@ def test_node_exports_its_backlog(fleet: Fleet) -> None:
         for answer in answers:
             answer.result(30.0)
     status = prefill.wait_idle()
-    families = scraped(metrics_url(prefill))
+    families = scrape(metrics_url(prefill))
     assert value(families, "pdserve_prompt_backlog_seconds") == 0
     assert value(families, "pdserve_kv_blocks", use="free") == status.total_blocks
     assert value(families, "pdserve_kv_use_ratio") == 0
@@ -100,7 +100,7 @@ def test_node_with_a_hung_engine_exports_stuck(fleet: Fleet) -> None:
     prefill.stop("engine")
     fleet.wait_until(lambda: read(prefill, "pdserve_node_state", state="stuck") == 1, 10.0)
     assert read(prefill, "pdserve_node_state", state="ready") == 0
-    prefill.go_on("engine")
+    prefill.resume("engine")
     fleet.wait_until(lambda: read(prefill, "pdserve_node_state", state="ready") == 1, 10.0)
 
 

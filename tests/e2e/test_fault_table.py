@@ -1,14 +1,14 @@
-"""The fault table: what may happen to whom, at each stage of a handoff.
+"""The fault table: faults of nodes and clients at each stage of a handoff, and their outcome.
 
     fault                              outcome
-    prefill node killed, stopped       D computes the prompt itself: the same tokens, at the latest --peer-timeout later
-    decode node killed, stopped        the client hears of it, or gets the same tokens; P holds nothing for it
-    client gone, deadline passed       nothing more is said but the failure
+    prefill node killed, stopped       D computes the prompt itself, at most --peer-timeout later: the same tokens
+    decode node killed, stopped        the client gets a failure, or the same tokens; P holds no block for it
+    client gone, deadline passed       no output but the failure
 
-After each: 5 s later no node holds a block, a node that was stopped or restarted is connected again by itself, and the
-next request is handed off and answered as ever. Never a wrong token.
+After each row: within 5 s no node holds a block; a stopped or restarted node reconnects by itself; the next request is
+handed off and has the right tokens. No row ever yields a wrong token.
 
-    python -m pytest tests/e2e/test_fault_table.py      all of the table, in four minutes; scripts/test runs a few rows
+    python -m pytest tests/e2e/test_fault_table.py      the whole table, in four minutes; scripts/test runs a few rows
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from checkpoints import make_checkpoint
 from fleet import PARTS, NodeProcess
-from stages import GIVEN_BACK, STAGES, WAIT_SECONDS, Held, Pair, held_at, is_prefix, start_pair
+from stages import RELEASE_SECONDS, STAGES, WAIT_SECONDS, Held, Pair, held_at, is_prefix, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 
-DEADLINE = 1.5  # seconds; an engine that a stage keeps stopped for longer would count as stuck
+DEADLINE = 1.5  # seconds; an engine that a stage stops for longer would count as stuck
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +35,18 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.fixture
 def pair(started: Pair) -> Iterator[Pair]:
     yield started
-    for node in (started.prefill, started.decode):  # so that a row that fails does not fail those after it
+    for node in (started.prefill, started.decode):  # a failed row must not fail the next ones
         if node.child.state == "ended":
             node.restart()
         for part in PARTS:
-            node.go_on(part)
+            node.resume(part)
 
 
-def rows(everyday: dict[str, str]) -> list[object]:
-    """All pairs of (fault, stage); those of ``everyday`` are part of every run, and "" is no stage."""
+def rows(fast: dict[str, str]) -> list[object]:
+    """Return all pairs of (fault, stage), all but those of ``fast`` marked slow; stage "" matches no pair."""
     return [
-        pytest.param(fault, stage, marks=[] if everyday.get(fault) == stage else pytest.mark.slow)
-        for fault in everyday
+        pytest.param(fault, stage, marks=[] if fast.get(fault) == stage else pytest.mark.slow)
+        for fault in fast
         for stage in STAGES
     ]
 
@@ -56,17 +56,17 @@ def rows(everyday: dict[str, str]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("fault", "stage"),
-    rows({"killed": "computing", "node": "", "front": "", "engine": "before Release"}),
+    rows({"killed": "computing", "node": "", "frontend": "", "engine": "before Release"}),
 )
 def test_prefill_node_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
-    """Killed and started again; or stopped, all of it or a part, and going on in the same life."""
+    """The node is killed and restarted; or it, or a part of it, is stopped and resumed in the same epoch."""
     with held_at(stage, pair) as held:
-        back = strike(fault, pair.prefill)
+        recover = inject(fault, pair.prefill)
         held.release()
         assert held.result.wait().tokens == pair.expected
-        pair.decode.wait_idle(GIVEN_BACK)
-    back()
-    pair.prefill.wait_idle(GIVEN_BACK)
+        pair.decode.wait_idle(RELEASE_SECONDS)
+    recover()
+    pair.prefill.wait_idle(RELEASE_SECONDS)
     pair.check_served()
 
 
@@ -75,31 +75,31 @@ def test_prefill_node_faults_end_as_the_table_says(fault: str, stage: str, pair:
 
 @pytest.mark.parametrize(
     ("fault", "stage"),
-    rows({"killed": "", "node": "last announced", "front": "", "engine": "decoding"}),
+    rows({"killed": "", "node": "last announced", "frontend": "", "engine": "decoding"}),
 )
 def test_decode_node_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
-        back = strike(fault, pair.decode)
+        recover = inject(fault, pair.decode)
         held.release()
-        pair.prefill.wait_idle(GIVEN_BACK)
+        pair.prefill.wait_idle(RELEASE_SECONDS)
         if fault == "engine":
             assert failure_code(held) == pb.Failure.NODE_FAILED
         else:
             held.client.join()
-            assert held.client.error is not None, "the connection of a front that does not answer is closed"
+            assert held.client.error is not None, "the connection of a frontend that does not answer is closed"
         assert is_prefix(held.result, pair.expected)
-    back()
-    pair.decode.wait_idle(GIVEN_BACK)
+    recover()
+    pair.decode.wait_idle(RELEASE_SECONDS)
     pair.check_served()
 
 
-def strike(fault: str, node: NodeProcess) -> Callable[[], None]:
-    """Do it; returns how to bring the node back."""
+def inject(fault: str, node: NodeProcess) -> Callable[[], None]:
+    """Inject a fault; return the function that recovers the node."""
     if fault == "killed":
         node.kill()
         return node.restart
     node.stop(fault)
-    return lambda: node.go_on(fault)
+    return lambda: node.resume(fault)
 
 
 # ---------------------------------------------------------------- the client
@@ -110,7 +110,7 @@ def strike(fault: str, node: NodeProcess) -> Callable[[], None]:
     rows({"cancelled": "announced", "gone": "reading", "late": "before Prefill"}),
 )
 def test_client_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair) -> None:
-    """It cancels, or it goes away and its stream ends with it, or its deadline passes."""
+    """The client cancels, or closes its stream, or its deadline passes."""
     with held_at(stage, pair, timeout_ms=int(DEADLINE * 1000) if fault == "late" else 0) as held:
         match fault:
             case "cancelled":
@@ -121,8 +121,8 @@ def test_client_faults_end_as_the_table_says(fault: str, stage: str, pair: Pair)
                 assert failure_code(held) == pb.Failure.DEADLINE
         held.release()
         for node in (pair.prefill, pair.decode):
-            node.wait_idle(GIVEN_BACK)
-        assert not held.result.finish, "it went on after its end"
+            node.wait_idle(RELEASE_SECONDS)
+        assert not held.result.finish, "the request continued after its end"
         assert is_prefix(held.result, pair.expected)
     pair.check_served()
 

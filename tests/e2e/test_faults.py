@@ -1,4 +1,4 @@
-"""What dies, hangs or leaves while requests run: tokens stay exact, and no block is lost."""
+"""Nodes die or hang and clients cancel while requests run: tokens stay exact, and no block is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _seeds = itertools.count()
 
 
 def new_prompt(length: int) -> list[int]:
-    """Random tokens that no cache has seen."""
+    """Return random tokens that are in no prefix cache."""
     return random.Random(next(_seeds)).choices(range(3, VOCABULARY), k=length)
 
 
@@ -69,7 +69,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def poll_status(node: NodeProcess, wanted: Callable[[pb.NodeStatus], bool], running: Sequence[Future[Any]]) -> bool:
-    """Look at a node as often as possible; whether ``wanted`` was seen before all of ``running`` had ended."""
+    """Poll a node's status until ``wanted`` holds; return False if all of ``running`` end first."""
     with grpc.insecure_channel(node.address) as channel:
         stub = pb_grpc.NodeStub(channel)
         while not all(future.done() for future in running):
@@ -92,17 +92,17 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
     node = prefill if where == "prefill" else decode
     seen = False
     with ThreadPoolExecutor(8) as pool:
-        for _ in range(5):  # until the stage was seen
+        for _ in range(5):  # until a poll sees the stage
             prompts = [new_prompt(800) for _ in range(8)]
             running = [pool.submit(fleet.complete, prompt, 24) for prompt in prompts]
             if seen := poll_status(node, wanted, running):
                 break
         prefill.kill()
-        after = pool.submit(fleet.complete, prompts[0][:300], 24)  # nobody need have noticed yet
+        after = pool.submit(fleet.complete, prompts[0][:300], 24)  # D and the router may not have noticed yet
         for prompt, future in zip(prompts, running, strict=True):
             assert future.result() == checkpoint.greedy(prompt, 24)
         assert after.result() == checkpoint.greedy(prompts[0][:300], 24)
-    assert seen, f"never caught it {stage}"
+    assert seen, f"no poll saw the node {stage}"
     decode.wait_idle(20.0)
     prefill.restart()
     wait_for(lambda: len(decode.describe().connected_peers) == 1)
@@ -115,7 +115,7 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
 
 
 def test_cancelled_requests_leave_no_blocks_or_leases(fleet: Fleet) -> None:
-    """1,000 requests, 100 of them cancelled at random moments."""
+    """1,000 requests, of which 100 are cancelled at random times."""
     chance = random.Random(11)
     cancelled = set(chance.sample(range(1000), 100))
     ended = asyncio.run(_many_requests(fleet.url, cancelled, chance))
@@ -125,7 +125,7 @@ def test_cancelled_requests_leave_no_blocks_or_leases(fleet: Fleet) -> None:
 
 
 async def _many_requests(url: str, cancelled: set[int], chance: random.Random) -> int:
-    """How many ran to their end."""
+    """Send the requests and return how many ran to their end."""
     at_once = asyncio.Semaphore(32)
     prefix = new_prompt(40)
     limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
@@ -133,10 +133,10 @@ async def _many_requests(url: str, cancelled: set[int], chance: random.Random) -
     async def one(client: httpx.AsyncClient, index: int) -> bool:
         prompt = (prefix if index % 2 else []) + chance.choices(range(3, VOCABULARY), k=chance.randint(1, 120))
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": chance.randint(1, 12), "stream": index % 3 > 0}
-        patience = chance.uniform(0.0, 0.25) if index in cancelled else 60.0
+        timeout = chance.uniform(0.0, 0.25) if index in cancelled else 60.0
         async with at_once:
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(timeout):
                     response = await client.post(f"{url}/v1/completions", json={**body, "ignore_eos": True})
                     assert response.status_code == 200, response.text
             except TimeoutError:
@@ -148,7 +148,7 @@ async def _many_requests(url: str, cancelled: set[int], chance: random.Random) -
 
 
 def overwrite_cache(node: NodeProcess) -> None:
-    """Fill all of a prefill node's KV cache with another prompt, as one more decode node would."""
+    """Fill the whole KV cache of a prefill node with another prompt, as another decode node could."""
     status, description = node.status(), node.describe()
     length = min(status.total_blocks * description.kv_layout.block_size, description.max_model_len) - 8
     request = pb.PrefillRequest(
@@ -163,11 +163,11 @@ def overwrite_cache(node: NodeProcess) -> None:
 
 @pytest.mark.parametrize("stopped", ["engine", "node"])
 def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> None:
-    """D stands still from before its read until P has given the lease up and filled the blocks with something else."""
+    """D is stopped from before its read until P's lease has expired and P has overwritten the blocks."""
     flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]
-    patient = [*HAND_OFF_ALL, "--peer-timeout", "30"]  # else D's front gives up its engine first
+    decode_flags = [*HAND_OFF_ALL, "--peer-timeout", "30"]  # else D's frontend declares its engine stuck first
     with (
-        start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=patient) as fleet,
+        start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=decode_flags) as fleet,
         ThreadPoolExecutor(1) as pool,
     ):
         prefill, decode = fleet.prefill[0], fleet.decode[0]
@@ -219,11 +219,11 @@ def test_failure_policy_fail_returns_an_error_and_the_node_stays_up(checkpoint: 
         assert failed.value.error["message"]
         fleet.decode[0].wait_idle()
         prompt = new_prompt(50)
-        assert complete_patiently(fleet, prompt, 8) == checkpoint.greedy(prompt, 8)  # without a P, D computes it
+        assert complete_with_retries(fleet, prompt, 8) == checkpoint.greedy(prompt, 8)  # without a P, D computes it
 
 
-def complete_patiently(fleet: Fleet, prompt: list[int], max_tokens: int) -> list[int]:
-    """As ``complete``, tried again while the router still names the node that died."""
+def complete_with_retries(fleet: Fleet, prompt: list[int], max_tokens: int) -> list[int]:
+    """Complete a prompt, retrying while the router still names the dead node."""
     end = time.monotonic() + 20.0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Clients and peers that mean no good, against real processes without a device: nothing ends, hangs or is left."""
+"""Hostile clients and peers against real processes without a device: no process ends, hangs or leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, model / name)
     with start_fleet(model, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
-        complete(fleet)  # what is made on first use is there from now on
+        complete(fleet)  # creates what is created on first use
         yield fleet
 
 
@@ -44,19 +44,19 @@ def complete(fleet: Fleet) -> None:
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "did not happen"
+        assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)
 
 
 def num_open(fleet: Fleet) -> dict[int, int]:
-    """File descriptors of the processes that speak to others."""
+    """Return the numbers of open file descriptors of the router and of the nodes' frontends, by pid."""
     assert fleet.router is not None
     return {p.pid: psutil.Process(p.pid).num_fds() for p in (fleet.router, *fleet.prefill, *fleet.decode)}
 
 
 @pytest.fixture
 def unharmed(fleet: Fleet) -> Iterator[Fleet]:
-    """Checks that after a test all is as it was, and serves."""
+    """The fleet; after each test it must serve, be idle, and have no more open file descriptors than before."""
     before = num_open(fleet)
     yield fleet
     complete(fleet)
@@ -90,7 +90,7 @@ def connect(fleet: Fleet) -> socket.socket:
 
 
 def test_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> None:
-    """Its connection stands, and the nodes are done with it long before its answer would be at an end."""
+    """The connection stays open, but the nodes end the request long before its last token."""
     decode = unharmed.decode[0]
     with connect(unharmed) as sock:
         sock.sendall(body_bytes(n=32, max_tokens=1900, logprobs=20, stream=True))
@@ -111,7 +111,7 @@ def test_router_survives_streams_cut_at_any_byte(unharmed: Fleet) -> None:
 
 
 def exchange(sock: socket.socket, data: bytes) -> None:
-    """Send all there is, and read to the end. The router may hang up, but not keep silent until the timeout."""
+    """Send all bytes and read until the end. The router may close the connection, but must not hang."""
     try:
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
@@ -119,7 +119,7 @@ def exchange(sock: socket.socket, data: bytes) -> None:
             pass
     except TimeoutError:
         raise
-    except OSError:  # it has hung up
+    except OSError:  # the router has closed the connection
         pass
 
 
@@ -169,7 +169,7 @@ TOKENS = (b"", b"\1", pack_tokens([1] * 40), pack_tokens([2**32 - 1]), pack_toke
 
 
 class Fuzzer:
-    """Messages that are messages, and make no sense. Some of their fields are those of a request that does."""
+    """Makes well-formed messages with random fields; about half of the requests get valid sampling and token ids."""
 
     def __init__(self, seed: int, epoch: str) -> None:
         self._rng = random.Random(seed)
@@ -185,7 +185,7 @@ class Fuzzer:
             if field.containing_oneof is not None and self._rng.random() < 0.5:
                 continue
             self._fill(message, field, depth)
-        return self._sensible(message) if self._rng.random() < 0.5 else message
+        return self._make_valid(message) if self._rng.random() < 0.5 else message
 
     def _fill(self, message: Message, field: Any, depth: int) -> None:
         rng = self._rng
@@ -210,8 +210,8 @@ class Fuzzer:
             return self._epoch if field.name == "epoch" else self._rng.choice(STRINGS)
         return self._rng.choice(EXTREMES[field.cpp_type])
 
-    def _sensible(self, message: Message) -> Message:
-        """With sampling that is served, where there is some, so that more than its checks is reached."""
+    def _make_valid(self, message: Message) -> Message:
+        """Give a request valid sampling and tokens, so that it passes the first checks."""
         if isinstance(message, pb.Generate | pb.PrefillRequest):
             served = pb.SamplingParams(
                 max_tokens=20, n=2, top_p=1.0, repetition_penalty=1.0, logprobs=-1, prompt_logprobs=-1
@@ -228,7 +228,7 @@ def methods() -> list[MethodDescriptor]:
 
 
 def call(node: NodeProcess, method: MethodDescriptor, requests: list[bytes]) -> list[bytes]:
-    """What a node answers, until it has no more to say, ends the call, or some time has passed."""
+    """Call a method of a node and return its answers until the call ends or one second has passed."""
     answers: list[bytes] = []
     details = ""
     path = f"/{method.containing_service.full_name}/{method.name}"
@@ -239,7 +239,7 @@ def call(node: NodeProcess, method: MethodDescriptor, requests: list[bytes]) -> 
                 answers.append(answer)
         except grpc.RpcError as exc:
             details = exc.details() or ""
-    assert not details.startswith("Unexpected") or "DecodeError" in details, "an exception that nobody has foreseen"
+    assert not details.startswith("Unexpected") or "DecodeError" in details, f"unexpected exception: {details}"
     return answers
 
 
@@ -252,11 +252,11 @@ def test_nodes_survive_messages_with_random_fields(unharmed: Fleet, seed: int) -
             kind = GetMessageClass(method.input_type)
             num_messages = 30 if method.client_streaming else 1
             call(node, method, [fuzzer.message(kind).SerializeToString() for _ in range(num_messages)])
-    give_back(prefill)
+    release_all(prefill)
 
 
-def give_back(prefill: NodeProcess) -> None:
-    """Every lease there can be: nobody knows of them, and they would stay until they expire."""
+def release_all(prefill: NodeProcess) -> None:
+    """Release every lease that the test may have caused; otherwise they would stay until they expire."""
     serve = pb.DESCRIPTOR.services_by_name["PrefillNode"].methods_by_name["Serve"]
     epoch = prefill.describe().epoch
     releases = [pb.HandoffRequest(release=pb.ReleaseRequest(epoch=epoch, lease=lease)) for lease in range(1000)]
@@ -275,4 +275,4 @@ def test_nodes_survive_truncated_and_changed_messages(unharmed: Fleet) -> None:
     for _ in range(40):
         call(unharmed.decode[0], decode.methods_by_name["Serve"], [mutated(rng, generate.SerializeToString())])
         call(unharmed.prefill[0], prefill.methods_by_name["Serve"], [mutated(rng, handoff.SerializeToString())])
-    give_back(unharmed.prefill[0])
+    release_all(unharmed.prefill[0])

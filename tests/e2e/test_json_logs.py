@@ -1,4 +1,4 @@
-"""Logs in JSON: every line of every process is an object, and one search finds a request's whole way."""
+"""JSON logs: every line of every process is an object, and a request id finds a request in all of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def lines_of(process: Process) -> list[dict[str, Any]]:
+def log_lines(process: Process) -> list[dict[str, Any]]:
     return [json.loads(line) for line in process.output.splitlines()]
 
 
@@ -43,19 +43,19 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
         assert fleet.router is not None
         processes = {"router": fleet.router, "decode": fleet.decode[0], "prefill": fleet.prefill[0]}
 
-        def about_it(process: Process) -> list[dict[str, Any]]:
-            return [line for line in lines_of(process) if line.get("request_id") == request_id]
+        def lines_with_id(process: Process) -> list[dict[str, Any]]:
+            return [line for line in log_lines(process) if line.get("request_id") == request_id]
 
-        fleet.wait_until(lambda: all(about_it(process) for process in processes.values()), 10.0)
+        fleet.wait_until(lambda: all(lines_with_id(process) for process in processes.values()), 10.0)
         for role, process in processes.items():
-            for line in lines_of(process):
+            for line in log_lines(process):
                 assert line["role"] == role
                 assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", line["time"])
                 assert line["level"] in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
                 assert line["message"]
                 assert line["logger"]
             assert SECRET not in process.output
-        found = {role: about_it(process)[0] for role, process in processes.items()}
+        found = {role: lines_with_id(process)[0] for role, process in processes.items()}
 
     usage = answer.json()["usage"]
     router, decode, prefill = found["router"], found["decode"], found["prefill"]
@@ -84,15 +84,15 @@ def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
         up.terminate()
         up.stdout.read()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    about_it = {line["role"]: line["child"] for line in lines if line.get("request_id") == request_id}
-    assert about_it["router"] == "router"
-    assert about_it["decode"] == "decode"
+    children = {line["role"]: line["child"] for line in lines if line.get("request_id") == request_id}
+    assert children["router"] == "router"
+    assert children["decode"] == "decode"
     assert {"prefill", "decode", "router"} <= {line.get("child") for line in lines}
     assert all(line["role"] in ("router", "decode", "prefill", "up") for line in lines)
 
 
 def test_failed_start_is_logged_as_json(tmp_path: Path) -> None:
-    """… with the traceback as a field where that is asked for."""
+    """With PDSERVE_TRACEBACK=1, the traceback is a field of the line."""
     command = [sys.executable, "-m", "prefill_node", str(tmp_path / "nowhere"), "--log-format", "json"]
     ended = subprocess.run(command, capture_output=True, text=True, env={"PDSERVE_TRACEBACK": "1"}, timeout=60)
     (line,) = (json.loads(line) for line in ended.stderr.splitlines())

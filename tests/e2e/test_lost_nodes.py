@@ -1,7 +1,7 @@
-"""Decode nodes die and hang in the middle of answers, which stay those of an undisturbed fleet, token for token.
+"""Decode nodes die or hang during answers, and the answers stay those of an undisturbed fleet, token for token.
 
-Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, grammars, stop strings; streamed
-or not.
+Requests have one or three choices or two prompts, penalties, seeds, log-probabilities, grammars and stop strings; they
+are streamed or not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 from checkpoints import make_checkpoint
+from client_load import VOCABULARY, Load, new_body
+from fault_injection import FaultInjector, random_faults
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer, start_fleet
-from sabotage import VOCABULARY, Load, Saboteur, faults, new_body
 
 SMALL = ("--max-num-seqs", "8", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
 
@@ -36,38 +37,38 @@ def migrations(fleet: Fleet) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdserve_migrations_total"))
 
 
-def check_struck(fleet: Fleet, load: Load, chance: random.Random, strike: Callable[[NodeProcess], None]) -> None:
-    """Have one of two decode nodes struck while it is at work; then the other one has nothing left, and serves."""
+def check_fault(fleet: Fleet, load: Load, chance: random.Random, inject: Callable[[NodeProcess], None]) -> None:
+    """Inject a fault into one of two busy decode nodes; all answers must be exact, and the other node idle after."""
     first, second = fleet.decode
-    asyncio.run(load.learn(fleet.url, chance))
+    asyncio.run(load.record_expected(fleet.url, chance))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
         fleet.wait_until(lambda: first.status().running > 0, 20.0)
-        strike(first)
+        inject(first)
         fleet.wait_until(lambda: migrations(fleet) > 0, 20.0)
         running.result()
-    assert not load.wrong, load.wrong[0]
+    assert not load.failures, load.failures[0]
     assert load.outcomes["exact"]
     for node in (*fleet.prefill, second):
         node.wait_idle(30.0)
 
 
 def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
-    """P cannot know whether a node that is gone still reads: it waits for the lease, and then holds nothing for it."""
+    """P keeps the blocks of a dead reader until the lease expires, and then frees them."""
     flags = ("--lease-seconds", "3")
     with start_fleet(model, 1, 2, True, flags, ("--handoff-min-tokens", "1")) as fleet:
-        check_struck(fleet, *new_load(seed=1, count=12, max_prompt=200, max_tokens=100), NodeProcess.kill)
+        check_fault(fleet, *new_load(seed=1, count=12, max_prompt=200, max_tokens=100), NodeProcess.kill)
 
 
 def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> None:
-    """For a longer time: bench/chaos.py."""
+    """A short version of bench/chaos.py."""
     simulated = ("--engine", "simulated")
     load, chance = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
     with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
-        asyncio.run(load.learn(fleet.url, chance))
-        with Saboteur(fleet, faults(7, num_prefill=2, num_decode=3, pause=0.7)):
+        asyncio.run(load.record_expected(fleet.url, chance))
+        with FaultInjector(fleet, random_faults(7, num_prefill=2, num_decode=3, pause=0.7)):
             asyncio.run(load.run(fleet.url, clients=8, seconds=6.0, seed=4))
-        assert not load.wrong, load.wrong[0]
+        assert not load.failures, load.failures[0]
         assert load.outcomes["exact"]
         assert migrations(fleet) > 0
         for node in (*fleet.prefill, *fleet.decode):
@@ -76,12 +77,12 @@ def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", ["node", "front", "engine"])
+@pytest.mark.parametrize("part", ["node", "frontend", "engine"])
 def test_requests_migrate_when_a_decode_node_hangs(model: Path, part: str) -> None:
     with start_fleet(model, 1, 2, True, (), ("--handoff-min-tokens", "1")) as fleet:
         load, chance = new_load(seed=5, count=12, max_prompt=200, max_tokens=100)
-        check_struck(fleet, load, chance, lambda node: node.stop(part))
-        fleet.decode[0].go_on(part)
+        check_fault(fleet, load, chance, lambda node: node.stop(part))
+        fleet.decode[0].resume(part)
         fleet.decode[0].wait_idle(30.0)
 
 
@@ -95,4 +96,4 @@ def test_migration_between_v1_and_v2_keeps_tokens(model: Path, runners: Sequence
             fleet.start_decode(model, (*SMALL, "--handoff-min-tokens", "1"), RUNNER_ENVIRONMENTS[name])
         fleet.start_router(model)
         fleet.wait_ready()
-        check_struck(fleet, *new_load(seed=6, count=6, max_prompt=20, max_tokens=12), NodeProcess.kill)
+        check_fault(fleet, *new_load(seed=6, count=6, max_prompt=20, max_tokens=12), NodeProcess.kill)

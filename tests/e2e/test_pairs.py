@@ -1,8 +1,8 @@
-"""Prefill and decode nodes of any split feed each other: the tokens are those of a node of one rank.
+"""Handoffs between prefill and decode nodes of any parallel sizes yield the tokens of a single-rank node.
 
-    python -m pytest -m slow tests/e2e/test_pairs.py      all pairs of splits with both runners; scripts/test runs two
+    python -m pytest -m slow tests/e2e/test_pairs.py      all pairs of sizes with both runners; scripts/test runs one
 
-Every prompt is handed off, rank to rank. That its KV was read, and not computed again, is seen in what was counted.
+Every prompt is handed off. Counters prove that its KV was read and not recomputed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced
 VOCABULARY = 128
 OUTPUT = 6  # tokens
 ALL_START_SECONDS = 300.0  # 26 processes
-ANSWER_SECONDS = 600.0  # interpreted, a step of V2 takes seconds on a shard
+ANSWER_SECONDS = 600.0  # in Triton's interpreter, a step of V2 takes seconds per shard
 FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "256")
 SMALL = ("--kv-cache-memory", "2MiB")
 
@@ -36,7 +36,7 @@ SPLITS = {ONE: (1, 1), "pp2": (2, 1), "tp2": (1, 2), "pp2xtp2": (2, 2)}  # pipel
 FEW = [("tp2", "pp2xtp2")]  # of P and D
 ALL = list(itertools.product(SPLITS, SPLITS))
 
-# One KV head is on both shards, two are on one each.
+# Two tensor shards replicate a single KV head, and have one of two KV heads each.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "few": ("llama", {}),
     "V1": ("qwen3", {"tie_word_embeddings": True}),
@@ -48,7 +48,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptRequest:
     prompt: list[int]
     sampling: SamplingParams
 
@@ -57,41 +57,43 @@ def _prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(3, VOCABULARY), k=length)
 
 
-QUESTIONS = [
-    *(Question(_prompt(length), greedy(OUTPUT)) for length in (1, BLOCK, BLOCK + 1)),
-    Question(_prompt(3 * STEP + 5), greedy(OUTPUT, logprobs=2)),
-    Question(_prompt(2 * STEP), SamplingParams(OUTPUT, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)),
-    Question(_prompt(STEP + 3), SamplingParams(OUTPUT, n=3, temperature=1.0, seed=11, logprobs=0, ignore_eos=True)),
+REQUESTS = [
+    *(PromptRequest(_prompt(length), greedy(OUTPUT)) for length in (1, BLOCK, BLOCK + 1)),
+    PromptRequest(_prompt(3 * STEP + 5), greedy(OUTPUT, logprobs=2)),
+    PromptRequest(_prompt(2 * STEP), SamplingParams(OUTPUT, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)),
+    PromptRequest(
+        _prompt(STEP + 3), SamplingParams(OUTPUT, n=3, temperature=1.0, seed=11, logprobs=0, ignore_eos=True)
+    ),
 ]
 
 
 @dataclass
 class Nodes:
-    """By split. Every P is a peer of every D."""
+    """Nodes by parallel sizes. Every P is a peer of every D."""
 
     model: ModelConfig
     prefill: dict[str, NodeProcess]
     decode: dict[str, NodeProcess]
-    expected: list[Generated] = field(default_factory=list)  # the answers of a node of one rank, by itself
+    expected: list[Generated] = field(default_factory=list)  # outputs of a single-rank node without a handoff
 
     def bytes_read(self, target: str) -> int:
-        """How much KV of all questions the ranks of a D hold, shards that share a head each for itself."""
+        """Return the bytes of KV of all requests on the ranks of a D; replicated heads count once per shard."""
         tp = SPLITS[target][1]
         of_block = self.model.num_layers * 2 * BLOCK * self.model.head_dim * 4 * max(self.model.num_kv_heads, tp)
-        return of_block * sum(-(-len(question.prompt) // BLOCK) for question in QUESTIONS)
+        return of_block * sum(-(-len(request.prompt) // BLOCK) for request in REQUESTS)
 
 
 @contextmanager
 def start_nodes(checkpoint: Path, runner: str, sources: Sequence[str], targets: Sequence[str]) -> Iterator[Nodes]:
     environ = RUNNER_ENVIRONMENTS[runner]
     with Fleet() as fleet:
-        patient = ("--lease-seconds", "60")  # reads are ordered between steps
-        prefill = {name: fleet.start_prefill(checkpoint, [*flags_of(name), *patient], environ) for name in sources}
+        lease = ("--lease-seconds", "60")  # long, because reads are posted between slow steps
+        prefill = {name: fleet.start_prefill(checkpoint, [*flags_of(name), *lease], environ) for name in sources}
         flags = ("--handoff-min-tokens", "0")
         decode = {name: fleet.start_decode(checkpoint, [*flags_of(name), *flags], environ) for name in targets}
         fleet.wait_ready(ALL_START_SECONDS)
         nodes = Nodes(load_model_config(checkpoint), prefill, decode)
-        nodes.expected = ask(decode[ONE].address, "", "by itself")
+        nodes.expected = send_all(decode[ONE].address, "", "no handoff")
         yield nodes
 
 
@@ -100,10 +102,10 @@ def flags_of(split: str) -> list[str]:
     return [*FLAGS, *SMALL, "--pp", str(pp), "--tp", str(tp)]
 
 
-def ask(address: str, peer: str, salt: str) -> list[Generated]:
-    """All questions at once."""
+def send_all(address: str, peer: str, salt: str) -> list[Generated]:
+    """Send all requests at once and return their outputs."""
     with RouterClient(address) as client:
-        results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in QUESTIONS]
+        results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in REQUESTS]
         return [result.wait(ANSWER_SECONDS) for result in results]
 
 
@@ -111,22 +113,22 @@ def check_pair(nodes: Nodes, source: str, target: str) -> None:
     prefill, decode = nodes.prefill[source], nodes.decode[target]
     names = ("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills", "kv_reads", "kv_read_bytes")
     before = {name: decode.counter(name) for name in names}
-    answers = ask(decode.address, prefill.address, f"{source} to {target}")
-    for answer, expected, question in zip(answers, nodes.expected, QUESTIONS, strict=True):
+    answers = send_all(decode.address, prefill.address, f"{source} to {target}")
+    for answer, expected, request in zip(answers, nodes.expected, REQUESTS, strict=True):
         assert answer.failure is None
-        assert answer.choices == expected.choices, f"a prompt of {len(question.prompt)} tokens"
+        assert answer.choices == expected.choices, f"a prompt of {len(request.prompt)} tokens"
         assert answer.finish == expected.finish
         assert_same_logprobs(answer, expected)
     counted = {name: decode.counter(name) - before[name] for name in names}
     num_reads = counted.pop("kv_reads")
     assert counted == {
-        "handoffs": len(QUESTIONS),
+        "handoffs": len(REQUESTS),
         "handoff_failures": 0,
         "handoff_recomputes": 0,
         "local_prefills": 0,
         "kv_read_bytes": nodes.bytes_read(target),
     }, decode.output[-3000:]
-    assert num_reads > len(QUESTIONS), "long prompts are read in parts"
+    assert num_reads > len(REQUESTS), "long prompts are read in parts"
     for node in (prefill, decode):
         node.wait_idle()
 

@@ -1,15 +1,15 @@
 """The fault table for single ranks: a prefill node of two stages and a decode node of two shards.
 
     fault                            outcome
-    a rank of either killed          its node ends within 5 s, all of it, and names the rank; then as for a node killed
+    a rank of either killed          its whole node ends within 5 s and names the rank; then as for a killed node
     a rank of P stopped for long     D computes the prompt itself: the same tokens
-    a rank of D stopped for long     the client hears of it
-    stopped for a moment, or slow    the same tokens, and nobody is lost
+    a rank of D stopped for long     the client gets a failure
+    a rank stopped briefly, or slow  the same tokens, and no node is lost
 
-After each: 5 s later no node holds a block, nodes that were lost are connected again by themselves, and the next
-request is handed off and answered as ever. Never a wrong token. Rank 0 is in the engine process.
+After each row: within 5 s no node holds a block; lost nodes reconnect by themselves; the next request is handed off and
+has the right tokens. No row ever yields a wrong token. Rank 0 is in the engine process.
 
-    python -m pytest tests/e2e/test_rank_fault_table.py      all of the table, in minutes; scripts/test runs a few rows
+    python -m pytest tests/e2e/test_rank_fault_table.py      the whole table, in minutes; scripts/test runs a few rows
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import psutil
 import pytest
 from checkpoints import make_checkpoint
 from fleet import NodeProcess
-from stages import GIVEN_BACK, WAIT_SECONDS, Pair, held_at, is_prefix, start_pair
+from stages import RELEASE_SECONDS, WAIT_SECONDS, Pair, held_at, is_prefix, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 
 END_SECONDS = 5.0
-MOMENT = 0.6  # seconds that an engine, or a rank, may stand still without being given up
+SHORT_STOP = 0.6  # seconds that an engine or a rank may be stopped without counting as lost
 DEADLINE_MS = 1500
 
-PARTS = ("engine", "rank 1")  # of a node: those that its ranks are in
+PARTS = ("engine", "rank 1")  # parts of a node with a rank
 SECOND = {"prefill": "rank 1 (stage 1, shard 0)", "decode": "rank 1 (stage 0, shard 1)"}
 STAGES = ("computing", "reading", "before Release", "decoding")
 FAULTS = ("killed", "stopped", "paused", "slow")
 LASTING = FAULTS[:2]
-EVERYDAY = {
+FAST_ROWS = {
     ("prefill", "killed", "rank 1", "reading"),
     ("decode", "stopped", "rank 1", "decoding"),
 }
@@ -54,17 +54,17 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.fixture
 def pair(started: Pair) -> Iterator[Pair]:
     yield started
-    for node in (started.prefill, started.decode):  # so that a row that fails does not fail those after it
+    for node in (started.prefill, started.decode):  # a failed row must not fail the next ones
         if node.child.state == "ended":
             node.restart()
         for part in (*PARTS, *PARTS):
-            node.go_on(part)
+            node.resume(part)
 
 
 def rows(role: str) -> list[object]:
-    """All (fault, part, stage); those of EVERYDAY are part of every run."""
+    """Return all (fault, part, stage), all but those of FAST_ROWS marked slow."""
     return [
-        pytest.param(fault, part, stage, marks=[] if (role, fault, part, stage) in EVERYDAY else pytest.mark.slow)
+        pytest.param(fault, part, stage, marks=[] if (role, fault, part, stage) in FAST_ROWS else pytest.mark.slow)
         for fault in FAULTS
         for part in PARTS
         for stage in STAGES
@@ -74,19 +74,19 @@ def rows(role: str) -> list[object]:
 @pytest.mark.parametrize(("fault", "part", "stage"), rows("prefill"))
 def test_requests_survive_a_failed_rank_of_the_prefill_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
-        back = strike(fault, pair.prefill, part)
+        recover = inject(fault, pair.prefill, part)
         held.release()
         assert held.result.wait().tokens == pair.expected
-        pair.decode.wait_idle(GIVEN_BACK)
-    back()
-    pair.prefill.wait_idle(GIVEN_BACK)
+        pair.decode.wait_idle(RELEASE_SECONDS)
+    recover()
+    pair.prefill.wait_idle(RELEASE_SECONDS)
     pair.check_served()
 
 
 @pytest.mark.parametrize(("fault", "part", "stage"), rows("decode"))
 def test_requests_survive_a_failed_rank_of_the_decode_node(fault: str, part: str, stage: str, pair: Pair) -> None:
     with held_at(stage, pair) as held:
-        back = strike(fault, pair.decode, part)
+        recover = inject(fault, pair.decode, part)
         held.release()
         if fault in LASTING:
             pair.decodes.wait_until(lambda: held.result.ended.is_set() or held.client.error is not None, WAIT_SECONDS)
@@ -94,9 +94,9 @@ def test_requests_survive_a_failed_rank_of_the_decode_node(fault: str, part: str
             assert is_prefix(held.result, pair.expected)
         else:
             assert held.result.wait().tokens == pair.expected
-        pair.prefill.wait_idle(GIVEN_BACK)
-    back()
-    pair.decode.wait_idle(GIVEN_BACK)
+        pair.prefill.wait_idle(RELEASE_SECONDS)
+    recover()
+    pair.decode.wait_idle(RELEASE_SECONDS)
     pair.check_served()
 
 
@@ -108,14 +108,14 @@ def test_deadline_error_names_the_rank_without_a_read_report(pair: Pair) -> None
         assert held.result.failure is not None
         assert held.result.failure.code == pb.Failure.DEADLINE
         assert f"{SECOND['decode']} has not ended" in held.result.failure.message
-    pair.decode.go_on("rank 1")
+    pair.decode.resume("rank 1")
     for node in (pair.prefill, pair.decode):
-        node.wait_idle(GIVEN_BACK)
+        node.wait_idle(RELEASE_SECONDS)
     pair.check_served()
 
 
-def strike(fault: str, node: NodeProcess, part: str) -> Callable[[], None]:
-    """Do it. Returns what brings the node back, or waits until it is."""
+def inject(fault: str, node: NodeProcess, part: str) -> Callable[[], None]:
+    """Inject a fault; return a function that recovers the node or waits for its recovery."""
     (process,) = node.processes(part)
     match fault:
         case "killed":
@@ -123,33 +123,33 @@ def strike(fault: str, node: NodeProcess, part: str) -> Callable[[], None]:
             return kill(process, node, "the engine process" if part == "engine" else SECOND[role])
         case "stopped":
             node.stop(part)
-            return lambda: node.go_on(part)
+            return lambda: node.resume(part)
         case "paused":
             node.stop(part)
-            timer = threading.Timer(MOMENT, node.go_on, [part])
+            timer = threading.Timer(SHORT_STOP, node.resume, [part])
             timer.start()
             return timer.join
         case _:
             return slow_down(process)
 
 
-def kill(process: psutil.Process, node: NodeProcess, who: str) -> Callable[[], None]:
-    """Returns what waits for the end of the whole node, and starts it again."""
+def kill(process: psutil.Process, node: NodeProcess, rank: str) -> Callable[[], None]:
+    """Kill a rank; return a function that waits for the end of the whole node and restarts it."""
     processes = node.processes()
     process.kill()
 
-    def back() -> None:
+    def recover() -> None:
         _, alive = psutil.wait_procs(processes[1:], END_SECONDS)
         assert alive == []
         node.wait_ended(END_SECONDS)
-        assert f"{who} was killed by SIGKILL" in node.child.last_lines[-1]
+        assert f"{rank} was killed by SIGKILL" in node.child.last_lines[-1]
         node.restart()
 
-    return back
+    return recover
 
 
 def slow_down(process: psutil.Process) -> Callable[[], None]:
-    """From now on it runs for a third of the time only. Returns what ends that."""
+    """Let a process run only a third of the time; return a function that ends this."""
     over = threading.Event()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""Every process of a fleet is restarted, one after the other, under load: no request fails, and no answer changes.
+"""A rolling restart of all processes of a fleet under load fails no request and changes no answer.
 
-Clients are behind two routers and a load balancer that knows their health, and try nothing again.
+Clients connect through a load balancer that polls the health of two routers. They do not retry.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from client_load import VOCABULARY, Load, new_body
 from fleet import Fleet, add_tokenizer
-from rolling import FleetHandle, balanced, know_all, rolling_restart
-from sabotage import VOCABULARY, Load, new_body
+from rolling import FleetHandle, all_nodes_ready, balanced_client, rolling_restart
 
 SIMULATED = ("--engine", "simulated")
-ROUTER = ("--migrations", "0", "--drain-grace", "1")  # longer than the balancer takes to notice
+ROUTER = ("--migrations", "0", "--drain-grace", "1")  # longer than the load balancer's poll interval
 CLIENTS = 6
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def restart_all(model: Path, flags: Sequence[str], max_tokens: int) -> Load:
-    """Returns what clients saw while 2 P, 2 D and 2 routers were restarted."""
+    """Restart 2 P, 2 D and 2 routers under load; return the load with its outcomes."""
     chance = random.Random(1)
     load = Load([new_body(chance, max_prompt=200, max_tokens=max_tokens) for _ in range(12)])
     with Fleet() as fleet, ThreadPoolExecutor(1) as pool:
@@ -36,31 +36,33 @@ def restart_all(model: Path, flags: Sequence[str], max_tokens: int) -> Load:
         decode = [fleet.start_decode(model, [*flags, "--handoff-min-tokens", "1"]) for _ in range(2)]
         routers = [fleet.start_router(model, ROUTER) for _ in range(2)]
         fleet.wait_ready()
-        fleet.wait_until(lambda: all(router.address for router in routers), 20.0)  # it waits for the latest one only
+        fleet.wait_until(
+            lambda: all(router.address for router in routers), 20.0
+        )  # wait_ready waits only for the last router
         urls = [f"http://{router.address}" for router in routers]
 
         def settled() -> bool:
-            return know_all(urls, 2, 2) and all(len(node.describe().connected_peers) == 2 for node in decode)
+            return all_nodes_ready(urls, 2, 2) and all(len(node.describe().connected_peers) == 2 for node in decode)
 
         fleet.wait_until(settled, 20.0)
-        asyncio.run(load.learn(urls[0], chance))
+        asyncio.run(load.record_expected(urls[0], chance))
         handles = [FleetHandle(process) for process in (*prefill, *decode, *routers)]
         restarting = pool.submit(rolling_restart, handles, settled)
-        asyncio.run(ask_until(load, urls, restarting.done))
+        asyncio.run(run_clients(load, urls, restarting.done))
         restarting.result()
         for node in (*prefill, *decode):
             node.wait_idle(30.0)
     return load
 
 
-async def ask_until(load: Load, urls: Sequence[str], over: Callable[[], bool]) -> None:
-    async with balanced(urls, 2 * CLIENTS) as client:
-        await load.run_until(over, client, CLIENTS, seed=0)
+async def run_clients(load: Load, urls: Sequence[str], is_over: Callable[[], bool]) -> None:
+    async with balanced_client(urls, 2 * CLIENTS) as client:
+        await load.run_until(is_over, client, CLIENTS, seed=0)
 
 
 def test_a_rolling_restart_fails_no_request(model: Path) -> None:
     load = restart_all(model, SIMULATED, max_tokens=100)
-    assert not load.wrong, load.wrong[0]
+    assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > CLIENTS
 
 
@@ -68,5 +70,5 @@ def test_a_rolling_restart_fails_no_request(model: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_rolling_restart_of_a_real_model_changes_no_token(model: Path) -> None:
     load = restart_all(model, (), max_tokens=60)
-    assert not load.wrong, load.wrong[0]
+    assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > CLIENTS

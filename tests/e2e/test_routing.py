@@ -1,4 +1,4 @@
-"""Routers that choose nodes by what they are told of them: simulated nodes, real reports, real HTTP."""
+"""Routers choose nodes by the nodes' reports: simulated nodes, real reports, real HTTP."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def fleet() -> Iterator[Fleet]:
 
 
 def metric(url: str, name: str) -> float:
-    """The sum over all labels."""
+    """Return the sum of a metric over all labels."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
 def complete(url: str, prompt: list[int]) -> int:
-    """Serve a prompt; returns how many of its tokens were cached."""
+    """Serve a prompt and return the number of its cached tokens."""
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as response:
@@ -46,7 +46,7 @@ def test_every_router_sends_a_prompt_to_the_node_with_its_prefix(fleet: Fleet) -
     assert complete(fleet.url, prefix) == 0
     assert complete(fleet.url, other) == 0
 
-    fleet.start_router(EMBEDDED_MODEL, PREFIX_AWARE)  # another one: it has seen none of this
+    fleet.start_router(EMBEDDED_MODEL, PREFIX_AWARE)  # a second router, which has routed no request
     fleet.wait_ready()
     assert complete(fleet.url, [*other, 5]) == 800
     assert complete(fleet.url, [*prefix, 6]) == 800

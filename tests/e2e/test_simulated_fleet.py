@@ -1,4 +1,4 @@
-"""Fleets without devices: all of pdserve is real but the model and its KV, and tokens are the same on every way."""
+"""Simulated fleets: only the model and its KV are simulated, and tokens do not depend on the path of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 
 SIMULATED = ["--engine", "simulated"]
-SLOW_PROMPTS = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a second for each step
+SLOW_PROMPTS = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def new_prompt(length: int, seed: int) -> list[int]:
 
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    """What the runner says by itself."""
+    """Return the tokens of the simulated runner alone."""
     options = NodeOptions(model=str(EMBEDDED_MODEL), engine="simulated", sim_speed=float("inf"))
     model_runner = runner.build(resolve(options, node_devices(options, 1)[0], {}), lambda stage, fraction: None)
     (running,) = Stepper(model_runner).generate([prompt], num_tokens)
@@ -64,7 +64,7 @@ def streamed(fleet: Fleet, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def uses_a_device(node: NodeProcess) -> bool:
-    """Whether one of its processes has loaded what real nodes compute or read with."""
+    """Return whether a process of the node has loaded torch, NIXL or UCX."""
     return any(name in m.path for p in node.processes() for m in p.memory_maps() for name in ("torch", "nixl", "libuc"))
 
 

@@ -1,4 +1,4 @@
-"""Nodes whose model is split tell the log-probabilities of prompts that transformers does."""
+"""Prompt log-probabilities of multi-rank nodes equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs under a grammar, from real nodes of both runners: every answer follows it, handed off or not."""
+"""Structured outputs of real nodes with both runners: every answer follows its grammar, with and without a handoff."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def checkpoint(directory: Path, num_layers: int) -> Path:
 
 @pytest.fixture(scope="module", params=["V1", "V2"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """With V1, D has two pipeline stages: masks are used on the last one."""
+    """A P and a D with one runner. With V1, D has two pipeline stages; the last one applies the masks."""
     is_v1, directory = request.param == "V1", tmp_path_factory.mktemp("structured")
     environ, split = RUNNER_ENVIRONMENTS[request.param], ("--pp", "2") if is_v1 else ()
     model = checkpoint(directory, 2 if is_v1 else 1)
@@ -62,7 +62,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def new_prompt(length: int = 24) -> str:
-    """Characters that are a token each. As text, since a prompt that ends within a character adds to the output's."""
+    """Return random text with one token per character, so that the prompt does not end within a character."""
     return "".join(random.Random(next(_seeds)).choices("QXZJKVW#", k=length))
 
 
@@ -121,17 +121,17 @@ def test_every_notation_of_structured_outputs_is_followed(fleet: Fleet, fields: 
 
 def test_grammar_precedence_over_other_parameters(fleet: Fleet) -> None:
     prompt, structure = new_prompt(5), {"structured_outputs": {"regex": "[0-9]{2,4}"}}
-    # EOS ends it although it is to be ignored; nothing else can follow, so min_tokens cannot be reached.
+    # EOS ends the output despite ignore_eos and min_tokens, because the grammar allows nothing else.
     (short,) = complete(fleet, prompt, **structure, ignore_eos=True, min_tokens=50)
     assert re.fullmatch("[0-9]{2,4}", short["text"])
     assert short["finish_reason"] == "stop"
-    # A bias changes nothing for what is not allowed; max_tokens and stop strings end it early.
+    # A bias cannot allow a forbidden token; max_tokens and stop strings end the output early.
     (biased,) = complete(fleet, prompt, **structure, logit_bias={"300": 100.0}, max_tokens=1)
     assert biased["text"].isdigit()
     assert biased["finish_reason"] == "length"
     (stopped,) = complete(fleet, prompt, structured_outputs={"choice": ["ab.cd"]}, stop=".")
     assert (stopped["text"], stopped["finish_reason"]) == ("ab", "stop")
-    # As long as the grammar has another way, min_tokens holds.
+    # min_tokens holds as long as the grammar allows another token.
     (long,) = complete(fleet, prompt, structured_outputs={"regex": "[0-9]*"}, min_tokens=8, max_tokens=8)
     assert len(long["token_ids"]) == 8
 

@@ -1,4 +1,4 @@
-"""TLS between all of pdserve's processes and to clients, with certificates that are made here."""
+"""TLS between all processes and to clients, with temporary certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
-from router.http.certificate import Certificate
+from router.server import Certificate
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def https(tmp_path_factory: pytest.TempPathFactory, ca: trustme.CA) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(identity: Path, https: Path) -> Iterator[Fleet]:
-    """Real nodes, a model, and KV by NIXL."""
+    """Real nodes with the embedded model and NIXL."""
     flags = ["--grpc-tls", str(identity)]
     pair = ["--tls-cert", str(https / "cert.pem"), "--tls-key", str(https / "key.pem")]
     with start_fleet(
@@ -52,7 +52,7 @@ def fleet(identity: Path, https: Path) -> Iterator[Fleet]:
 
 
 def status(node: NodeProcess, credentials: grpc.ChannelCredentials | None) -> pb.NodeStatus:
-    """Ask a node over a connection of its own; None is one without TLS."""
+    """Call Status over a new connection; credentials None means without TLS."""
     with (
         grpc.insecure_channel(node.address) if credentials is None else tls_channel(node.address, credentials)
     ) as channel:
@@ -69,7 +69,7 @@ def client(fleet: Fleet, ca: trustme.CA) -> httpx.Client:
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "did not happen"
+        assert time.monotonic() < end, f"not within {seconds} s"
         time.sleep(0.05)
 
 
@@ -112,7 +112,7 @@ def test_server_of_another_ca_is_refused(fleet: Fleet, identity: Path, tmp_path:
 
 
 def test_renewed_certificates_are_used(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
-    """Those who connect anew, to a server or as a client, use the new CA; then broken files change nothing."""
+    """New connections of servers and clients use the new CA; broken files later change nothing."""
     new = trustme.CA()
     write_identity(identity, new)
     write_https(https / "cert.pem", https / "key.pem", new)
@@ -134,7 +134,7 @@ def test_renewed_certificates_are_used(fleet: Fleet, ca: trustme.CA, identity: P
         numbers = itertools.count(100)
         wait_for(answers)
         fleet.prefill[0].kill()
-        fleet.prefill[0].restart()  # whoever was connected shows it a certificate of the new CA
+        fleet.prefill[0].restart()  # its peers reconnect with certificates of the new CA
         wait_for(handed_off)
         for directory in (identity, https):
             (directory / "cert.pem").write_text("nothing")

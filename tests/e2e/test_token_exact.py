@@ -51,7 +51,7 @@ class Served:
         return self.expected[key]
 
     def check(self, prompts: list[list[int]]) -> None:
-        """All prompts at once; each must give the reference's tokens."""
+        """Send all prompts at once; each must yield the reference's tokens."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             outputs = list(pool.map(lambda prompt: self.fleet.complete(prompt, OUTPUT), prompts))
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -85,7 +85,7 @@ def test_sixteen_concurrent_requests_are_exact_with_and_without_prefix_hits(serv
     prompts = [shared + random_prompt(100 + index, 3 * index + 1) for index in range(8)]
     prompts += [random_prompt(200 + index, 11 * index + 2) for index in range(8)]
     served.check(prompts)
-    served.check(prompts)  # all of it is in the prefix caches now
+    served.check(prompts)  # now all prompts are in the prefix caches
     for node in (*served.fleet.prefill, *served.fleet.decode):
         node.wait_idle()
 

@@ -1,4 +1,4 @@
-"""A request's way through router, D and P as one trace at a real collector, also when things break."""
+"""A request through router, D and P is one trace at a real collector, also when a node fails."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from pdserve.config.embedded import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
-SOON = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are sent
-LONG, SHORT = 700, 8  # tokens of prompts that are handed off in parts, and that are not
+FAST_EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are exported
+LONG, SHORT = 700, 8  # prompt tokens: handed off in parts, and computed on D
 PARTS = ("--max-batch-tokens", "256")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
-AT_P: dict[str, Any] = {"queue": {}, "prefill": {}, "lease": {}}
-HANDED_OFF: dict[str, Any] = {
+PREFILL_SPANS: dict[str, Any] = {"queue": {}, "prefill": {}, "lease": {}}
+HANDOFF_SPANS: dict[str, Any] = {
     "reserve": {},
-    "handoff": {"transfer": {}, "prefill node": AT_P},
+    "handoff": {"transfer": {}, "prefill node": PREFILL_SPANS},
     "first step": {},
     "decode": {},
 }
-HERE: dict[str, Any] = {"queue": {}, "prefill": {}, "decode": {}}
+LOCAL_SPANS: dict[str, Any] = {"queue": {}, "prefill": {}, "decode": {}}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, collector: Collector) -> Iterator[Fleet]:
-    """A P and two D; the router traces nothing unless clients ask for it."""
+    """A P and two D; the router traces only requests whose client asks for it."""
     flags = [*SIMULATED, "--traces", collector.url]
     sampling = ["--traces", collector.url, "--trace-sample", "0"]
     with (
-        mock.patch.dict(os.environ, SOON),
+        mock.patch.dict(os.environ, FAST_EXPORT),
         start_fleet(model, 1, 2, True, [*flags, *PARTS], [*flags, "--sim-costs", "step=0.01"], sampling) as fleet,
     ):
         yield fleet
@@ -68,20 +68,20 @@ def traced(trace: str = TRACE, sampled: bool = True) -> dict[str, str]:
 
 
 def body_of(length: int, num_tokens: int = 8, **fields: Any) -> dict[str, Any]:
-    """A new prompt at each call, so that no cache has it. D computes some of the tokens: P samples four at most."""
+    """Return a request with a new prompt. D computes some output tokens, because P samples at most four."""
     prompt = random.choices(range(3, 4096), k=length)
     return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
 
 
-def ask(fleet: Fleet, body: dict[str, Any], headers: dict[str, str]) -> str:
-    """Returns the request's id."""
+def send(fleet: Fleet, body: dict[str, Any], headers: dict[str, str]) -> str:
+    """Send a request and return its id."""
     answer = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=30.0)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]
 
 
 def check_nested(span: Span) -> None:
-    """What is below a span lies in it. All processes have the same clock here."""
+    """Check that child spans lie within their parents; all processes share one clock here."""
     for child in span.children:
         assert span.start <= child.start <= child.end <= span.end, (span.name, child.name)
         check_nested(child)
@@ -94,10 +94,10 @@ def check_contiguous(*spans: Span) -> None:
 
 def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) -> None:
     body = body_of(LONG)
-    root = collector.wait(ask(fleet, body, traced()), "generate", "decode node", "prefill node", "lease")
+    root = collector.wait(send(fleet, body, traced()), "generate", "decode node", "prefill node", "lease")
     assert root.raw.trace_id.hex() == TRACE
     assert root.raw.parent_span_id.hex() == PARENT
-    assert root.shape == {"prepare": {}, "admission": {}, "generate": {"decode node": HANDED_OFF}}
+    assert root.shape == {"prepare": {}, "admission": {}, "generate": {"decode node": HANDOFF_SPANS}}
     check_nested(root)
     assert {span.raw.trace_state for span in root.walk()} == {"vendor=it"}
     assert not [span.name for span in root.walk() if span.failed]
@@ -116,14 +116,14 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     assert transfer.attributes["pdserve.transfer.parts"] == 3
     assert 0 < transfer.attributes["pdserve.transfer.exposed"] <= (transfer.end - transfer.start) / 1e9
 
-    said = root.attributes
-    assert said["gen_ai.request.model"] == MODEL_NAME
-    assert said["gen_ai.usage.input_tokens"] == LONG
-    assert said["gen_ai.usage.output_tokens"] == 8
-    assert said["http.response.status_code"] == 200
+    attributes = root.attributes
+    assert attributes["gen_ai.request.model"] == MODEL_NAME
+    assert attributes["gen_ai.usage.input_tokens"] == LONG
+    assert attributes["gen_ai.usage.output_tokens"] == 8
+    assert attributes["http.response.status_code"] == 200
     assert handoff.attributes["pdserve.prefill_node"] == fleet.prefill[0].address
     known = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
-    assert known + (first - at_d.start) / 1e9 < said["gen_ai.response.time_to_first_chunk"]
+    assert known + (first - at_d.start) / 1e9 < attributes["gen_ai.response.time_to_first_chunk"]
 
 
 def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
@@ -135,7 +135,7 @@ def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
         return found
 
     before = totals()
-    root = collector.wait(ask(fleet, body_of(LONG), traced("1" * 32)), "decode node")
+    root = collector.wait(send(fleet, body_of(LONG), traced("1" * 32)), "decode node")
     after = totals()
 
     def new(kind: str, part: str) -> float:
@@ -147,28 +147,28 @@ def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
     at_d = root.child("generate").child("decode node")
     handoff = at_d.child("handoff")
     assert sum(new("sum", part) for part in parts) <= (at_d.events["first token"] - at_d.start) / 1e9
-    assert new("sum", "prefill") >= LONG * 24e-6, "what P needs for it"
+    assert new("sum", "prefill") >= LONG * 24e-6, "at least P's simulated time"
     name = "pdserve_handoff_first_step_seconds_count"
     assert after[name] - before[name] == 1
     assert handoff.attributes["pdserve.handoff.tokens"] == LONG
 
 
 def test_trace_of_a_short_prompt_has_no_handoff(fleet: Fleet, collector: Collector) -> None:
-    root = collector.wait(ask(fleet, body_of(SHORT), traced("2" * 32)), "decode node")
+    root = collector.wait(send(fleet, body_of(SHORT), traced("2" * 32)), "decode node")
     at_d = root.child("generate").child("decode node")
-    assert at_d.shape == HERE
+    assert at_d.shape == LOCAL_SPANS
     check_nested(root)
-    check_contiguous(*(at_d.child(name) for name in HERE))
+    check_contiguous(*(at_d.child(name) for name in LOCAL_SPANS))
 
 
 def test_unsampled_requests_send_no_spans(fleet: Fleet, collector: Collector) -> None:
-    """Neither where the client says so, nor where it leaves that to the router, which samples nothing."""
+    """Neither the client's sampled flag nor the router's sampling share of 0 selects the first three requests."""
     before = collector.trace_ids()
-    ask(fleet, body_of(LONG), traced("3" * 32, sampled=False))
-    ask(fleet, body_of(LONG), {})
-    ask(fleet, body_of(LONG), {"traceparent": "what is this"})
-    last = ask(fleet, body_of(LONG), traced("4" * 32))
-    collector.wait(last, "lease", "decode node")  # each process sends in the order in which spans end
+    send(fleet, body_of(LONG), traced("3" * 32, sampled=False))
+    send(fleet, body_of(LONG), {})
+    send(fleet, body_of(LONG), {"traceparent": "what is this"})
+    last = send(fleet, body_of(LONG), traced("4" * 32))
+    collector.wait(last, "lease", "decode node")  # each process exports spans in the order of their ends
     assert collector.trace_ids() - before == {"4" * 32}
 
 
@@ -181,7 +181,7 @@ def test_spans_end_when_the_client_disconnects(fleet: Fleet, collector: Collecto
     assert root.attributes["error.type"] == "disconnected"
     assert at_d.attributes["pdserve.outcome"] == "cancelled"
     assert not root.failed
-    assert at_d.child("handoff").child("prefill node").shape == AT_P
+    assert at_d.child("handoff").child("prefill node").shape == PREFILL_SPANS
 
 
 def test_span_status_is_the_error(fleet: Fleet, collector: Collector) -> None:
@@ -199,43 +199,43 @@ def test_migrated_request_stays_one_trace(fleet: Fleet, collector: Collector) ->
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=traced("8" * 32)) as answer:
         lines = answer.iter_lines()
         next(lines)
-        struck = running(fleet)
-        struck.kill()
+        failed_node = running(fleet)
+        failed_node.kill()
         assert [*lines][-2] == "data: [DONE]"
     try:
         root = collector.wait(answer.headers["x-request-id"], "decode node")
         lost, again = (child for child in root.children if child.name == "generate")
         assert lost.failed
-        assert lost.attributes["pdserve.decode_node"] == struck.address
+        assert lost.attributes["pdserve.decode_node"] == failed_node.address
         assert not again.failed
         assert again.child("decode node").attributes["pdserve.outcome"] == "done"
         assert lost.end <= root.events["migration"] <= again.start
         assert not root.failed
     finally:
-        struck.restart()
+        failed_node.restart()
 
 
 def test_failed_handoff_is_a_separate_trace_part(fleet: Fleet, collector: Collector) -> None:
-    """P dies before it says anything of the prompt."""
+    """P dies before it answers the prefill request."""
     (prefill,) = fleet.prefill
 
     def handoffs() -> float:
         return sum(node.counter("handoffs") for node in fleet.decode)
 
     before = handoffs()
-    prefill.stop("front")
+    prefill.stop("frontend")
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask, fleet, body_of(LONG), traced("9" * 32))
+        sent = thread.submit(send, fleet, body_of(LONG), traced("9" * 32))
         fleet.wait_until(lambda: handoffs() > before, 10.0)
         prefill.kill()
-        request_id = asked.result()
+        request_id = sent.result()
     try:
         root = collector.wait(request_id, "decode node")
         at_d = root.child("generate").child("decode node")
-        assert at_d.shape == {"reserve": {}, "handoff": {}, **HERE}
+        assert at_d.shape == {"reserve": {}, "handoff": {}, **LOCAL_SPANS}
         assert at_d.child("handoff").failed
         assert not at_d.failed
-        check_contiguous(*(at_d.child(name) for name in HERE))
+        check_contiguous(*(at_d.child(name) for name in LOCAL_SPANS))
         assert at_d.child("handoff").end <= at_d.child("queue").start <= at_d.events["first token"]
     finally:
         prefill.restart()
@@ -247,20 +247,20 @@ def running(fleet: Fleet) -> NodeProcess:
 
 
 def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()[1]
-    sends = SOON | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    export = FAST_EXPORT | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     flags = [*SIMULATED]
     tracing = ["--traces", f"http://127.0.0.1:{port}"]
-    with mock.patch.dict(os.environ, sends), start_fleet(model, 0, 1, True, (), flags, tracing) as fleet:
+    with mock.patch.dict(os.environ, export), start_fleet(model, 0, 1, True, (), flags, tracing) as fleet:
         assert fleet.router is not None
         router = fleet.router
         for _ in range(3):
-            ask(fleet, body_of(SHORT), {})
+            send(fleet, body_of(SHORT), {})
         fleet.wait_until(lambda: "traces are lost" in router.output, 20.0)
         with Collector(port) as late:
-            first = ask(fleet, body_of(SHORT), {})
+            first = send(fleet, body_of(SHORT), {})
             assert {*late.wait(first).shape} == {"prepare", "admission", "generate"}
         assert router.output.count("traces are lost") == 1
         assert "again" in router.output
-        ask(fleet, body_of(SHORT), {})
+        send(fleet, body_of(SHORT), {})

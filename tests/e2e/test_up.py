@@ -1,4 +1,4 @@
-"""``pdserve up`` as a person uses it: start, ask, stop; and what happens when a part of it dies."""
+"""``pdserve up`` as a user runs it: start, serve, stop; and the end of all processes when one of them dies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = ["--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-memory"
 
 
 class Up:
-    """A running ``pdserve up``, its output in files."""
+    """A running ``pdserve up`` with its output in files."""
 
     def __init__(self, directory: Path, *argv: str) -> None:
         self.out, self.err = directory / "out", directory / "err"
@@ -40,7 +40,7 @@ class Up:
             )
 
     def wait_served(self) -> str:
-        """The URL it prints in the end."""
+        """Wait until the printed URL appears, and return it."""
         end = time.monotonic() + 90
         while (found := re.search(r"is served at (http://\S+)", self.out.read_text())) is None:
             assert self.process.poll() is None, self.err.read_text()
@@ -82,7 +82,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def assert_curl_works(command: str) -> None:
-    """Run the command that ``up`` prints for people to copy."""
+    """Run the command that ``up`` prints for the user to copy."""
     if shutil.which("curl") is not None:
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert done.stdout.startswith("data: {")
@@ -111,7 +111,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
-    """Whatever the cost model hands off: the last prompt for sure."""
+    """The cost model decides which prompts are handed off; the longest one always is."""
     model = add_tokenizer(make_checkpoint(tmp_path / "m", family))
     reference = reference_model(model)
     with started(tmp_path, str(model)) as up:
@@ -151,7 +151,7 @@ def test_up_serves_with_simulated_nodes(tmp_path: Path) -> None:
 
 
 def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
-    """The router ends first, and the nodes when it needs them no more."""
+    """The router drains first; then the nodes end."""
     costs = ("--engine", "simulated", "--sim-costs", "step=0.02")
     with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
         body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -168,7 +168,7 @@ def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
-    """Also when it comes while what runs is waited for."""
+    """Ctrl-C also ends a drain."""
     costs = ("--engine", "simulated", "--sim-costs", "step=1", "--drain-timeout", "600")
     with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
         body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 1000}

@@ -1,4 +1,4 @@
-"""Nodes with runner V2, in Triton's interpreter: handoffs from and to V1, and requests that are given up."""
+"""Nodes with runner V2 in Triton's interpreter: handoffs to and from V1, cancelled requests, disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdserve.records import SamplingParams
 
 VOCABULARY = 128
 OUTPUT = 6  # tokens
-# Of 32 tokens a step, so that longer prompts take several.
+# At most 32 tokens per step, so that longer prompts take several steps.
 FLAGS = ("--max-num-seqs", "8", "--max-batch-tokens", "32", "--max-model-len", "256", "--kv-cache-memory", "2MiB")
 PAIRS = [("V1", "V2"), ("V2", "V1"), ("V2", "V2")]  # the runners of P and D
 
@@ -57,7 +57,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def new_prompt(length: int) -> list[int]:
-    """Random tokens that no cache has seen."""
+    """Return random tokens that are in no prefix cache."""
     return random.Random(next(_seeds)).choices(range(3, VOCABULARY), k=length)
 
 
@@ -98,7 +98,7 @@ def at_the_first_token(nodes: Nodes) -> Callable[[Generated], bool]:
 
 
 def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool]:
-    """The engine, a step ahead of what it has sent, hears of it after the launch of the last one."""
+    """The engine launches one step ahead of its outputs, so it receives the cancel after the last launch."""
     return lambda request: len(request.choices.get(0, ())) >= OUTPUT - 2
 
 
@@ -106,20 +106,20 @@ def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool
 def test_cancelled_request_frees_its_blocks(
     moment: Callable[[Nodes], Callable[[Generated], bool]], nodes: Nodes
 ) -> None:
-    """Whoever comes next gets its blocks and its slot at once, and tokens of its own."""
+    """The next request can use the blocks and the slot at once, and gets its own tokens."""
     peer = nodes.prefill["V2"].address
     prompt, following = new_prompt(120), new_prompt(35)
-    has_come = moment(nodes)
+    is_reached = moment(nodes)
     with RouterClient(nodes.decode["V2"].address) as client:
-        given_up = client.send(prompt, greedy(OUTPUT), peer)
-        wait_for(lambda: has_come(given_up))
-        client.cancel(given_up)
+        cancelled = client.send(prompt, greedy(OUTPUT), peer)
+        wait_for(lambda: is_reached(cancelled))
+        client.cancel(cancelled)
         assert client.generate(following, greedy(OUTPUT), peer).tokens == nodes.expected(following)
         nodes.wait_idle()
-        assert given_up.failure is None
-        tokens = given_up.choices.get(0, [])
+        assert cancelled.failure is None
+        tokens = cancelled.choices.get(0, [])
         assert tokens == nodes.expected(prompt)[: len(tokens)]
-        # Part of the prompt may be in the prefix caches; what is there must be right.
+        # Part of the prompt may be in the prefix caches, and must be right there.
         assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
     nodes.wait_idle()
 
@@ -131,24 +131,24 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def leave_early(address: str, peer: str, seed: int) -> None:
-    """Send some requests of all kinds and close the stream while they run."""
+def disconnect_early(address: str, peer: str, seed: int) -> None:
+    """Send random requests and close the stream while they run."""
     chance = random.Random(seed)
     with RouterClient(address) as client:
         for _ in range(3):
             prompt = chance.choices(range(3, VOCABULARY), k=chance.randint(1, 60))
-            heat = chance.choice([0.0, 1.0])
-            n = chance.choice([1, 1, 3]) if heat else 1
-            sampling = SamplingParams(chance.randint(1, 8), n=n, temperature=heat, seed=seed, ignore_eos=True)
+            temperature = chance.choice([0.0, 1.0])
+            n = chance.choice([1, 1, 3]) if temperature else 1
+            sampling = SamplingParams(chance.randint(1, 8), n=n, temperature=temperature, seed=seed, ignore_eos=True)
             client.send(prompt, sampling, peer if chance.random() < 0.8 else "")
         time.sleep(chance.random())
 
 
-def stay_under_load(nodes: Nodes, source: str, target: str, rounds: int) -> None:
-    """Clients that leave at random moments, and one that stays and gets exact tokens all the while."""
+def check_disconnects(nodes: Nodes, source: str, target: str, rounds: int) -> None:
+    """Run clients that disconnect at random times, beside one that must get exact tokens all the time."""
     address, peer = nodes.decode[target].address, nodes.prefill[source].address
     with ThreadPoolExecutor(3) as pool, RouterClient(address) as client:
-        leaving = [pool.submit(leave_early, address, peer, seed) for seed in range(3 * rounds)]
+        leaving = [pool.submit(disconnect_early, address, peer, seed) for seed in range(3 * rounds)]
         while not all(each.done() for each in leaving):
             prompt = new_prompt(40)
             assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
@@ -163,10 +163,10 @@ def stay_under_load(nodes: Nodes, source: str, target: str, rounds: int) -> None
 
 
 def test_disconnects_under_load_leave_nothing_behind(nodes: Nodes) -> None:
-    stay_under_load(nodes, "V2", "V2", rounds=4)
+    check_disconnects(nodes, "V2", "V2", rounds=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_many_disconnects_under_load_leave_nothing_behind(source: str, target: str, nodes: Nodes) -> None:
-    stay_under_load(nodes, source, target, rounds=30)
+    check_disconnects(nodes, source, target, rounds=30)

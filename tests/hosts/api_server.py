@@ -1,6 +1,6 @@
-"""The API server as far as EndpointSlices go (tests/fake_cluster.py): python api_server.py PORT FOLDER
+"""The API server for EndpointSlices (tests/fake_cluster.py) as a process: python api_server.py PORT FOLDER
 
-The folder has its certificate, ``tls.pem``, and ``slices.json``, a list that is looked at again and again.
+FOLDER has the certificate ``tls.pem`` and the list ``slices.json``, which the server polls for changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_cluster import FakeCluster
 
-_LOOK = 0.05  # seconds
+_POLL_SECONDS = 0.05
 
 
 async def main(port: int, folder: Path) -> None:
@@ -29,7 +29,7 @@ async def main(port: int, folder: Path) -> None:
             text = found
             for item in json.loads(text):
                 await cluster.put(item)
-        await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_POLL_SECONDS)
     await serving
 
 

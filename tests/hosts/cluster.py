@@ -1,20 +1,20 @@
-"""An overlay's pods on hosts of their own (network.py), as Kubernetes would start them.
+"""The pods of an overlay, each on its own host (network.py), started as Kubernetes would start them.
 
     client ──► router ──► decode-0, decode-1 ──► prefill-0, prefill-1        machine: the kubelet, and these tests
                   └─────► api: EndpointSlices                                prometheus: reads metrics of nodes
 
-Arguments and environment are those of the built manifests, names and network policies as well: the switch refuses what
-these do not allow. What the machine lacks is replaced, and nothing else:
+Arguments, environment, names and network policies are those of the built manifests; the switch drops connections that
+the policies do not allow. Only what this machine lacks is replaced:
 
     the image                        this checkout, and the Python that runs it
     $(MODEL)                         a small checkpoint
     --device=cuda                    --device=cpu, with a small cache and one thread
-    --require-transport=rdma         left out: KV goes over TCP
-    files of Secrets, /etc/pdserve   files made here
+    --require-transport=rdma         left out: KV is read over TCP
+    files of Secrets, /etc/pdserve   files written by these tests
     cluster DNS                      /etc/hosts on each host, with the names of headless Services and of pods
-    the Service of the routers       a name that leads to one of them
+    the Service of the routers       a host name for one of the routers
 
-A pod that is started again gets another address, as in a cluster.
+A restarted pod gets another address, as in a cluster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import trustme
 from certificates import write_https, write_identity
 from network import Network, first_process
 from overlays import headless_services, pods
-from policies import NAMESPACE, Party, open_ports
+from policies import NAMESPACE, Endpoint, open_ports
 from running_pod import RunningPod
 
 from pdserve.api_keys import key_entry, new_key
@@ -44,16 +44,17 @@ ROOT = HERE.parents[1]
 PORTS = {"router": 8000, "prefill": 9001, "decode": 9002}
 API_PORT = 6443
 SMALL = ("--device=cpu", "--threads=1", "--kv-cache-memory=64MiB")
-SERVICE = "pdserve"  # of the routers, for clients
-ROUTERS = ("router-0", "router-1")  # of which one runs, and the other one takes over
-SPARE = ROUTERS[1]
+SERVICE = "pdserve"  # name of the routers' Service
+ROUTERS = ("router-0", "router-1")  # one of them runs; the other one replaces it
+STANDBY = ROUTERS[1]
 START_SECONDS = 90.0
-OUTSIDE = {"client": "", "machine": "", "api": "", "prometheus": "monitoring"}  # other hosts: namespaces, of pods
+#: Hosts beside the pods, with their namespaces; "" is outside the cluster.
+OTHER_HOSTS = {"client": "", "machine": "", "api": "", "prometheus": "monitoring"}
 METRICS_PORT = 9003
 
 
 class Cluster:
-    """Started by entering it as a context manager; leaving it ends everything."""
+    """Entering the context starts all pods but the standby router; leaving it ends all processes and hosts."""
 
     network: Network
 
@@ -64,22 +65,22 @@ class Cluster:
         self._folder = folder
         self._checkpoint = checkpoint
         self._key = new_key()
-        self.ca = trustme.CA()  # of all servers, and of the peers' certificates
+        self.ca = trustme.CA()  # issues all certificates of servers and peers
         self._secrets = folder / "secrets"
-        self._service = ROUTERS[0]  # where clients are led to
-        self._doors: list[tuple[str, str, socket.socket]] = []  # host that it is on, target, socket
+        self._service = ROUTERS[0]  # the router behind the Service
+        self._port_forwards: list[tuple[str, str, socket.socket]] = []  # (host, target, listening socket)
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
             self.network = stack.enter_context(Network(self._folder))
-            for name in OUTSIDE:
+            for name in OTHER_HOSTS:
                 self.network.add(name)
             self._write_secrets()
-            self._find_pods(stack)
-            self._start_outside(stack)
+            self._list_pods(stack)
+            self._start_services(stack)
             for name in self.pods:
-                if name != SPARE:
+                if name != STANDBY:
                     self.start(name)
             self._stack = stack.pop_all()
         return self
@@ -87,27 +88,27 @@ class Cluster:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ state
 
-    def of(self, role: str) -> list[RunningPod]:
-        """Those that run."""
+    def running_pods(self, role: str) -> list[RunningPod]:
+        """Return the running pods of a role."""
         return [pod for pod in self.pods.values() if pod.role == role and pod.program is not None]
 
     @property
     def running(self) -> list[RunningPod]:
-        return [*self.of("router"), *self.nodes]
+        return [*self.running_pods("router"), *self.nodes]
 
     @property
     def nodes(self) -> list[RunningPod]:
-        return [*self.of("prefill"), *self.of("decode")]
+        return [*self.running_pods("prefill"), *self.running_pods("decode")]
 
     @property
     def model(self) -> str:
-        return self.pods[SPARE].kind.environment["MODEL_NAME"]
+        return self.pods[STANDBY].kind.environment["MODEL_NAME"]
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a client's requests."""
+        """HTTP headers of a client's requests."""
         return {"Authorization": f"Bearer {self._key}"}
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
@@ -116,31 +117,33 @@ class Cluster:
             for pod in self.running:
                 assert pod.program is not None
                 status = pod.program.poll()
-                assert status is None, f"{pod.name} has ended with {status}:\n{pod.log.read_text()[-2000:]}"
+                assert status is None, f"{pod.name} ended with status {status}:\n{pod.log.read_text()[-2000:]}"
             assert time.monotonic() < end, f"not within {seconds} s"
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
-        """Until all pods are, routers know of all nodes, and every D is connected to every P."""
-        for pod in (*self.nodes, *self.of("router")):  # routers are ready once they are told of ready nodes
+        """Wait until all pods are ready and every D is connected to every P."""
+        for pod in (*self.nodes, *self.running_pods("router")):  # a router becomes ready after the nodes
             self.wait_serving(pod)
         self.wait_connected()
 
     def wait_connected(self, seconds: float = START_SECONDS) -> None:
-        names = {pod.name for pod in self.of("prefill")}
-        self.wait_until(lambda: all({*d.describe().connected_peers} == names for d in self.of("decode")), seconds)
+        names = {pod.name for pod in self.running_pods("prefill")}
+        self.wait_until(
+            lambda: all({*d.describe().connected_peers} == names for d in self.running_pods("decode")), seconds
+        )
 
-    def here(self, words: list[str]) -> list[str]:
-        """Of a command, with the files of Secrets where they are."""
+    def with_local_secrets(self, words: list[str]) -> list[str]:
+        """Return a command's words with the paths of Secrets on this machine."""
         return [word.replace("/etc/pdserve", str(self._secrets)) for word in words]
 
     # ------------------------------------------------------------ pods
 
     def start(self, name: str) -> None:
-        """On a host of its own, as soon as there is one."""
+        """Add a host for the pod and start the pod there."""
         pod = self.pods[name]
         self.network.add(name)
-        self.network.allow(list(self.allowed()))
+        self.network.allow(list(self.allowed_connections()))
         environ = pod.kind.environment_of(name, self.network.address(name)) | {
             "MODEL": str(self._checkpoint),
             "KUBERNETES_SERVICE_HOST": self.network.address("api"),
@@ -153,14 +156,15 @@ class Cluster:
             account.mkdir(parents=True)
             (account / "token").write_text("a token")
             self.ca.cert_pem.write_to_path(account / "ca.crt")
-        self._name_all()
+        self._write_hosts_files()
         argv = [sys.executable, "-P", "-m", "pdserve", *self._arguments_here(pod.kind.arguments_in(environ))]
         with pod.log.open("ab") as log:
             pod.program = self.network.start(name, argv, environ, log)
 
     def stop(self, name: str) -> None:
-        """As Kubernetes ends a pod: EndpointSlices first, preStop if it has one, SIGTERM to the container's first
-        process. It has to end well, within its grace period. Its host is gone afterwards.
+        """End a pod as Kubernetes does: EndpointSlices, preStop if any, SIGTERM to the container's first process.
+
+        The pod must end with status 0 within its grace period. Its host is then removed.
         """
         pod = self.pods[name]
         assert pod.program is not None
@@ -172,23 +176,23 @@ class Cluster:
         first_process(pod.program).send_signal(signal.SIGTERM)
         left = pod.kind.spec["terminationGracePeriodSeconds"] - (time.monotonic() - started)
         status = pod.program.wait(left)
-        assert status == 0, f"{name} has ended with {status}:\n{pod.log.read_text()[-2000:]}"
+        assert status == 0, f"{name} ended with status {status}:\n{pod.log.read_text()[-2000:]}"
         pod.program = None
         self.network.remove(name)
 
     def restart(self, name: str) -> None:
-        """As a StatefulSet does in a rolling update. The pod is ready again, at another address."""
+        """Restart a pod as a StatefulSet does in a rolling update, and wait until it is ready at its new address."""
         self.stop(name)
         self.start(name)
         self.wait_serving(self.pods[name])
 
     def replace_router(self) -> None:
-        """As a Deployment does: the new one is there before the old one ends."""
-        (old,) = self.of("router")
+        """Replace the router as a Deployment does: the new one is ready before the old one ends."""
+        (old,) = self.running_pods("router")
         new = next(name for name in ROUTERS if name != old.name)
         self.start(new)
         self.wait_serving(self.pods[new])
-        self.lead_to(new)
+        self.route_clients_to(new)
         self.stop(old.name)
 
     def wait_serving(self, pod: RunningPod) -> None:
@@ -197,32 +201,34 @@ class Cluster:
         self.publish()
 
     def publish(self) -> None:
-        """Have EndpointSlices say which nodes are ready."""
+        """Publish the ready state of all nodes as EndpointSlices."""
         slices = []
         for role in ("prefill", "decode"):
             endpoints = [
                 {"addresses": [self.network.address(pod.name)], "conditions": {"ready": pod.ready}}
-                for pod in self.of(role)
+                for pod in self.running_pods(role)
             ]
             labels = {"kubernetes.io/service-name": role}
             ports = [{"name": "grpc", "port": PORTS[role]}]
             slices.append({"metadata": {"name": role, "labels": labels}, "endpoints": endpoints, "ports": ports})
         _replace(self.network.folder("api") / "slices.json", json.dumps(slices))
 
-    def lead_to(self, name: str) -> None:
-        """Let new connections of clients go to this router."""
+    def route_clients_to(self, name: str) -> None:
+        """Route new client connections to this router."""
         self._service = name
-        self._name_all()
+        self._write_hosts_files()
 
     # ------------------------------------------------------------ policies
 
-    def party(self, name: str) -> Party:
-        return Party(self.pods[name].kind.labels, NAMESPACE) if name in self.pods else Party({}, OUTSIDE[name])
+    def endpoint(self, name: str) -> Endpoint:
+        if name in self.pods:
+            return Endpoint(self.pods[name].kind.labels, NAMESPACE)
+        return Endpoint({}, OTHER_HOSTS[name])
 
-    def allowed(self) -> Iterator[tuple[str, str, int, int]]:
-        """Connections that the overlay's policies let through: (from, to, first port, last port).
+    def allowed_connections(self) -> Iterator[tuple[str, str, int, int]]:
+        """Yield the connections that the overlay's policies allow: (from, to, first port, last port).
 
-        The kubelet on its own machine reaches every pod, whatever they say.
+        The kubelet reaches every pod of its machine regardless of policies.
         """
         names = self.network.names
         for source in names:
@@ -230,27 +236,27 @@ class Cluster:
                 if source == "machine":
                     yield source, target, 1, 65535
                 elif source != target:
-                    for ports in open_ports(self._overlay, self.party(source), self.party(target)):
+                    for ports in open_ports(self._overlay, self.endpoint(source), self.endpoint(target)):
                         yield source, target, ports.start, ports.stop - 1
 
-    # ------------------------------------------------------------ its parts
+    # ------------------------------------------------------------ setup
 
-    def _find_pods(self, stack: ExitStack) -> None:
+    def _list_pods(self, stack: ExitStack) -> None:
         kinds = sorted(pods(self._overlay), key=lambda pod: pod.role, reverse=True)  # router, prefill, decode
         tls = PeerTls(str(self._secrets / "peers")) if kinds[0].flags("grpc-tls") else None
         for kind in kinds:
             names = ROUTERS if kind.role == "router" else [f"{kind.name}-{index}" for index in range(kind.replicas)]
             for name in names:
-                door = self._new_door(stack, "machine", f"{name}:{PORTS[kind.role]}")
+                forwarded = self._forward_port(stack, "machine", f"{name}:{PORTS[kind.role]}")
                 port = PORTS["router"] if kind.role == "router" else METRICS_PORT
-                metrics = self._new_door(stack, "prometheus", f"{name}:{port}")
-                self.pods[name] = RunningPod(kind, name, door, metrics, self._folder / f"{name}.log", tls)
+                metrics = self._forward_port(stack, "prometheus", f"{name}:{port}")
+                self.pods[name] = RunningPod(kind, name, forwarded, metrics, self._folder / f"{name}.log", tls)
         scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://" + self._new_door(stack, "client", f"{SERVICE}:{PORTS['router']}")
+        self.url = f"{scheme}://" + self._forward_port(stack, "client", f"{SERVICE}:{PORTS['router']}")
 
-    def _new_door(self, stack: ExitStack, host: str, target: str) -> str:
+    def _forward_port(self, stack: ExitStack, host: str, target: str) -> str:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self._doors.append((host, target, listener))
+        self._port_forwards.append((host, target, listener))
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
     def _write_secrets(self) -> None:
@@ -260,8 +266,8 @@ class Cluster:
         (self._secrets / "https").mkdir()
         write_https(self._secrets / "https/tls.crt", self._secrets / "https/tls.key", self.ca)
 
-    def _start_outside(self, stack: ExitStack) -> None:
-        """The doors and the API server."""
+    def _start_services(self, stack: ExitStack) -> None:
+        """Start the API server and the port forwards."""
         environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
         log = stack.enter_context((self._folder / "outside.log").open("wb"))
         api = self.network.folder("api")
@@ -270,28 +276,28 @@ class Cluster:
         self.publish()
         self.network.start("api", [sys.executable, str(HERE / "api_server.py"), str(API_PORT), str(api)], environ, log)
         for host in ("client", "machine", "prometheus"):
-            doors = [(listener, target) for on, target, listener in self._doors if on == host]
-            words = [f"{listener.fileno()}={target}" for listener, target in doors]
-            fds = [listener.fileno() for listener, _ in doors]
-            self.network.start(host, [sys.executable, str(HERE / "door.py"), *words], environ, log, fds)
+            forwards = [(listener, target) for on, target, listener in self._port_forwards if on == host]
+            words = [f"{listener.fileno()}={target}" for listener, target in forwards]
+            fds = [listener.fileno() for listener, _ in forwards]
+            self.network.start(host, [sys.executable, str(HERE / "port_forward.py"), *words], environ, log, fds)
 
-    def _name_all(self) -> None:
+    def _write_hosts_files(self) -> None:
         table = []
         for pod in self.pods.values():
-            if pod.name in self.network.names:  # also those that are about to start
+            if pod.name in self.network.names:  # includes pods that are about to start
                 names = [pod.name, *headless_services(self._overlay, pod.kind)]
                 names += [SERVICE] if pod.name == self._service else []
                 table.append((self.network.address(pod.name), " ".join(names)))
-        self.network.name_hosts(table)
+        self.network.write_hosts_files(table)
 
     def _arguments_here(self, arguments: list[str]) -> list[str]:
-        """A container's arguments for this machine (see above)."""
-        lacking = ("--device=", "--require-transport=")
-        words = [word for word in arguments if not word.startswith(lacking)]
-        return [*self.here(words), *(() if words[0] == "router" else SMALL)]
+        """Return a container's arguments with the replacements of the module docstring."""
+        replaced = ("--device=", "--require-transport=")
+        words = [word for word in arguments if not word.startswith(replaced)]
+        return [*self.with_local_secrets(words), *(() if words[0] == "router" else SMALL)]
 
 
 def _replace(path: Path, text: str) -> None:
-    """So that nobody reads half of it."""
+    """Replace a file atomically."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)

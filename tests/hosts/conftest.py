@@ -1,4 +1,4 @@
-"""One cluster for all tests here: it takes fifteen seconds to start."""
+"""One cluster for all tests of this folder; it takes fifteen seconds to start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
+from client_load import VOCABULARY
 from cluster import Cluster
 from fleet import add_tokenizer
 from network import require_namespaces
-from sabotage import VOCABULARY
 from traffic import Traffic
 
 OVERLAY = "multi-node"
@@ -32,13 +32,13 @@ def started(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def cluster(started: Cluster) -> Iterator[Cluster]:
-    """All links are whole, before and after."""
+    """The cluster; after each test, all links are healed and all peers connected."""
     yield started
     started.network.heal()
     started.wait_connected()
 
 
 @pytest.fixture(scope="session")
-def known(started: Cluster) -> Traffic:
-    """Requests whose answers are known."""
+def traffic(started: Cluster) -> Traffic:
+    """Requests with expected answers from the undisturbed cluster."""
     return Traffic(started, seed=3, count=6)

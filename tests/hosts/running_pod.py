@@ -1,4 +1,4 @@
-"""A pod of a cluster on hosts (cluster.py), as tests see it."""
+"""A running pod of a cluster (cluster.py), with the calls that tests make."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pdserve.rpc.tls import PeerTls
 
 @dataclass
 class RunningPod(NodeCalls):
-    """A pod by its name, in whichever life."""
+    """A pod by its name, across restarts."""
 
     kind: Pod
     pod_name: str
-    door: str  # where pytest reaches its port
-    metrics: str  # and its metrics, by Prometheus' way
+    forwarded: str  # address at which pytest reaches the pod's port
+    metrics: str  # address at which Prometheus' host reaches the pod's metrics
     log: Path
-    tls: PeerTls | None  # where it wants to be spoken to by it
+    tls: PeerTls | None  # None: the pod's port is without TLS
     program: subprocess.Popen[bytes] | None = None
-    ready: bool = False  # as EndpointSlices say
+    ready: bool = False  # in EndpointSlices
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class RunningPod(NodeCalls):
 
     @property
     def address(self) -> str:
-        return self.door
+        return self.forwarded
 
     @property
     def role(self) -> str:
@@ -45,13 +45,13 @@ class RunningPod(NodeCalls):
     def channel(self) -> grpc.Channel:
         if self.tls is None:
             return super().channel()
-        return tls_channel(self.door, self.tls.channel_credentials())
+        return tls_channel(self.forwarded, self.tls.channel_credentials())
 
     def serves(self) -> bool:
-        """What its readiness probe says; Kubernetes does not look at certificates."""
+        """Return the result of the readiness probe; Kubernetes does not verify certificates."""
         try:
             if self.role == "router":
-                url = f"{'http' if self.tls is None else 'https'}://{self.door}/health"
+                url = f"{'http' if self.tls is None else 'https'}://{self.forwarded}/health"
                 with urllib.request.urlopen(url, timeout=2.0, context=ssl._create_unverified_context()):
                     return True
             with self.channel() as channel:

@@ -1,4 +1,4 @@
-"""Pods of the overlay with TLS find each other, hand KV over, and answer nobody who has no certificate."""
+"""Pods of the mtls overlay connect, hand off KV, and refuse clients and peers without a certificate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield cluster
 
 
-def test_a_client_is_answered(cluster: Cluster) -> None:
+def test_client_with_trusted_ca_is_served(cluster: Cluster) -> None:
     trust = ssl.create_default_context()
     cluster.ca.configure_trust(trust)
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
@@ -40,19 +40,19 @@ def test_a_client_is_answered(cluster: Cluster) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 8
 
 
-def test_every_prefill_node_hands_over_to_every_decode_node(cluster: Cluster) -> None:
-    for decode in cluster.of("decode"):
+def test_every_prefill_node_hands_off_to_every_decode_node(cluster: Cluster) -> None:
+    for decode in cluster.running_pods("decode"):
         before = decode.counter("handoffs")
         with RouterClient(decode.address, decode.channel()) as client:
-            for prefill in cluster.of("prefill"):
+            for prefill in cluster.running_pods("prefill"):
                 answer = client.generate(PROMPT, greedy(8), prefill.name, cache_salt=f"{prefill.name} {decode.name}")
                 assert len(answer.tokens) == 8
-        assert decode.counter("handoffs") == before + len(cluster.of("prefill"))
+        assert decode.counter("handoffs") == before + len(cluster.running_pods("prefill"))
     for node in cluster.nodes:
         node.wait_idle()
 
 
-def test_whoever_has_no_certificate_gets_no_answer(cluster: Cluster) -> None:
+def test_connections_without_certificate_are_refused(cluster: Cluster) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(cluster.url.replace("https", "http"), trust_env=False)
     for node in cluster.nodes:
@@ -60,10 +60,10 @@ def test_whoever_has_no_certificate_gets_no_answer(cluster: Cluster) -> None:
             pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5.0)
 
 
-def test_the_commands_of_probes_succeed(cluster: Cluster) -> None:
+def test_probe_commands_succeed(cluster: Cluster) -> None:
     for node in cluster.nodes:
         for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
-            program, *words = cluster.here(node.kind.container[kind]["exec"]["command"])
+            program, *words = cluster.with_local_secrets(node.kind.container[kind]["exec"]["command"])
             assert program == "pdserve"
             try:
                 cluster.network.run(node.name, "env", f"PYTHONPATH={ROOT}", sys.executable, "-Pm", "pdserve", *words)

@@ -1,21 +1,21 @@
-"""Every pod is restarted, one after the other, under load: no request fails, no answer is another one."""
+"""A rolling restart of all pods under load fails no request and changes no answer."""
 
 from __future__ import annotations
 
 import pytest
 from cluster import Cluster
-from traffic import Traffic, check_as_before, wait
+from traffic import Traffic, check_recovered, wait
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_all_roles(cluster: Cluster, known: Traffic) -> None:
-    """As Kubernetes does it: the last of a StatefulSet first, a router when another one is there."""
-    with known.running():
+def test_rolling_restart_of_all_pods_fails_no_request(cluster: Cluster, traffic: Traffic) -> None:
+    """In the order of Kubernetes: StatefulSets from the last pod, and the router after its replacement is ready."""
+    with traffic.running():
         for role in ("prefill", "decode"):
-            for pod in reversed(cluster.of(role)):
+            for pod in reversed(cluster.running_pods(role)):
                 cluster.restart(pod.name)
-                cluster.wait_connected(20.0)  # at its new address, which is asked for every 5 s
+                cluster.wait_connected(20.0)  # at its new address; names are resolved every 5 s
         cluster.replace_router()
         wait(2.0)
-    check_as_before(cluster)
+    check_recovered(cluster)

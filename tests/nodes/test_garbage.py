@@ -15,7 +15,7 @@ import pytest
 from fault_proxy import UNSET
 from fleet import NodeProcess
 from node_client import PrefillClient, RouterClient, greedy
-from stages import GIVEN_BACK, PROMPT, Pair, held_at, send_prompt, start_pair
+from stages import PROMPT, RELEASE_SECONDS, Pair, held_at, send_prompt, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
@@ -176,7 +176,7 @@ def assert_served(pair: Pair) -> None:
     with RouterClient(pair.decode.address) as client:
         assert send_prompt(client, pair).wait().tokens == pair.expected
     for node in (pair.prefill, pair.decode):
-        node.wait_idle(GIVEN_BACK)
+        node.wait_idle(RELEASE_SECONDS)
 
 
 # ---------------------------------------------------------------- announcements and releases
@@ -299,7 +299,7 @@ def test_a_cancellation_that_comes_twice(pair: Pair) -> None:
         held.release()
         pair.decodes.wait_until(lambda: heard == ["cancel", "release"], 10.0)
     for node in (pair.prefill, pair.decode):
-        node.wait_idle(GIVEN_BACK)
+        node.wait_idle(RELEASE_SECONDS)
 
 
 def test_an_extension_that_comes_twice(pair: Pair) -> None:

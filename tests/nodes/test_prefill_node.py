@@ -139,7 +139,7 @@ def test_a_prompt_ends_at_its_deadline(nodes: Nodes) -> None:
                 prefill.next()
             assert raised.value.code == pb.Failure.DEADLINE
         finally:
-            nodes.prefill.go_on("engine")
+            nodes.prefill.resume("engine")
         nodes.prefill.wait_idle()
 
 
@@ -154,7 +154,7 @@ def test_a_repeated_prompt_number_ends_the_stream(nodes: Nodes) -> None:
                 prefill.all()
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         finally:
-            nodes.prefill.go_on("engine")
+            nodes.prefill.resume("engine")
     nodes.prefill.wait_idle()
 
 

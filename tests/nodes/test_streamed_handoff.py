@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_proxy import Lost, Refusal
 from node_client import PrefillClient, PrefillFailed, RouterClient, greedy
-from stages import AHEAD, BLOCK, GIVEN_BACK, LENGTH, STEP, Pair, start_pair
+from stages import BLOCK, DECODE_AHEAD, LENGTH, RELEASE_SECONDS, STEP, Pair, start_pair
 
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
@@ -114,7 +114,7 @@ def test_a_handoff_that_ends_between_parts_frees_every_block(how: str, pair: Pai
                 client.half_close()
         with PrefillClient(pair.prefill.address) as client:  # what was announced may be given back by another stream
             client.release(epoch, lease)
-    pair.prefill.wait_idle(GIVEN_BACK)
+    pair.prefill.wait_idle(RELEASE_SECONDS)
     granted = pair.prefill.counter("leases_granted")
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
 
@@ -170,14 +170,14 @@ def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> No
 
     D then goes on behind them: with P's KV, without it, or not at all.
     """
-    prompt, num_tokens = prompt_of(5), 1 + AHEAD if ended == "there already" else 40
+    prompt, num_tokens = prompt_of(5), 1 + DECODE_AHEAD if ended == "there already" else 40
     with RouterClient(pair.decode.address) as client:
         expected = client.generate(prompt, greedy(num_tokens, logprobs=0), cache_salt="local")
         before = pair.decode.counter("handoff_ahead_tokens"), pair.decode.counter("handoff_recomputes")
         result = client.send(prompt, greedy(num_tokens, logprobs=0), pair.prefill.address, cache_salt=ended)
 
         def hold() -> None:
-            pair.decodes.wait_until(lambda: len(result.choices.get(0, ())) == 1 + AHEAD, 10.0)
+            pair.decodes.wait_until(lambda: len(result.choices.get(0, ())) == 1 + DECODE_AHEAD, 10.0)
             if ended == "refused":
                 raise Refusal(pb.Failure.NODE_FAILED)
 
@@ -186,7 +186,7 @@ def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> No
     assert [each.logprob for each in result.logprobs[0]] == pytest.approx(
         [each.logprob for each in expected.logprobs[0]], abs=1e-4
     )
-    assert pair.decode.counter("handoff_ahead_tokens") == before[0] + AHEAD
+    assert pair.decode.counter("handoff_ahead_tokens") == before[0] + DECODE_AHEAD
     assert pair.decode.counter("handoff_recomputes") == before[1] + (ended == "refused")
 
 

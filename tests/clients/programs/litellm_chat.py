@@ -13,8 +13,8 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is downloaded by 
 import litellm
 from litellm.exceptions import AuthenticationError, BadRequestError, NotFoundError, RateLimitError
 
-SAY = [{"role": "user", "content": "Say something."}]
-PLACE: dict[str, Any] = {
+MESSAGES = [{"role": "user", "content": "Say something."}]
+CONNECTION: dict[str, Any] = {
     "model": f"hosted_vllm/{os.environ['PDSERVE_MODEL']}",
     "api_base": os.environ["PDSERVE_URL"],
     "api_key": os.environ["PDSERVE_KEY"],
@@ -23,14 +23,20 @@ PLACE: dict[str, Any] = {
 }
 #: The model's weights are random: an answer's end would be, too.
 CHAT: dict[str, Any] = {
-    **PLACE,
-    "messages": SAY,
+    **CONNECTION,
+    "messages": MESSAGES,
     "temperature": 0,
     "max_tokens": 24,
     "extra_body": {"ignore_eos": True},
 }
 #: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
-STRUCTURED: dict[str, Any] = {**PLACE, "messages": SAY, "temperature": 0, "max_tokens": 500, "frequency_penalty": 2}
+STRUCTURED: dict[str, Any] = {
+    **CONNECTION,
+    "messages": MESSAGES,
+    "temperature": 0,
+    "max_tokens": 500,
+    "frequency_penalty": 2,
+}
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -74,7 +80,7 @@ class Tools(unittest.TestCase):
         (call,) = message.tool_calls
         assert json.loads(call.function.arguments)["colour"] in ("red", "green")
         result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-        answer = litellm.completion(**{**ask, "messages": [*SAY, message.model_dump(), result], "max_tokens": 8})
+        answer = litellm.completion(**{**ask, "messages": [*MESSAGES, message.model_dump(), result], "max_tokens": 8})
         assert answer.choices[0].finish_reason
 
     def test_a_streamed_call(self) -> None:

@@ -13,11 +13,11 @@ import openai
 from pydantic import BaseModel
 
 MODEL = os.environ["PDSERVE_MODEL"]
-PLACE: dict[str, Any] = {"base_url": os.environ["PDSERVE_URL"], "max_retries": 0, "timeout": 60}
-client = openai.OpenAI(api_key=os.environ["PDSERVE_KEY"], **PLACE)
+CONNECTION: dict[str, Any] = {"base_url": os.environ["PDSERVE_URL"], "max_retries": 0, "timeout": 60}
+client = openai.OpenAI(api_key=os.environ["PDSERVE_KEY"], **CONNECTION)
 
-SAY: list[Any] = [{"role": "user", "content": "Say something."}]
-CHAT: dict[str, Any] = {"model": MODEL, "messages": SAY, "temperature": 0, "max_tokens": 24}
+MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]
+CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
 WHOLE = {"ignore_eos": True}  # the model's weights are random, and so would be the end of its answers
 #: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
 STRUCTURED: dict[str, Any] = {**CHAT, "max_tokens": 500, "frequency_penalty": 2}
@@ -129,18 +129,18 @@ class Tools(unittest.TestCase):
         (call,) = message.tool_calls or []
         done = {"role": "tool", "tool_call_id": call.id, "content": "done"}
         second = client.chat.completions.create(
-            model=MODEL, messages=[*SAY, message.model_dump(exclude_none=True), done], tools=[PAINT], max_tokens=8
+            model=MODEL, messages=[*MESSAGES, message.model_dump(exclude_none=True), done], tools=[PAINT], max_tokens=8
         )
         assert second.choices[0].finish_reason is not None
 
 
-ASK: dict[str, Any] = {"model": MODEL, "input": "Say something.", "temperature": 0, "max_output_tokens": 24}
-ASK_STRUCTURED: dict[str, Any] = {**ASK, "max_output_tokens": 500, "extra_body": {"frequency_penalty": 2}}
+RESPONSE: dict[str, Any] = {"model": MODEL, "input": "Say something.", "temperature": 0, "max_output_tokens": 24}
+STRUCTURED_RESPONSE: dict[str, Any] = {**RESPONSE, "max_output_tokens": 500, "extra_body": {"frequency_penalty": 2}}
 
 
 class Responses(unittest.TestCase):
     def test_text(self) -> None:
-        response = client.responses.create(**ASK, extra_body=WHOLE)
+        response = client.responses.create(**RESPONSE, extra_body=WHOLE)
         assert response.output_text
         assert response.status == "incomplete"
         assert response.incomplete_details is not None
@@ -149,26 +149,26 @@ class Responses(unittest.TestCase):
         assert response.usage.output_tokens == 24
 
     def test_stream(self) -> None:
-        whole = client.responses.create(**ASK, extra_body=WHOLE)
-        events = list(client.responses.create(**ASK, extra_body=WHOLE, stream=True))
+        whole = client.responses.create(**RESPONSE, extra_body=WHOLE)
+        events = list(client.responses.create(**RESPONSE, extra_body=WHOLE, stream=True))
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert text == whole.output_text
         assert events[0].type == "response.created"
         assert events[-1].type == "response.incomplete"
 
     def test_parse(self) -> None:
-        response = client.responses.parse(**ASK_STRUCTURED, text_format=Paint)
+        response = client.responses.parse(**STRUCTURED_RESPONSE, text_format=Paint)
         assert isinstance(response.output_parsed, Paint)
 
     def test_function_and_its_result(self) -> None:
         function = PAINT["function"]
         tool: Any = {"type": "function", "name": "paint", "parameters": function["parameters"], "strict": True}
-        ask: dict[str, Any] = {**ASK_STRUCTURED, "tools": [tool]}
+        ask: dict[str, Any] = {**STRUCTURED_RESPONSE, "tools": [tool]}
         response = client.responses.create(**ask, tool_choice="required", parallel_tool_calls=False)
         (call,) = (item for item in response.output if item.type == "function_call")
         assert json.loads(call.arguments)["colour"] in ("red", "green")
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
-        items: Any = [*SAY, call.model_dump(exclude_none=True), result]
+        items: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
         answer = client.responses.create(**{**ask, "input": items, "max_output_tokens": 8})
         assert answer.usage is not None
 
@@ -192,11 +192,11 @@ class Errors(unittest.TestCase):
 
     def test_authentication(self) -> None:
         with self.assertRaises(openai.AuthenticationError) as caught:
-            openai.OpenAI(api_key="sk-wrong", **PLACE).models.list()
+            openai.OpenAI(api_key="sk-wrong", **CONNECTION).models.list()
         assert caught.exception.code == "invalid_api_key"
 
     def test_rate_limit(self) -> None:
-        limited = openai.OpenAI(api_key=os.environ["PDSERVE_LIMITED_KEY"], **PLACE)
+        limited = openai.OpenAI(api_key=os.environ["PDSERVE_LIMITED_KEY"], **CONNECTION)
         with self.assertRaises(openai.RateLimitError) as caught:
             for _ in range(2):  # one is allowed per minute
                 limited.chat.completions.create(**CHAT)
@@ -206,7 +206,7 @@ class Errors(unittest.TestCase):
 
 class Async(unittest.IsolatedAsyncioTestCase):
     async def asyncSetUp(self) -> None:
-        self.client = openai.AsyncOpenAI(api_key=os.environ["PDSERVE_KEY"], **PLACE)
+        self.client = openai.AsyncOpenAI(api_key=os.environ["PDSERVE_KEY"], **CONNECTION)
 
     async def asyncTearDown(self) -> None:
         await self.client.close()

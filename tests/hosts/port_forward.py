@@ -1,7 +1,7 @@
-"""A way from outside onto a host's network: python door.py FD=HOST:PORT …
+"""Port forwarding into a host's network: python port_forward.py FD=HOST:PORT …
 
-Each FD is a listening socket of the network outside; whoever connects to it is connected to HOST:PORT by this process,
-which is on a host. The name is looked up for every connection.
+Each FD is a listening socket of the root namespace. This process runs on a host and forwards each connection to
+HOST:PORT, resolving the name for every connection.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 
-Visitor = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def lead_to(host: str, port: int) -> Visitor:
-    async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def forward_to(host: str, port: int) -> Handler:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(host, port)
         except OSError:
@@ -23,11 +23,11 @@ def lead_to(host: str, port: int) -> Visitor:
             return
         await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
 
-    return visit
+    return forward
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end, which is passed on; a connection that breaks takes the other one along."""
+    """Copy bytes and the end of the stream; if one connection breaks, abort the other one."""
     try:
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -41,7 +41,7 @@ async def main(words: list[str]) -> None:
     for word in words:
         fd, _, target = word.partition("=")
         host, _, port = target.rpartition(":")
-        await asyncio.start_server(lead_to(host, int(port)), sock=socket.socket(fileno=int(fd)))
+        await asyncio.start_server(forward_to(host, int(port)), sock=socket.socket(fileno=int(fd)))
     await asyncio.Event().wait()
 
 
