@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from functools import partial
 from importlib.metadata import version
 
 import grpc
@@ -82,30 +81,30 @@ def _findings(
 ) -> Iterator[Finding]:
     """Yield findings, cheap checks first."""
     yield run_check("clock", checks.check_clock)
-    yield run_check("tls", lambda: checks.check_tls(options.grpc_tls))
-    yield run_check("port", lambda: checks.check_port(frontend.host, frontend.port))
-    device = run_check("device", lambda: checks.check_device(options, ranks))
+    yield run_check("tls", checks.check_tls, options.grpc_tls)
+    yield run_check("port", checks.check_port, frontend.host, frontend.port)
+    device = run_check("device", checks.check_device, options, ranks)
     yield device
     if device.level is Level.FAIL:
         return
-    on_gpu = node_devices(options, ranks)[0].kind == "cuda"
+    devices = node_devices(options, ranks)
+    on_gpu = devices[0].kind == "cuda"
     config: NodeConfig | None = None
     try:
-        if checks.is_local(options):
-            config = resolve(options, node_devices(options, ranks)[0])
-        yield run_check("checkpoint", lambda: checks.check_checkpoint(options, config))
+        config = resolve(options, devices[0]) if checks.is_local(options) else None
+        yield run_check("checkpoint", checks.check_checkpoint, options, config)
     except PdserveError as exc:
-        yield fail("checkpoint", str(exc))
-    yield run_check("shm", lambda: checks.check_shared_memory(ranks, on_gpu))
+        yield Finding("checkpoint", Level.FAIL, str(exc))
+    yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
-        yield run_check("memlock", lambda: checks.check_locked_memory(options, required, on_gpu))
-        yield run_check("ucx ports", lambda: checks.check_ucx_ports(ranks))
+        yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
+        yield run_check("ucx ports", checks.check_ucx_ports, ranks)
         yield from _check_nixl(required, on_gpu)
     for source in prefill:
         addresses: list[str] = []
-        yield run_check("peers", partial(_check_source, source, addresses))
+        yield run_check("peers", _check_source, source, addresses)
         for address in addresses:
-            yield run_check("peer", partial(_check_peer, address, options, config))
+            yield run_check("peer", _check_peer, address, options, config)
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
@@ -114,10 +113,10 @@ def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:
     try:
         kind, lanes = try_agents(required, "cuda" if on_gpu else "cpu")
     except PdserveError as exc:
-        yield fail("nixl", str(exc))
+        yield Finding("nixl", Level.FAIL, str(exc))
         return
-    yield ok("nixl", "two agents have connected")
-    yield checks.check_requirement(required, kind, lanes)
+    yield Finding("nixl", Level.OK, "two agents have connected")
+    yield run_check("transport", checks.check_requirement, required, kind, lanes)
 
 
 def _check_source(source: str, addresses: list[str]) -> Finding:
@@ -131,12 +130,10 @@ def _check_source(source: str, addresses: list[str]) -> Finding:
         addresses += sorted(asyncio.run(first()))
     except TimeoutError:
         remedy = "check the warnings above, and the format of sources in docs/fleet.md"
-        return fail("peers", f"{source} lists nothing within {_LIST_SECONDS:g} s", remedy)
+        return fail(f"{source} lists nothing within {_LIST_SECONDS:g} s", remedy)
     if not addresses:
-        return warn(
-            "peers", f"{source} lists no prefill node", "start one; until then, decode nodes prefill prompts themselves"
-        )
-    return ok("peers", f"{source} lists {', '.join(addresses)}")
+        return warn(f"{source} lists no prefill node", "start one; until then, decode nodes prefill prompts themselves")
+    return ok(f"{source} lists {', '.join(addresses)}")
 
 
 def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -> Finding:
@@ -146,21 +143,19 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         peer = asyncio.run(_describe(address, tls))
     except grpc.aio.AioRpcError as exc:
         remedy = "start it, and check firewalls, network policies and --grpc-tls on both sides"
-        return fail("peer", f"{address} does not answer: {rpc_reason(exc)}", remedy)
+        return fail(f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
-        return fail("peer", f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
+        return fail(f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
     here = version("pdserve")
     if peer.version != here:
-        return fail("peer", f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
+        return fail(f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
     if config is not None and compat_hash(config.compat_fields) != peer.compat_hash:
         return fail(
-            "peer",
-            f"{address} cannot exchange KV with this configuration",
-            "give both nodes the same checkpoint and flags",
+            f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"
         )
     if peer.state != "ready":
-        return warn("peer", f"{address} is {peer.state}", "wait until it is ready")
-    return ok("peer", f"{address} is ready")
+        return warn(f"{address} is {peer.state}", "wait until it is ready")
+    return ok(f"{address} is ready")
 
 
 async def _describe(address: str, tls: PeerTls | None) -> pb.NodeDescription:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
 from pdserve.api_keys import NAME, key_entry, new_key
@@ -15,7 +16,6 @@ from pdserve.config.flags import (
     add_drain_flag,
     add_node_flags,
     add_tls_flag,
-    options_from,
     port_number,
     positive_int,
 )
@@ -24,6 +24,15 @@ from pdserve.plan.plan_flags import add_plan_flags
 from pdserve.process import run_command
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 
+#: Commands of this process: (module, function of the parsed flags that returns the exit status).
+COMMANDS = {
+    "up": ("pdserve.launcher.up", "up"),
+    "explain": ("pdserve.doctor.explain", "explain"),
+    "plan": ("pdserve.plan.command", "plan"),
+    "probe": ("pdserve.doctor.probe", "probe"),
+    "top": ("pdserve.top.command", "top"),
+    "key": ("pdserve.cli", "make_key"),
+}
 #: Commands that replace this process by another program: (module, help text).
 PROGRAMS = {
     "prefill": ("prefill_node", "start a prefill node"),
@@ -43,38 +52,18 @@ def _run(argv: list[str]) -> int:
         # The base layer never imports the programs; -P keeps the current directory off sys.path.
         os.execv(sys.executable, [sys.executable, "-P", "-m", PROGRAMS[argv[0]][0], *argv[1:]])
     args = _parser().parse_args(argv)
-    if args.command == "up":
-        from pdserve.launcher.up import up
-
-        return up(args)
-    if args.command == "explain":
-        from pdserve.doctor.explain import explain
-
-        explain(options_from(args), as_json=args.json)
-        return 0
-    if args.command == "plan":
-        from pdserve.plan.command import plan
-
-        return plan(args)
-    if args.command == "probe":
-        from pdserve.doctor.probe import probe
-
-        return probe(args)
-    if args.command == "top":
-        from pdserve.top.command import top
-
-        return top(args)
-    if args.command == "key":
-        return _make_key(args.name)
-    _parser().print_help()
-    return 2
+    if args.command is None:
+        _parser().print_help()
+        return 2
+    module, function = COMMANDS[args.command]
+    return int(getattr(import_module(module), function)(args))
 
 
-def _make_key(name: str) -> int:
+def make_key(args: argparse.Namespace) -> int:
     """Print the key on stderr, for its user, and the entry for the key file on stdout."""
     key = new_key()
-    print(f"API key of {name}, shown only once: {key}", file=sys.stderr)
-    print(key_entry(name, key))
+    print(f"API key of {args.name}, shown only once: {key}", file=sys.stderr)
+    print(key_entry(args.name, key))
     return 0
 
 

@@ -272,14 +272,21 @@ def options_from(args: argparse.Namespace) -> NodeOptions:
 
 def node_flags_of(options: NodeOptions) -> list[str]:
     """Return the command line of ``options``: MODEL and every flag that differs from its default."""
+    values = msgspec.structs.asdict(options)
+    words = [values.pop("model")]
     defaults = _defaults()
-    words = [options.model]
-    for name in NodeOptions.__struct_fields__:
-        value = getattr(options, name)
-        if name != "model" and value != defaults[name]:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [_spelling(name)] if value is True else [_spelling(name), text]
+    for name, value in values.items():
+        if value != defaults[name]:
+            words += flag_words(name, value)
     return words
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return the command line words of a flag with this value; none for None and False."""
+    if value is None or value is False:
+        return []
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return [_spelling(name)] if value is True else [_spelling(name), text]
 
 
 def _defaults() -> dict[str, Any]:

@@ -31,31 +31,27 @@ _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock
 def check_device(options: NodeOptions, ranks: int) -> Finding:
     """Raises CapacityError if a device is missing."""
     if options.simulated:
-        return ok("device", "not needed: the node is simulated")
+        return ok("not needed: the node is simulated")
     devices = detect_devices(options.device, ranks)
     if devices[0].kind == "cuda":
-        return ok("device", f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
+        return ok(f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
     if options.device == "auto":
-        return warn("device", "no GPU: the CPU is used", "check the driver (nvidia-smi), or give --device cpu")
-    return ok("device", "the CPU, as --device says")
+        return warn("no GPU: the CPU is used", "check the driver (nvidia-smi), or give --device cpu")
+    return ok("the CPU, as --device says")
 
 
 def check_checkpoint(options: NodeOptions, config: NodeConfig | None) -> Finding:
     """``config`` is None for a checkpoint that is not local. Raises CheckpointError or OSError."""
     if config is None:
-        return warn(
-            "checkpoint",
-            f"{options.model} is not on this machine",
-            "it is downloaded at the start, and was not checked",
-        )
+        return warn(f"{options.model} is not on this machine", "it is downloaded at the start, and was not checked")
     if not options.reads_weights:
-        return ok("checkpoint", f"{config.model.architecture}; its weights are not read")
+        return ok(f"{config.model.architecture}; its weights are not read")
     files = weight_files(resolve_model(options.model))
     for file in files:
         with file.open("rb") as opened:
             opened.read(1)
     size = sum(file.stat().st_size for file in files)
-    return ok("checkpoint", f"{config.model.architecture}, {size / 2**30:.2f} GiB in {len(files)} files")
+    return ok(f"{config.model.architecture}, {size / 2**30:.2f} GiB in {len(files)} files")
 
 
 def is_local(options: NodeOptions) -> bool:
@@ -66,12 +62,12 @@ def is_local(options: NodeOptions) -> bool:
 def check_port(host: str, port: int) -> Finding:
     """Raises OSError."""
     if port == 0:
-        return ok("port", "any free port")
+        return ok("any free port")
     try:
         probe_port(host, port)
     except OSError as exc:
-        return fail("port", f"{host}:{port}: {(exc.strerror or str(exc)).lower()}", "choose another --port or --host")
-    return ok("port", f"{host}:{port} is free")
+        return fail(f"{host}:{port}: {(exc.strerror or str(exc)).lower()}", "choose another --port or --host")
+    return ok(f"{host}:{port} is free")
 
 
 def check_ucx_ports(ranks: int) -> Finding:
@@ -79,21 +75,18 @@ def check_ucx_ports(ranks: int) -> Finding:
     text = os.environ.get("UCX_TCP_PORT_RANGE", "")
     if text in ("", "0"):
         return warn(
-            "ucx ports",
             "UCX listens on any port, and every host that reaches it can read and write this node's memory",
             "set UCX_TCP_PORT_RANGE=20000-20255 and open it to peers alone in the firewall",
         )
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or not 0 < int(match[1]) <= int(match[2]) <= 65535:
-        return fail("ucx ports", f"UCX_TCP_PORT_RANGE={text} is not a range of ports", "write it like 20000-20255")
+        return fail(f"UCX_TCP_PORT_RANGE={text} is not a range of ports", "write it like 20000-20255")
     ports = range(int(match[1]), int(match[2]) + 1)
     needed = ranks * _FEW_PORTS
     free = sum(map(_is_free, ports))
     if free < needed:
-        return fail(
-            "ucx ports", f"{free} of {text} are free; {ranks} ranks may need {needed}", "widen UCX_TCP_PORT_RANGE"
-        )
-    return ok("ucx ports", f"{free} of {text} are free")
+        return fail(f"{free} of {text} are free; {ranks} ranks may need {needed}", "widen UCX_TCP_PORT_RANGE")
+    return ok(f"{free} of {text} are free")
 
 
 def _is_free(port: int) -> bool:
@@ -107,14 +100,14 @@ def check_clock() -> Finding:
     """Nodes never compare clocks, but certificates and logs depend on them."""
     now = datetime.now(UTC)
     if now < _EARLIEST:
-        return fail("clock", f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
+        return fail(f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.05)
     if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
-        return warn("clock", "the clock changed during this check", "check chronyd or ntpd")
+        return warn("the clock changed during this check", "check chronyd or ntpd")
     if _clock_status() & _UNSYNCHRONISED:
-        return warn("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
-    return ok("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
+        return warn(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
+    return ok(f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
 
 
 def _clock_status() -> int:
@@ -133,47 +126,45 @@ def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
     text = f"/dev/shm has {size / 2**30:.2f} GiB"
     if size < wanted:
         return warn(
-            "shm",
             f"{text}, {wanted / 2**30:.2f} are recommended",
             "mount a larger one: an emptyDir with medium: Memory, or --shm-size",
         )
-    return ok("shm", text)
+    return ok(text)
 
 
 def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Finding:
     """Check the limit of locked memory, which RDMA needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        return ok("memlock", "unlimited")
+        return ok("unlimited")
     text = f"at most {limit / 2**20:.0f} MiB may be locked"
     remedy = "raise the limit (ulimit -l, LimitMEMLOCK of the container runtime) to unlimited"
     if required == "rdma" and limit < (options.kv_cache_memory or 1 << 30) and not on_gpu:
-        return fail("memlock", text, remedy)
+        return fail(text, remedy)
     if on_gpu or required == "rdma":
-        return warn("memlock", text, remedy)
-    return ok("memlock", f"{text}; only RDMA needs more")
+        return warn(text, remedy)
+    return ok(f"{text}; only RDMA needs more")
 
 
 def check_tls(directory: str | None) -> Finding:
     """Raises ConfigError."""
     if directory is None:
         return warn(
-            "tls",
             "gRPC is neither encrypted nor authenticated",
             "give --grpc-tls DIR, or use a network that only nodes can reach",
         )
     PeerTls(directory)
-    return ok("tls", f"ca.pem, cert.pem and key.pem in {directory} match")
+    return ok(f"ca.pem, cert.pem and key.pem in {directory} match")
 
 
 def check_requirement(required: str, kind: str, lanes: str) -> Finding:
     """``kind`` is the transport that UCX chooses on this machine among TCP and the required one."""
     if not lanes:
-        return warn("transport", "UCX does not report its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
+        return warn("UCX does not report its lanes", "unset UCX_LOG_LEVEL and UCX_LOG_FILE")
     text = f"{kind} ({lanes})"
     if required and not Connected("", kind).meets(required):
         remedy = "check UCX_TLS, UCX_NET_DEVICES, and that this container has the device"
-        return fail("transport", f"{required} is required, UCX falls back to {text}", remedy)
+        return fail(f"{required} is required, UCX falls back to {text}", remedy)
     if kind == "tcp":
-        return warn("transport", text, "give --require-transport rdma or nvlink if this machine has it")
-    return ok("transport", text)
+        return warn(text, "give --require-transport rdma or nvlink if this machine has it")
+    return ok(text)

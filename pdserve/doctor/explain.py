@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from typing import Any
 
 from pdserve.config.device import node_devices
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.flags import options_from
+from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import num_parameters
 from pdserve.config.resolve import resolve
 
 
-def explain(options: NodeOptions, as_json: bool) -> None:
+def explain(args: argparse.Namespace) -> int:
     """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
+    options = options_from(args)
     config = resolve(options, node_devices(options, options.num_ranks)[0])
-    print(json.dumps(describe(config), indent=2) if as_json else as_text(config))
+    print(json.dumps(describe(config), indent=2) if args.json else as_text(config))
+    return 0
 
 
 def describe(config: NodeConfig) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import ParamSpec
 
 import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.process import one_line
+
+P = ParamSpec("P")
 
 
 class Level(StrEnum):
@@ -18,7 +21,7 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of one check. ``remedy`` is empty if there is nothing to do."""
+    """Result of one check. ``remedy`` is empty if there is nothing to do; ``run_check`` sets ``check``, its name."""
 
     check: str
     level: Level
@@ -30,21 +33,22 @@ class Finding(msgspec.Struct, frozen=True):
         return f"{self.level:<5} {self.check:<11} {self.text}{remedy}"
 
 
-def ok(check: str, text: str) -> Finding:
-    return Finding(check, Level.OK, text)
+def ok(text: str) -> Finding:
+    return Finding("", Level.OK, text)
 
 
-def warn(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check, Level.WARN, text, remedy)
+def warn(text: str, remedy: str) -> Finding:
+    return Finding("", Level.WARN, text, remedy)
 
 
-def fail(check: str, text: str, remedy: str = "") -> Finding:
-    return Finding(check, Level.FAIL, text, remedy)
+def fail(text: str, remedy: str = "") -> Finding:
+    return Finding("", Level.FAIL, text, remedy)
 
 
-def run_check(name: str, check: Callable[[], Finding]) -> Finding:
+def run_check(name: str, check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
     """Return what ``check`` finds. An error, as a node would raise it at its start, is a finding too."""
     try:
-        return check()
+        found = check(*args, **kwargs)
     except (PdserveError, OSError) as exc:
-        return fail(name, one_line(exc))
+        found = fail(one_line(exc))
+    return msgspec.structs.replace(found, check=name)

@@ -78,6 +78,10 @@ class Child:
                 self.state, self.error = "failed", status["error"]
 
     @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
     def last_error(self) -> str:
         """The error it reported, or else the last line it printed."""
         printed = [line for line in self.last_lines if line.strip()]
@@ -150,7 +154,7 @@ class Supervisor:
             child, kind, lines = key.data
             events += self._read(child, kind, lines)
         for child in self.children:
-            if child.state != "ended" and child.process.poll() is not None:
+            if child.state != "ended" and not child.running:
                 events += self._drain(child)
                 child.state = "ended"
                 events.append(Died(child))
@@ -185,19 +189,22 @@ class Supervisor:
 
         Returns when all children have ended or ``over()`` is true.
         """
-        for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
-            children = list(group)
+        for children in self._groups():
             for child in children:
-                if child.process.poll() is None:
+                if child.running:
                     child.process.terminate()
-            while any(child.process.poll() is None for child in children) and not over():
+            while any(child.running for child in children) and not over():
                 self.wait(0.02)
 
     def stop(self) -> None:
         """Stop all children and their process groups within STOP_ALL seconds, last started first. Idempotent."""
         end = time.monotonic() + STOP_ALL
-        for _, group in itertools.groupby(reversed(self.children), key=lambda child: child.module):
-            self._terminate(list(group), min(time.monotonic() + STOP_EACH, end))
+        for children in self._groups():
+            for child in children:
+                if child.running:
+                    # SIGINT stops without delay, but a process without its handler yet would print a traceback.
+                    child.process.send_signal(signal.SIGINT if child.state == "ready" else signal.SIGTERM)
+            self._wait_for(children, min(time.monotonic() + STOP_EACH, end))
         self._wait_for(self.children, end)
         for child in self.children:
             _kill_group(child.process.pid)
@@ -207,16 +214,14 @@ class Supervisor:
         self.children.clear()
         self._selector.close()
 
-    def _terminate(self, children: Sequence[Child], end: float) -> None:
-        for child in children:
-            if child.process.poll() is None:
-                # SIGINT stops without delay, but a process without its handler yet would print a traceback.
-                child.process.send_signal(signal.SIGINT if child.state == "ready" else signal.SIGTERM)
-        self._wait_for(children, end)
+    def _groups(self) -> list[list[Child]]:
+        """Return the children by module, last started first."""
+        groups = itertools.groupby(reversed(self.children), key=lambda child: child.module)
+        return [list(group) for _, group in groups]
 
     def _wait_for(self, children: Sequence[Child], end: float) -> None:
         """Wait until ``end`` (monotonic seconds). Keep reading, since a child with a full pipe cannot exit."""
-        while any(child.process.poll() is None for child in children) and (left := end - time.monotonic()) > 0:
+        while any(child.running for child in children) and (left := end - time.monotonic()) > 0:
             self.wait(min(left, 0.02))
 
     def _forget(self, child: Child) -> None:

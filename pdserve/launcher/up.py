@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.config.device import find_gpus, node_devices
-from pdserve.config.flags import node_flags_of, options_from
+from pdserve.config.flags import flag_words, node_flags_of, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
@@ -126,22 +126,11 @@ class LocalFleet:
 
     def _forwarded(self, names: Iterable[str]) -> list[str]:
         """Return the command line words of the flags that the user set."""
-        words: list[str] = []
-        for name in names:
-            value = getattr(self._args, name)
-            if value is True:
-                words.append(_flag(name))
-            elif value is not None and value is not False:
-                words += [_flag(name), str(value)]
-        return words
+        return [word for name in names for word in flag_words(name, getattr(self._args, name))]
 
 
 def _listening(children: list[Child]) -> bool:
     return bool(children) and all(child.address for child in children)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _flags(flag: str, children: list[Child]) -> list[str]:
