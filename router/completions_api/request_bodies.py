@@ -11,7 +11,7 @@ from pdserve.errors import RequestError
 from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
 from router.text.chat.messages import check_messages
-from router.text.chat.template_renderer import RenderRequest
+from router.text.chat.template import RenderRequest
 from router.text.chat.tools import ToolUse, tool_use
 from router.text.prompt import pack_prompt
 from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar

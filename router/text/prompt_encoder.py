@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.rpc.protobuf import pack_tokens
-from router.text.chat.template import RESERVED
-from router.text.chat.template_renderer import RenderRequest, TemplateRenderers
+from router.text.chat.template import RESERVED, RenderRequest
+from router.text.chat.template_renderer import TemplateRenderers
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import transformers
 
 from pdserve.errors import CheckpointError, RequestError
 from router.text.chat.messages import check_messages
-from router.text.chat.template import ChatTemplate
+from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,9 +57,9 @@ def test_templates_render_as_in_transformers(reference: Any, template: str, conv
         )
     except Exception as exc:
         with pytest.raises(RequestError, match=re.escape(str(exc))):
-            ChatTemplate(source, TOKENS).render(messages, generate)
+            ChatTemplate(source, TOKENS).render(RenderRequest(messages, generate))
     else:
-        assert ChatTemplate(source, TOKENS).render(messages, generate) == expected
+        assert ChatTemplate(source, TOKENS).render(RenderRequest(messages, generate)) == expected
 
 
 TOOL: dict[str, Any] = {
@@ -76,7 +76,9 @@ def test_continued_messages_and_tools_render_as_in_transformers(reference: Any, 
     expected = reference.apply_chat_template(
         messages, chat_template=source, tokenize=False, continue_final_message=True, tools=[TOOL]
     )
-    rendered = ChatTemplate(source, TOKENS).render(messages, False, tools=[TOOL], continue_final_message=True)
+    rendered = ChatTemplate(source, TOKENS).render(
+        RenderRequest(messages, False, tools=[TOOL], continue_final_message=True)
+    )
     assert rendered == expected
 
 
@@ -84,7 +86,9 @@ def test_template_that_needs_content_gets_empty_content_for_tool_calls() -> None
     template = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}", {})
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     calling: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert template.render([{"role": "user", "content": "Do."}, calling], False) == "user:Do.;assistant:;"
+    assert (
+        template.render(RenderRequest([{"role": "user", "content": "Do."}, calling], False)) == "user:Do.;assistant:;"
+    )
 
 
 def test_message_without_content_cannot_be_continued() -> None:
@@ -92,15 +96,15 @@ def test_message_without_content_cannot_be_continued() -> None:
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", {}
     )
     with pytest.raises(RequestError, match="last message with content"):
-        template.render([{"role": "user", "content": None}], False, continue_final_message=True)
+        template.render(RenderRequest([{"role": "user", "content": None}], False, continue_final_message=True))
     with pytest.raises(RequestError, match="leaves the last message out"):
-        template.render([{"role": "assistant", "content": "a"}], False, continue_final_message=True)
+        template.render(RenderRequest([{"role": "assistant", "content": "a"}], False, continue_final_message=True))
 
 
 def test_developer_role_becomes_system_if_unknown_to_the_template() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
-    assert ChatTemplate("{{ messages[0].role }}", {}).render(messages) == "system"
-    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(messages) == "developer"
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(RenderRequest(messages)) == "system"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(RenderRequest(messages)) == "developer"
 
 
 @pytest.mark.parametrize("variables", [{"enable_thinking": False}, {"date_string": "1 Jan 2000"}])
@@ -111,7 +115,7 @@ def test_variables_reach_the_template(reference: Any, variables: dict[str, Any])
     expected = reference.apply_chat_template(
         messages, chat_template=source, tokenize=False, add_generation_prompt=True, **variables
     )
-    assert ChatTemplate(source, TOKENS).render(messages, True, variables) == expected
+    assert ChatTemplate(source, TOKENS).render(RenderRequest(messages, True, variables)) == expected
 
 
 def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> No
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     messages = CONVERSATIONS["turns"]
     assert tokenizer.chat_template is not None
-    ours = tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
+    ours = tokenizer.encode(tokenizer.chat_template.render(RenderRequest(messages)), add_special_tokens=False)
     assert ours == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
@@ -140,7 +144,7 @@ def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> No
 )
 def test_forbidden_template_operation_is_a_request_error(source: str) -> None:
     with pytest.raises(RequestError, match="chat template") as caught:
-        ChatTemplate(source, {}).render(CONVERSATIONS["one"])
+        ChatTemplate(source, {}).render(RenderRequest(CONVERSATIONS["one"]))
     assert caught.value.param == "messages"
 
 
@@ -154,7 +158,7 @@ def test_jinja_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("file")
     template = Tokenizer.load(tmp_path).chat_template
     assert template is not None
-    assert template.render(CONVERSATIONS["one"]) == "file"
+    assert template.render(RenderRequest(CONVERSATIONS["one"])) == "file"
 
 
 TOOL_USE = """
@@ -172,14 +176,14 @@ def test_tool_use_template_renders_requests_with_tools(tmp_path: Path) -> None:
     cases: Any = [(None, "\n<|begin|> default"), ([TOOL], "tools f")]
     for tools, said in cases:
         assert theirs.apply_chat_template(CONVERSATIONS["one"], tools=tools, tokenize=False) == said
-        assert template.render(CONVERSATIONS["one"], tools=tools) == said
+        assert template.render(RenderRequest(CONVERSATIONS["one"], tools=tools)) == said
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
     template = Tokenizer.load(tmp_path).chat_template
     assert template is not None
-    assert template.render(CONVERSATIONS["one"]) == "file"
-    assert template.render(CONVERSATIONS["one"], tools=[TOOL]) == "tools f"
+    assert template.render(RenderRequest(CONVERSATIONS["one"])) == "file"
+    assert template.render(RenderRequest(CONVERSATIONS["one"], tools=[TOOL])) == "tools f"
 
 
 def test_text_parts_are_joined() -> None:

@@ -1,17 +1,18 @@
-"""Templates that are hostile, or are fed to break them: each fails alone, and the next chat is served."""
+"""Hostile templates and messages: each fails its own request only, and the next chat is served."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import pytest
+import uvloop
 
 from pdserve.errors import RequestError
-from router.text.chat.template import ChatTemplate
-from router.text.chat.template_renderer import RenderRequest, TemplateRenderers
+from router.text.chat.template import ChatTemplate, RenderRequest
+from router.text.chat.template_renderer import TemplateRenderers
 
 TEMPLATE = """
 {%- set say = messages[0]['content'] -%}
@@ -37,12 +38,12 @@ HOSTILE = {
 }
 
 
-def order(say: object) -> RenderRequest:
+def render_request(say: object) -> RenderRequest:
     return RenderRequest([{"role": "user", "content": say}], True, {}, None, None, False)
 
 
 def render_all(says: Sequence[object]) -> list[str]:
-    """What each comes to, in turn; an error as its message. Leaves no process behind."""
+    """Return each text in order, or the error's message. Asserts that no process is left."""
 
     async def run() -> list[str]:
         renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=2.0, max_memory=512 << 20)
@@ -50,7 +51,7 @@ def render_all(says: Sequence[object]) -> list[str]:
         try:
             for say in says:
                 try:
-                    results.append(await renderers.render(order(say)))
+                    results.append(await renderers.render(render_request(say)))
                 except RequestError as exc:
                     results.append(f"{exc.param}: {exc}")
         finally:
@@ -78,21 +79,24 @@ def test_template_values_are_unchanged() -> None:
     assert render_all(says) == [str(say) for say in says]
 
 
-def test_killed_process_is_replaced() -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_killed_process_is_replaced(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def run() -> None:
         renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}))
         try:
-            assert await renderers.render(order("one")) == "one"
+            assert await renderers.render(render_request("one")) == "one"
             for process in psutil.Process().children():
                 if "router.text.chat.render_process" in process.cmdline():
                     process.kill()
+            await asyncio.sleep(0.2)  # until the loop has seen its end
             with pytest.raises(RequestError, match="crashed its process"):
-                await renderers.render(order("two"))
-            assert await renderers.render(order("three")) == "three"
+                await renderers.render(render_request("two"))
+            assert await renderers.render(render_request("three")) == "three"
         finally:
             await renderers.close()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
 
 
 def test_slow_template_delays_others_by_at_most_its_time_limit() -> None:
@@ -100,7 +104,8 @@ def test_slow_template_delays_others_by_at_most_its_time_limit() -> None:
         renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
         try:
             results = await asyncio.gather(
-                *(renderers.render(order(say)) for say in ["loop", "loop", "one", "two"]), return_exceptions=True
+                *(renderers.render(render_request(say)) for say in ["loop", "loop", "one", "two"]),
+                return_exceptions=True,
             )
         finally:
             await renderers.close()

@@ -11,6 +11,7 @@ import pytest
 from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
+from router.text.chat.template import RenderRequest
 from router.text.tokenizer import Tokenizer
 
 
@@ -45,7 +46,9 @@ def test_tokenize_messages(client: httpx.Client, tokenizer: Tokenizer) -> None:
     for generate in (True, False):
         body = {"model": MODEL, "messages": messages, "add_generation_prompt": generate}
         assert tokenizer.chat_template is not None
-        expected = tokenizer.encode(tokenizer.chat_template.render(messages, generate), add_special_tokens=False)
+        expected = tokenizer.encode(
+            tokenizer.chat_template.render(RenderRequest(messages, generate)), add_special_tokens=False
+        )
         assert client.post("/tokenize", json=body).json()["tokens"] == expected
 
 

@@ -16,6 +16,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import msgspec
 
 from pdserve.errors import CheckpointError, RequestError
 
@@ -24,6 +25,17 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 # Marks the end of the last message in a rendered text. Its space shows whether the template strips contents.
 _END = "\ue000end of the last message\ue001 "
+
+
+class RenderRequest(msgspec.Struct, frozen=True):
+    """The variables of a template; ``variables`` holds those beyond the common ones."""
+
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    variables: Mapping[str, Any] = {}
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -38,29 +50,20 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._has_developer = "developer" in source
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-    ) -> str:
+    def render(self, request: RenderRequest) -> str:
         """Return the prompt's text; with ``continue_final_message`` it ends with the last message's content.
 
         Raises RequestError when the template refuses the messages.
         """
-        chat = [_normalized(message, self._has_developer) for message in messages]
-        if continue_final_message:
+        chat = [_normalized(message, self._has_developer) for message in request.messages]
+        if request.continue_final_message:
             chat[-1]["content"] = _continued(chat[-1]) + _END
         values = {
             **self.special_tokens,
-            **(variables or {}),
-            "tools": tools or None,
-            "documents": documents or None,
-            "add_generation_prompt": add_generation_prompt,
+            **request.variables,
+            "tools": request.tools or None,
+            "documents": request.documents or None,
+            "add_generation_prompt": request.add_generation_prompt,
         }
         try:
             text = self._text(chat, values)
@@ -70,7 +73,7 @@ class ChatTemplate:
             if filled == chat:
                 raise
             text = self._text(filled, values)
-        return _cut(text) if continue_final_message else text
+        return _cut(text) if request.continue_final_message else text
 
     def _text(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         try:

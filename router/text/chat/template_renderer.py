@@ -10,41 +10,24 @@ it would block every stream; here the process is killed and only its own request
 from __future__ import annotations
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from pdserve.errors import NodeError, RequestError
-from router.text.chat.template import ChatTemplate
+from router.text.chat.template import ChatTemplate, RenderRequest
+from router.text.worker_process import WorkerProcess
 
 RENDER_SECONDS = 5.0  # real templates take less than a millisecond for a message
 MAX_MEMORY = 2 << 30  # bytes of address space
 RENDERERS = 2
-LENGTH_BYTES = 4  # little-endian, before each message; messages are JSON, which has integers of any size
-
-_START_SECONDS = 60.0
 
 
 class RendererConfig(msgspec.Struct, frozen=True):
-    """The first message to a process, which answers with an empty RenderResult."""
+    """The first message to a process, which answers with an empty RenderResult. Messages are JSON."""
 
     source: str
     special_tokens: dict[str, str]
     max_memory: int
-
-
-class RenderRequest(msgspec.Struct, frozen=True):
-    """The arguments of ChatTemplate.render."""
-
-    messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool
-    variables: Mapping[str, Any]
-    tools: Sequence[Mapping[str, Any]] | None
-    documents: Sequence[Mapping[str, Any]] | None
-    continue_final_message: bool
 
 
 class RenderResult(msgspec.Struct, frozen=True):
@@ -62,28 +45,28 @@ class TemplateRenderers:
         self._config = msgspec.json.encode(RendererConfig(template.source, template.special_tokens, max_memory))
         self._seconds = seconds
         self._slots = asyncio.Semaphore(RENDERERS)
-        self._idle: list[Process] = []
-        self._all: set[Process] = set()
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
 
     async def render(self, request: RenderRequest) -> str:
         """Raises RequestError where the template rejects the messages or exceeds its limits."""
-        data = msgspec.json.encode(request)
+        message = msgspec.json.encode(request)
         async with self._slots:
-            process = self._idle.pop() if self._idle else await self._start()
+            worker = self._idle.pop() if self._idle else await self._start()
             try:
-                rendered = await self._request_with_timeout(process, data)
+                rendered = await self._render(worker, message)
             except BaseException:
-                await self._kill(process)
+                self._all.discard(worker)
+                await worker.kill()
                 raise
-            self._idle.append(process)
+            self._idle.append(worker)
         if rendered.error:
             raise RequestError(rendered.error, rendered.param)
         return rendered.text
 
-    async def _request_with_timeout(self, process: Process, data: bytes) -> RenderResult:
+    async def _render(self, worker: WorkerProcess, message: bytes) -> RenderResult:
         try:
-            async with asyncio.timeout(self._seconds):
-                return await _exchange(process, data)
+            return msgspec.json.decode(await worker.exchange(message, self._seconds), type=RenderResult)
         except TimeoutError as exc:
             text = f"the chat template takes more than {self._seconds:g} s for these messages"
             raise RequestError(f"{text}; send fewer or shorter ones", "messages") from exc
@@ -93,33 +76,12 @@ class TemplateRenderers:
             ) from exc
 
     async def close(self) -> None:
-        for process in list(self._all):
-            await self._kill(process)
+        await asyncio.gather(*(worker.kill() for worker in self._all))
 
-    async def _start(self) -> Process:
-        argv = [sys.executable, "-m", "router.text.chat.render_process"]
-        process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, limit=1 << 20)
-        self._all.add(process)
+    async def _start(self) -> WorkerProcess:
         try:
-            async with asyncio.timeout(_START_SECONDS):
-                await _exchange(process, self._config)
+            worker, _ = await WorkerProcess.start("router.text.chat.render_process", self._config)
         except (TimeoutError, EOFError, OSError) as exc:
-            await self._kill(process)
             raise NodeError("the router cannot start a process for chat templates; its log says why") from exc
-        return process
-
-    async def _kill(self, process: Process) -> None:
-        self._all.discard(process)
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def _exchange(process: Process, data: bytes) -> RenderResult:
-    """Raises EOFError or OSError when the process has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-    await process.stdin.drain()
-    length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-    return msgspec.json.decode(await process.stdout.readexactly(length), type=RenderResult)
+        self._all.add(worker)
+        return worker

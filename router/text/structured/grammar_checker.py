@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL
 from collections import OrderedDict
 from collections.abc import Callable
 
 from pdserve.errors import Overloaded, RequestError
-from pdserve.grammar import MAX_BYTES, check_size
+from pdserve.grammar import check_size
 from router.text.structured.structured_outputs import OutputGrammar
+from router.text.worker_process import WorkerProcess
 
 COMPILE_SECONDS = 5.0
-_START_SECONDS = 60.0  # a large vocabulary takes one or two
 _MAX_WAITING = 64
 _MAX_CACHED = 256  # results
 
@@ -24,7 +22,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._tokenizer_json = tokenizer_json
-        self._process: Process | None = None
+        self._worker: WorkerProcess | None = None
         self._problems: OrderedDict[str, str] = OrderedDict()  # grammar → what is wrong with it
         self._lock = asyncio.Lock()
         self._waiting = 0
@@ -42,10 +40,9 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """Stop the worker. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.kill()
 
     async def _compile_once(self, grammar: OutputGrammar) -> str:
         try:
@@ -69,13 +66,11 @@ class GrammarChecker:
 
     async def _compile(self, text: str) -> str:
         try:
-            process = self._process or await self._start()
+            worker = self._worker or await self._start()
         except (OSError, EOFError, TimeoutError) as exc:
-            await self.close()
             raise Overloaded("the router cannot start its grammar compiler; try again shortly") from exc
         try:
-            async with asyncio.timeout(COMPILE_SECONDS):
-                return await _exchange(process, text)
+            return (await worker.exchange(text.encode(), COMPILE_SECONDS)).decode()
         except TimeoutError:
             problem = f"it takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
         except (OSError, EOFError):
@@ -86,29 +81,11 @@ class GrammarChecker:
         await self.close()
         return problem
 
-    async def _start(self) -> Process:
+    async def _start(self) -> WorkerProcess:
         """Raises RequestError when the model's tokenizer does not support grammars."""
-        argv = (sys.executable, "-P", "-m", "router.text.structured.grammar_worker")
-        self._process = await asyncio.create_subprocess_exec(
-            *argv, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=2 * MAX_BYTES
-        )
-        async with asyncio.timeout(_START_SECONDS):
-            problem = await _exchange(self._process, self._tokenizer_json())
+        setup = self._tokenizer_json().encode()
+        self._worker, problem = await WorkerProcess.start("router.text.structured.grammar_worker", setup, DEVNULL)
         if problem:
             await self.close()
-            raise RequestError(problem)
-        return self._process
-
-
-async def _exchange(process: Process, text: str) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(json.dumps(text).encode() + b"\n")
-    except RuntimeError as exc:  # uvloop raises it when the process has ended
-        raise EOFError from exc
-    await process.stdin.drain()
-    line = await process.stdout.readline()
-    if not line:
-        raise EOFError
-    return str(json.loads(line))
+            raise RequestError(problem.decode())
+        return self._worker

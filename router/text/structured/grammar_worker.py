@@ -1,27 +1,26 @@
 """Compiles grammars for the router: ``python -m router.text.structured.grammar_worker``.
 
-    stdin:  the tokenizer's JSON, then grammars             one per line, each as a JSON string
-    stdout: the problem of each, "" for none                one per line, each as a JSON string
+    messages:  the tokenizer's JSON, then grammars
+    answers:   the problem of each, "" for none
 
 A separate process, so that a grammar that compiles too long can be killed and one that needs too much memory does not
-harm the router. It exits when its standard input ends.
+harm the router.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
-import sys
 import threading
 
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, start_thread
+from router.text.worker_process import read_message, write_message
 
 _MEMORY = 4 << 30  # bytes of address space
 
 
-def main() -> int:
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles Ctrl-C
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, most))
@@ -35,28 +34,23 @@ def main() -> int:
 
     start_thread(work, "grammars")
     ended.wait()
-    return 0
 
 
 def _serve() -> None:
     try:
-        vocabulary = GrammarVocabulary(json.loads(sys.stdin.readline()))
+        vocabulary = GrammarVocabulary((read_message() or b"").decode())
     except ValueError as exc:
-        _answer(f"the model's tokenizer cannot be used for grammars: {exc}")
+        write_message(f"the model's tokenizer cannot be used for grammars: {exc}".encode())
         return
-    _answer("")
-    for line in sys.stdin:
+    write_message(b"")
+    while (message := read_message()) is not None:
         try:
-            Grammar(json.loads(line), vocabulary)
+            Grammar(message.decode(), vocabulary)
         except RequestError as exc:
-            _answer(str(exc))
+            write_message(str(exc).encode())
         else:
-            _answer("")
-
-
-def _answer(problem: str) -> None:
-    print(json.dumps(problem), flush=True)
+            write_message(b"")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,63 @@
+"""Worker processes for work that may hang or fill the memory: the router kills such a worker and goes on.
+
+Before each message on a worker's standard input and output comes its length, LENGTH_BYTES long and little-endian. A
+worker answers one message at a time and exits when its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+
+_LENGTH_BYTES = 4
+_START_SECONDS = 60.0  # a large vocabulary takes one or two
+
+
+class WorkerProcess:
+    """The router's end of a worker. Its methods raise EOFError or OSError when the process has ended."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, module: str, setup: bytes, stderr: int | None = None) -> tuple[WorkerProcess, bytes]:
+        """Run a module and return the worker with its answer to the first message. Raises TimeoutError."""
+        argv = (sys.executable, "-P", "-m", module)
+        worker = cls(await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=stderr, limit=1 << 20))
+        try:
+            return worker, await worker.exchange(setup, _START_SECONDS)
+        except BaseException:
+            await worker.kill()
+            raise
+
+    async def exchange(self, message: bytes, seconds: float) -> bytes:
+        """Return the answer to a message. Raises TimeoutError; then, and when cancelled, the worker must be killed."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        async with asyncio.timeout(seconds):
+            try:
+                stdin.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+            except RuntimeError as exc:  # uvloop raises it when the process has ended
+                raise EOFError from exc
+            await stdin.drain()
+            length = int.from_bytes(await stdout.readexactly(_LENGTH_BYTES), "little")
+            return await stdout.readexactly(length)
+
+    async def kill(self) -> None:
+        """Idempotent."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+def read_message() -> bytes | None:
+    """Read the next message in the worker; None at the end of its input."""
+    length = sys.stdin.buffer.read(_LENGTH_BYTES)
+    return sys.stdin.buffer.read(int.from_bytes(length, "little")) if length else None
+
+
+def write_message(message: bytes) -> None:
+    sys.stdout.buffer.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    sys.stdout.buffer.flush()
