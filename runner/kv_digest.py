@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pdserve.kv import KVLayout, KVShare
 from pdserve.records import DigestOrder, StepOutput, StepPlan
+from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart
@@ -115,12 +116,4 @@ def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np
     ]
     position = (layer + share.first_layer) * share.total_heads + head + share.first_head
     position = ((position * planes + plane) * layout.block_size + page * page_size + token) * row_words + word
-    return _splitmix64(position.astype(np.uint64)) | np.uint64(1)
-
-
-def _splitmix64(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
-    state = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    return mix64((position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)

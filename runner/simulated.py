@@ -62,7 +62,7 @@ class SimulatedRunner:
         assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"
         for seq in plan.finished:
             self._sequences.pop(seq, None)
-            self._targets.forget(seq)
+            self._targets.remove(seq)
         for new in plan.new:
             self._sequences[new.seq] = SimulatedSequence(new)
             self._targets.add(new)

@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from flashinfer.prefill import get_batch_prefill_module
-from flashinfer.utils import (
-    MaskMode,
-    PosEncodingMode,
-    TensorLayout,
-    determine_attention_backend,
-    device_support_pdl,
-)
+from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout, determine_attention_backend, device_support_pdl
 from torch import Tensor
 
 from pdserve.config.attention_spec import AttentionSpec

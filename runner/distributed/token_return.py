@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pdserve.records import ScheduledSequence
 from runner.distributed.pipeline_stages import TensorReceiver
+from runner.step_parts import BatchT_contra, StepFeature
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class ReturnedMessage:
     wanted: NDArray[np.bool_]  # whether the row still belongs to that sequence, once the message is due
 
 
-class TokenReturn:
-    """The expected messages, oldest first. Rows are those of the caller's table of sequences."""
+class ReturnedTokens(StepFeature[BatchT_contra]):
+    """The expected messages, oldest first. Rows are those of the runner's table of sequences."""
 
     def __init__(self, receiver: TensorReceiver) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
         self._expected: deque[ReturnedMessage] = deque()
         self._number = 0
         self._message_of: dict[int, int] = {}  # by sequence: the message with its next token
@@ -43,23 +42,23 @@ class TokenReturn:
         """Expect a token for each of ``seqs``, in ``rows``, from the step that was just launched."""
         if not len(rows):
             return
-        self._receiver.expect(len(rows))
+        self.receiver.expect(len(rows))
         self._number += 1
         rows64, positions64 = rows.astype(np.int64), positions.astype(np.int64)
         message = ReturnedMessage(self._number, tuple(seqs), rows64, positions64, np.ones(len(rows), dtype=np.bool_))
         self._expected.append(message)
         self._message_of.update(dict.fromkeys(message.seqs, self._number))
 
-    def forget(self, seq: int) -> None:
+    def remove(self, seq: int) -> None:
         """Drop the tokens of a sequence, whose row may soon belong to another one."""
         self._message_of.pop(seq, None)
 
     def due(self, scheduled: tuple[ScheduledSequence, ...]) -> list[ReturnedMessage]:
-        """Return the messages to receive before a step, each by a call of ``take``."""
+        """Return the messages to receive before a step, each by ``receiver.take``."""
         message_of = self._message_of
         needed = max([message_of.get(item.seq, 0) for item in scheduled]) if message_of else 0
         due = []
-        while self._expected and (self._expected[0].number <= needed or len(self._expected) == self._receiver.capacity):
+        while self._expected and (self._expected[0].number <= needed or len(self._expected) == self.receiver.capacity):
             message = self._expected.popleft()
             for index, seq in enumerate(message.seqs):
                 message.wanted[index] = message_of.get(seq) == message.number
@@ -67,7 +66,3 @@ class TokenReturn:
                     del message_of[seq]
             due.append(message)
         return due
-
-    def take(self) -> AbstractContextManager[Tensor]:
-        """Receive the next message that is due: [tokens] int32, on the device."""
-        return self._receiver.take()

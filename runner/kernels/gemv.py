@@ -59,14 +59,6 @@ def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     out_features, in_features = weight.shape
     y = torch.empty(1, out_features, dtype=x.dtype, device=x.device) if out is None else out
     _gemv_kernel[(triton.cdiv(out_features, _ROWS),)](
-        x,
-        weight,
-        y,
-        out_features,
-        IN=in_features,
-        ROWS=_ROWS,
-        CHUNK=_CHUNK,
-        num_warps=_WARPS,
-        **pdl_options(y),
+        x, weight, y, out_features, IN=in_features, ROWS=_ROWS, CHUNK=_CHUNK, num_warps=_WARPS, **pdl_options(y)
     )
     return y

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.batch import RotaryCosSin
@@ -38,3 +40,10 @@ def expand_cos_sin(rotary: RotaryCosSin, dtype: torch.dtype) -> tuple[Tensor, Te
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads x [tokens, heads, head_dim], whose first half pairs with its second; see ``expand_cos_sin``."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

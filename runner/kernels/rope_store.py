@@ -48,13 +48,7 @@ def _store_rotated(
 
 @triton.jit
 def _store_plain(
-    source,
-    first_head,
-    num_heads,
-    target,
-    target_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    source, first_head, num_heads, target, target_stride, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr
 ):
     """Copy up to BLOCK_HEADS heads."""
     heads = (first_head + tl.arange(0, BLOCK_HEADS)).to(tl.int64)[:, None]

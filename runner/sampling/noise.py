@@ -26,6 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runner.kernels.reference import mix64
+
 _GOLDEN_64 = 0x9E3779B97F4A7C15
 _MASK_64 = (1 << 64) - 1
 
@@ -33,12 +35,12 @@ _MASK_64 = (1 << 64) - 1
 def choice_keys(seeds: Sequence[int], choices: Sequence[int]) -> NDArray[np.uint64]:
     """Return the part of each key without the position: mix64(mix64(seed + G) ^ choice)."""
     key = np.array([(seed + _GOLDEN_64) & _MASK_64 for seed in seeds], dtype=np.uint64)
-    return _mix64(_mix64(key) ^ np.array(choices, dtype=np.uint64))
+    return mix64(mix64(key) ^ np.array(choices, dtype=np.uint64))
 
 
 def row_keys(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
     """Return the 64-bit key of each row."""
-    return _mix64(choice_keys(seeds, choices) ^ np.array(positions, dtype=np.uint64))
+    return mix64(choice_keys(seeds, choices) ^ np.array(positions, dtype=np.uint64))
 
 
 def gumbel_noise(keys: NDArray[np.uint64], token_ids: Tensor) -> Tensor:
@@ -59,12 +61,6 @@ def gumbel_noise(keys: NDArray[np.uint64], token_ids: Tensor) -> Tensor:
     uniform = ((x >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     gumbel: Tensor = uniform.log_().neg_().log_().neg_()
     return gumbel
-
-
-def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def _signed(value: int) -> int:

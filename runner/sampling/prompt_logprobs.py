@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import NewSequence, PromptLogprobs, StepOutput, StepPlan
+from pdserve.records import PromptLogprobs, StepOutput, StepPlan
 from runner.loading.model_loader import LoadedModel
 from runner.pending_step import HostCopy
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -24,21 +24,15 @@ _ROWS = 128  # of logits at a time: 80 MB of float32 with a vocabulary of 152 k
 _TOKENS_PER_RECORD = 1024
 
 
-class PromptScoring(StepFeature[object]):
+class PromptScoring(PromptTargets, StepFeature[object]):
     """Scores prompts on the last pipeline stage. All tensor shards of the stage score alike."""
 
     def __init__(self, model: LoadedModel) -> None:
+        super().__init__()
         self._model = model
-        self._targets = PromptTargets()
-
-    def add(self, new: NewSequence) -> None:
-        self._targets.add(new)
-
-    def remove(self, seq: int) -> None:
-        self._targets.forget(seq)
 
     def part(self, plan: StepPlan) -> StepPart[object] | None:
-        targets = self._targets.take(plan.scheduled)
+        targets = self.take(plan.scheduled)
         return _ScoredTokens(targets, self._model.decoder.logits) if targets else None
 
 

@@ -37,7 +37,7 @@ class PromptTargets:
             self._open[new.seq] = new
             self._num_computed[new.seq] = new.num_computed
 
-    def forget(self, seq: int) -> None:
+    def remove(self, seq: int) -> None:
         """Stop to score a sequence; an unknown one is ignored."""
         if self._open.pop(seq, None) is not None:
             del self._num_computed[seq]
@@ -60,6 +60,6 @@ class PromptTargets:
         first, end = max(begin + 1, new.num_scored), min(begin + num_tokens + 1, new.prompt_len)
         self._num_computed[new.seq] += num_tokens
         if end == new.prompt_len:
-            self.forget(new.seq)
+            self.remove(new.seq)
         rows = range(row + first - 1 - begin, row + end - 1 - begin)
         return Targets(new.seq, first, new.tokens(first, end), rows, new.sampling.prompt_logprobs)

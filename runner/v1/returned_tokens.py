@@ -6,29 +6,27 @@ from torch import Tensor
 
 from pdserve.records import StepPlan
 from runner.distributed.pipeline_stages import TensorReceiver
-from runner.distributed.token_return import TokenReturn
-from runner.step_parts import StepFeature, StepPart
+from runner.distributed.token_return import ReturnedTokens
+from runner.step_parts import StepPart
 from runner.v1.sequences import HostBatch, SequenceTable
 
 
-class HostReturnedTokens(StepFeature[HostBatch], StepPart[HostBatch]):
+class HostReturnedTokens(ReturnedTokens[HostBatch], StepPart[HostBatch]):
     """Writes tokens into the SequenceTable before the first step that needs them. The host waits for them.
 
     It is the part of every step with a batch.
     """
 
     def __init__(self, receiver: TensorReceiver, sequences: SequenceTable) -> None:
-        self._token_return, self._sequences = TokenReturn(receiver), sequences
-
-    def remove(self, seq: int) -> None:
-        self._token_return.forget(seq)
+        super().__init__(receiver)
+        self._sequences = sequences
 
     def part(self, plan: StepPlan) -> StepPart[HostBatch] | None:
         return self if plan.scheduled else None
 
     def before_forward(self, batch: HostBatch) -> None:
-        for message in self._token_return.due(batch.scheduled):
-            with self._token_return.take() as tokens:
+        for message in self.due(batch.scheduled):
+            with self.receiver.take() as tokens:
                 token_ids = tokens.cpu().numpy()[message.wanted]
             rows, positions = message.rows[message.wanted], message.positions[message.wanted]
             self._sequences.token_ids[rows, positions] = token_ids
@@ -36,4 +34,4 @@ class HostReturnedTokens(StepFeature[HostBatch], StepPart[HostBatch]):
     def after_forward(self, batch: HostBatch, hidden: Tensor) -> None:
         seqs = [batch.scheduled[i].seq for i in batch.sampling]
         rows = batch.sampling_rows
-        self._token_return.expect(seqs, rows, self._sequences.num_tokens[rows])
+        self.expect(seqs, rows, self._sequences.num_tokens[rows])

@@ -10,30 +10,27 @@ from torch import Tensor
 
 from pdserve.records import StepPlan
 from runner.distributed.pipeline_stages import TensorReceiver
-from runner.distributed.token_return import TokenReturn
+from runner.distributed.token_return import ReturnedTokens
 from runner.kernels.step import TOKEN_CHUNK, put_tokens_kernel
-from runner.step_parts import StepFeature, StepPart
+from runner.step_parts import StepPart
 from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import InputBatch
 from runner.v2.request_states import RequestStates
 
 
-class DeviceReturnedTokens(StepFeature[InputBatch]):
+class DeviceReturnedTokens(ReturnedTokens[InputBatch]):
     """Puts tokens into the device's state before the first step that needs them. The host does not wait."""
 
     def __init__(
         self, receiver: TensorReceiver, requests: RequestStates, state: DeviceState, writes: StagedWrites
     ) -> None:
-        self.token_return = TokenReturn(receiver)
+        super().__init__(receiver)
         self.requests, self.state, self._writes = requests, state, writes
-
-    def remove(self, seq: int) -> None:
-        self.token_return.forget(seq)
 
     def part(self, plan: StepPlan) -> StepPart[InputBatch] | None:
         if not plan.scheduled:
             return None
-        messages = self.token_return.due(plan.scheduled)
+        messages = self.due(plan.scheduled)
         offsets = [self.state.token_offsets(m.rows, m.positions, m.wanted) for m in messages]
         for each in offsets:
             self._writes.stage(each)
@@ -47,7 +44,7 @@ class _Part(StepPart[InputBatch]):
 
     def before_forward(self, batch: InputBatch) -> None:
         for offsets, offsets_at in zip(self.offsets, batch.sent.extra_at, strict=True):
-            with self.feature.token_return.take() as tokens:
+            with self.feature.receiver.take() as tokens:
                 put_tokens_kernel[(-(-len(offsets) // TOKEN_CHUNK),)](
                     self.feature.state.flat, batch.sent.words, offsets_at, tokens, len(offsets), CHUNK=TOKEN_CHUNK
                 )
@@ -55,4 +52,4 @@ class _Part(StepPart[InputBatch]):
     def after_forward(self, batch: InputBatch, hidden: Tensor) -> None:
         slots = batch.indices.slots[batch.indices.sampling]
         seqs = (sequence.seq for sequence in batch.indices.sampled)
-        self.feature.token_return.expect(seqs, slots, self.feature.requests.num_tokens[slots] - 1)
+        self.feature.expect(seqs, slots, self.feature.requests.num_tokens[slots] - 1)

@@ -123,7 +123,7 @@ class ToyRunner:
             assert not self.writing.keys() & set(read.local_blocks), "a read is ordered into blocks that a step writes"
         for seq in plan.finished:
             del self._states[seq]
-            self._targets.forget(seq)
+            self._targets.remove(seq)
         for new in plan.new:
             assert new.seq not in self._states
             assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
