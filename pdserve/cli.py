@@ -43,7 +43,6 @@ PROGRAMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     return run_command(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 

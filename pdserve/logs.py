@@ -28,7 +28,6 @@ _process_fields: dict[str, str] = {}  # JSON fields of every line of this proces
 
 
 def add_log_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add ``--log-format``, for ``setup_logging``."""
     default = chosen_format()
     parser.add_argument("--log-format", choices=FORMATS, default=default, help="log format (default %(default)s)")
 

@@ -79,7 +79,7 @@ def end_with_parent() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error as one line for people; an error outside pdserve.errors begins with its class."""
+    """Return the error as one line; an error outside pdserve.errors begins with its class."""
     text = " ".join(str(error).split())
     if isinstance(error, PdserveError):
         return text
@@ -110,7 +110,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def _check_byte_order() -> None:
-    """Raise ConfigError on a big-endian machine: token ids, block digests and messages are little-endian in memory."""
+    """Raise ConfigError on a big-endian machine: token ids, block hashes and messages are little-endian in memory."""
     if sys.byteorder != "little":
         raise ConfigError(f"this machine is {sys.byteorder}-endian; pdserve runs on little-endian machines only")
 

@@ -196,7 +196,6 @@ class NewSequence(msgspec.Struct, frozen=True):
         return len(self.token_ids) // TOKEN_BYTES
 
     def tokens(self, start: int, end: int) -> array[int]:
-        """Return the token ids of positions ``start`` to ``end - 1``."""
         return array("I", self.token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
 

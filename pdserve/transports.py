@@ -19,7 +19,6 @@ class Connected(msgspec.Struct, frozen=True, array_like=True):
     lanes: str = ""  # UCX's list of the transports it may use
 
     def meets(self, required: str) -> bool:
-        """Whether the transport is ``required`` or a faster one."""
         return self.transport in TRANSPORTS and TRANSPORTS.index(self.transport) >= TRANSPORTS.index(required)
 
 

@@ -110,7 +110,6 @@ class OutputAggregator:
 
     @property
     def has_events(self) -> bool:
-        """Whether ``take_events`` returns any."""
         return any(self._merged.values())
 
     def missing(self, step: int) -> list[int]:
@@ -148,7 +147,6 @@ class OutputAggregator:
         return ModelRunnerOutput(output, self.take_events())
 
     def take_events(self) -> KVConnectorOutput:
-        """Return all connector events since the last call."""
         if not self.has_events:
             return EMPTY_CONNECTOR_OUTPUT
         events = KVConnectorOutput(**{field: tuple(items) for field, items in self._merged.items()})

@@ -116,7 +116,6 @@ def _open_rendezvous(leader: str) -> tuple[socket.socket, str]:
 
 
 def _exit(channel: Channel, error: str, text: str) -> NoReturn:
-    """Report the error of a rank to the frontend, and exit."""
     with contextlib.suppress(OSError, ChannelClosed):  # the frontend has gone too
         channel.send(StartFailed(error, text))
         channel.drain()

@@ -23,7 +23,6 @@ class LocalRanks(NamedTuple):
 
 
 def add_host_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag that ``local_ranks_from`` reads."""
     group = parser.add_argument_group(
         "ranks on several hosts", "Start the same command on each host; the host with rank 0 serves requests."
     )

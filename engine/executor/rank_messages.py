@@ -50,7 +50,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    reason: str  # for people
+    reason: str
 
 
 class Assign(msgspec.Struct, frozen=True, tag=True):

@@ -96,7 +96,6 @@ class LeaderConnection:
             self._socket.sendall(frame)
 
     def fail(self, error: Exception) -> NoReturn:
-        """Log the error, report it to the leader, and exit."""
         log_failure(_log, error)
         frame = framed(Failed.of(error))
         with self._sending:

@@ -37,7 +37,7 @@ from pdserve.records import ModelRunnerOutput
 _log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
-_FAILURE_WINDOW = 0.3  # seconds: a failure causes others; the root cause is chosen among those of this time
+_FAILURE_WINDOW = 0.3  # seconds: a failure causes others; the root cause is chosen among all of this time
 _CLOSE_TIMEOUT = 0.8  # seconds for ranks to exit by themselves
 
 
@@ -82,7 +82,6 @@ class RankChannel:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether data waits for the socket to accept more."""
         return bool(self._outgoing)
 
     def send(self, frame: bytes = b"") -> None:
@@ -110,7 +109,6 @@ class RankChannel:
         return self._frames.cut(data)
 
     def exit_failure(self) -> Failure:
-        """Describe how a rank exited whose socket has ended."""
         if self.process is None:
             return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank}, on another host, has gone")
         try:
@@ -132,7 +130,6 @@ class RankChannel:
 
 
 def start_rank(rank: RankPosition, timeout: float) -> RankChannel:
-    """Start a rank on this host."""
     ours, theirs = socket.socketpair()
     with theirs:
         return RankChannel(rank, ours, timeout, spawn_rank(theirs))
@@ -176,7 +173,6 @@ class RankProcesses:
         return tuple(channel.monitor for channel in self._channels)
 
     def send(self, message: ToRank) -> None:
-        """Send to all ranks, without blocking."""
         frame = framed(message)
         for channel in self._channels:
             channel.send(frame)

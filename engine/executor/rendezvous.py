@@ -188,7 +188,6 @@ def _describe(parallel: ParallelConfig) -> str:
 
 
 def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) -> Hello:
-    """Return the Hello of a rank on this host."""
     return Hello(
         rank=rank,
         parallel=config.parallel,

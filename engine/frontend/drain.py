@@ -89,7 +89,6 @@ class Streams(Generic[S]):
             await self._changed.wait()
 
     async def ended(self) -> None:
-        """Return once no stream is open."""
         await self.until(lambda: not self._open)
 
 

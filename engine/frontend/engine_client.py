@@ -232,8 +232,6 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 class _EngineProtocol(asyncio.Protocol):
-    """Decodes the frames of one socket."""
-
     def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
         self._on_message = on_message
         self._on_end = on_end
@@ -256,7 +254,6 @@ def _error(kind: str, text: str) -> PdserveError:
 
 
 def error_of(refused: Refused) -> PdserveError:
-    """Return the error that the engine refused a request with."""
     return _error(refused.kind, refused.message)
 
 

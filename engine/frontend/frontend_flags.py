@@ -44,7 +44,6 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_frontend_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag that ``frontend_options_from`` reads."""
     group = parser.add_argument_group("network")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     group.add_argument("--port", type=port_number, default=0, help="port to listen on; 0 takes a free one (default)")

@@ -69,8 +69,6 @@ class MetricsServer:
 
 
 class _MetricsApp:
-    """An ASGI application that serves ``/metrics`` and 404 elsewhere."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
@@ -25,7 +24,7 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.ipc.messages import RankPlacement
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
@@ -34,14 +33,10 @@ from pdserve.rpc.timeouts import PeerTiming
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.trace_flags import make_tracer
 
-if TYPE_CHECKING:  # importing uvicorn takes 0.1 s, and most nodes serve no metrics over HTTP
-    from engine.frontend.metrics_server import MetricsServer
-
 _log = logging.getLogger(__name__)
 
 
 def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags that both roles share."""
     parser = CommandParser(prog=prog, description=description)
     add_node_flags(parser)
     add_frontend_flags(parser)
@@ -81,48 +76,33 @@ async def _serve(
     signals = ShutdownSignals()
     server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
-    metrics_server = _bind_metrics(frontend)
+    metrics_server = None
+    if frontend.metrics_port is not None:
+        from engine.frontend.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
+
+        metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
     address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
     devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
     for choice in config.choices:
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
-    context = _make_context(role, config, RankPlacement(devices, local.leader), frontend, address, tls)
-    set_process_fields(node=context.node_id)
+    node_id, epoch = frontend.node_id or address, secrets.token_hex(8)
+    agent = f"{node_id}-{epoch}" if role.uses_connector else ""  # stale references to an earlier epoch cannot match
+    engine = EngineClient(config, agent, RankPlacement(devices, local.leader))
+    tracer = make_tracer(frontend.traces, role.name, node_id)
+    context = NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)
+    set_process_fields(node=node_id)
     node = Node(role, context, server, status)
     try:
         await node.start_server()
         if metrics_server is not None:
-            await metrics_server.start(node.metrics, lambda: context.engine.pid)
+            await metrics_server.start(node.metrics, lambda: engine.pid)
         status.listening(address)
-        _log.info("node %s (epoch %s) listens on %s", context.node_id, context.epoch, address)
+        _log.info("node %s (epoch %s) listens on %s", node_id, epoch, address)
         await node.run(signals, frontend.drain_timeout)
     finally:
         await node.close()
         if metrics_server is not None:
             metrics_server.close()
-        context.tracer.close()
-
-
-def _make_context(
-    role: Role,
-    config: NodeConfig,
-    placement: RankPlacement,
-    frontend: FrontendOptions,
-    address: str,
-    tls: PeerTls | None,
-) -> NodeContext:
-    node_id, epoch = frontend.node_id or address, secrets.token_hex(8)
-    agent = f"{node_id}-{epoch}" if role.uses_connector else ""  # stale references to an earlier epoch cannot match
-    engine = EngineClient(config, agent, placement)
-    tracer = make_tracer(frontend.traces, role.name, node_id)
-    return NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)
-
-
-def _bind_metrics(frontend: FrontendOptions) -> MetricsServer | None:
-    if frontend.metrics_port is None:
-        return None
-    from engine.frontend.metrics_server import MetricsServer
-
-    return MetricsServer(frontend.host, frontend.metrics_port)
+        tracer.close()

@@ -26,7 +26,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescription:
-    """Return the node's description as of now."""
     config, layout = node.config, node.engine.kv_layout
     return pb.NodeDescription(
         node_id=node.node_id,

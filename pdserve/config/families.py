@@ -17,12 +17,10 @@ Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 
 
 def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
-    """Return no window for any layer."""
     return (None,) * num_layers
 
 
 def same_window(fields: ConfigFields, num_layers: int) -> Windows:
-    """Return ``sliding_window`` for all layers."""
     return (fields.optional_integer("sliding_window"),) * num_layers
 
 

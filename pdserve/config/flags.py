@@ -245,7 +245,6 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
 
 
 def add_tls_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--grpc-tls`` for nodes and routers."""
     parser.add_argument(
         "--grpc-tls",
         metavar="DIR",
@@ -266,7 +265,6 @@ def add_drain_flag(parser: argparse._ActionsContainer, afterwards: str) -> None:
 
 
 def options_from(args: argparse.Namespace) -> NodeOptions:
-    """Return the NodeOptions of parsed flags."""
     return NodeOptions(**{name: getattr(args, name) for name in NodeOptions.__struct_fields__})
 
 

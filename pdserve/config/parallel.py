@@ -80,7 +80,6 @@ class RankPosition(msgspec.Struct, frozen=True):
     shard: int
 
     def __str__(self) -> str:
-        """Return text such as "rank 3 (stage 1, shard 1)"."""
         return f"rank {self.rank} (stage {self.stage}, shard {self.shard})"
 
     @property
@@ -99,7 +98,6 @@ class RankPosition(msgspec.Struct, frozen=True):
 
     @property
     def layers(self) -> range:
-        """Return the model's layers that this rank holds."""
         first = sum(self.parallel.stage_layers[: self.stage])
         return range(first, first + self.parallel.stage_layers[self.stage])
 
@@ -109,7 +107,6 @@ class RankPosition(msgspec.Struct, frozen=True):
         return self.parallel.shared_mlps and not self.is_first
 
     def deferred_mlps(self, step: int) -> DeferredMLPs:
-        """Return which MLPs a step of prompts defers."""
         if not self.parallel.shared_mlps:
             return NO_DEFERRED_MLPS
         return DeferredMLPs(
@@ -174,7 +171,6 @@ def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
 
 
 def _linear_and_table_parameters(model: ModelConfig, position: RankPosition) -> tuple[int, int]:
-    """Count the parameters of a rank's linear layers, and of its embedding and output projection."""
     mine = shard_of(model, position)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
     mlp = 3 * mine.hidden_size * mine.intermediate_size

@@ -22,7 +22,7 @@ DEFAULT_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if famil
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The input of the decision. A connector is not part of it: all runners have the same KV cache.
 
-    The fields with a default are those in which ``load_model_config`` lets no model differ today.
+    ``load_model_config`` accepts only models with the default in the fields that have one.
     """
 
     architecture: str
@@ -171,7 +171,6 @@ def decide_simulated(variable: str | None) -> Decision:
 
 
 def uses_graphs(decision: Decision, platform: Platform) -> bool:
-    """Return whether the chosen runner captures CUDA graphs on this platform."""
     capturing = {record.name for record in RUNNERS if record.captures_graphs}
     return decision.runner in capturing and can_capture(platform)
 

@@ -29,7 +29,6 @@ _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock
 
 
 def check_device(options: NodeOptions, ranks: int) -> Finding:
-    """Raises CapacityError if a device is missing."""
     if options.simulated:
         return ok("not needed: the node is simulated")
     devices = detect_devices(options.device, ranks)
@@ -60,7 +59,6 @@ def is_local(options: NodeOptions) -> bool:
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Raises OSError."""
     if port == 0:
         return ok("any free port")
     try:
@@ -120,7 +118,6 @@ def _clock_status() -> int:
 
 
 def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
-    """Raises OSError if there is none."""
     found = os.statvfs("/dev/shm")
     size, wanted = found.f_frsize * found.f_blocks, _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
     text = f"/dev/shm has {size / 2**30:.2f} GiB"
@@ -147,7 +144,6 @@ def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Fi
 
 
 def check_tls(directory: str | None) -> Finding:
-    """Raises ConfigError."""
     if directory is None:
         return warn(
             "gRPC is neither encrypted nor authenticated",

@@ -24,7 +24,7 @@ def explain(args: argparse.Namespace) -> int:
 def describe(config: NodeConfig) -> dict[str, Any]:
     """Return the explanation as plain values. Sizes are in tokens, elements or bytes as the names say.
 
-    The KV layout and the sizes derived from it are rank 0's; ``ranks`` has those of all ranks.
+    The KV layout and the sizes derived from it are rank 0's; ``ranks`` has all ranks.
     """
     layout = config.kv_layout
     return {
@@ -55,7 +55,6 @@ def describe(config: NodeConfig) -> dict[str, Any]:
 
 
 def as_text(config: NodeConfig) -> str:
-    """Return the explanation as text."""
     layout = config.kv_layout
     tokens = layout.num_blocks * layout.block_size
     estimated = ", estimated" if config.measure_kv_memory else ""
@@ -78,7 +77,6 @@ def as_text(config: NodeConfig) -> str:
 
 
 def _ranks(config: NodeConfig) -> list[NodeConfig]:
-    """Return the configuration of each rank, all on the device of rank 0."""
     return [config.for_rank(rank, config.device) for rank in range(config.parallel.num_ranks)]
 
 

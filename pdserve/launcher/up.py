@@ -125,7 +125,6 @@ class LocalFleet:
         return self._children.spawn("router", "router", [*model, *address, *forwarded, *peers])
 
     def _forwarded(self, names: Iterable[str]) -> list[str]:
-        """Return the command line words of the flags that the user set."""
         return [word for name in names for word in flag_words(name, getattr(self._args, name))]
 
 
@@ -212,7 +211,6 @@ def check_port(host: str, port: int) -> None:
 
 
 def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
-    """Return the URL and an example request."""
     body: dict[str, object] = {"model": config.served_model_name}
     if has_chat_template(Path(config.model_dir)):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
@@ -228,7 +226,6 @@ def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
 
 
 def has_chat_template(model_dir: Path) -> bool:
-    """Return whether the checkpoint has a chat template."""
     if (model_dir / "chat_template.jinja").is_file():
         return True
     config = model_dir / "tokenizer_config.json"

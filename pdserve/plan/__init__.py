@@ -1,6 +1,6 @@
-"""``pdserve plan``: how many prefill and decode nodes a workload needs, from costs that were measured.
+"""``pdserve plan``: how many prefill and decode nodes a workload needs, from measured costs.
 
-``costs.py`` what was measured, ``measured/`` of which GPUs; ``workload.py`` what is asked for; ``queues.py`` how long
-who waits; ``nodes.py`` what the nodes of a role make of a load, ``sizing.py`` how many of them suffice; ``report.py``
-what a person is told; ``flags.py``, ``command.py`` the command. Pure, but for files that are read.
+``costs.py`` measured costs, in ``measured/`` by GPU; ``workload.py`` lengths and arrivals of requests; ``queues.py``
+waiting times; ``node_load.py`` a load on the nodes of a role; ``sizing.py`` the fewest nodes that suffice;
+``report.py`` output; ``plan_flags.py``, ``command.py`` the command.
 """

@@ -159,7 +159,6 @@ def find_costs(shape: Shape, gpu: str, pp: int, tp: int) -> Costs:
 
 
 def costs_as_toml(costs: Costs) -> str:
-    """Return the text of a file that ``load_costs`` reads."""
     fields = msgspec.to_builtins(costs)
     shape = fields.pop("shape")
     # JSON numbers, strings and arrays are valid TOML.

@@ -22,7 +22,7 @@ _FULL = 0.01  # accepted share of time in which a decode node is full, so that n
 _RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
 _LENGTHS = 32  # quantiles that represent all prompts
 _JOINING_STEPS = 2.5  # steps until a joining sequence has its token: half of one, one in flight, its own
-_REPORTED = (50, 99)  # percentiles to report beside those of the SLO
+_REPORTED = (50, 99)  # percentiles to report beside the SLO
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -91,7 +91,6 @@ class NodeLoad:
         return self.costs.second_token(self.workload.mean_prompt, self.network)
 
     def step(self, batch: int) -> float:
-        """Return the seconds of a decode step."""
         return self.costs.decode(batch, self.workload.mean_context)
 
     # ------------------------------------------------------------ roles

@@ -106,7 +106,6 @@ def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRo
 
 
 def _best(role: PlannedRole) -> str:
-    """Return the latencies of idle nodes as text."""
     parts = [
         f"{name} p{p} is {1e3 * s:.0f} ms"
         for name, of in (("TTFT", role.ttft), ("ITL", role.itl))

@@ -44,7 +44,6 @@ _ERROR_OF_FAILURE: dict[int, type[PdserveError]] = {
 
 
 def status_code(error: PdserveError) -> grpc.StatusCode:
-    """Return the gRPC status of a pdserve error."""
     return next(status for kind, status, _ in _CODES if isinstance(error, kind))
 
 
@@ -55,7 +54,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
 
 
 def rpc_reason(exc: grpc.aio.AioRpcError) -> str:
-    """Return why a call failed, for a message."""
     return exc.details() or exc.code().name
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from msgspec.structs import asdict
+
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
@@ -54,7 +56,7 @@ def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(first=found.first, num_top=found.num_top, table=found.table)
+    return pb.PromptLogprobs(**asdict(found))
 
 
 def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
@@ -76,8 +78,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
 
 
 def throughput_to_pb(throughput: Throughput) -> pb.Throughput:
-    lines = {name: getattr(throughput, name) for name in Throughput.__struct_fields__}
-    return pb.Throughput(**{name: pb.LinearCost(base=line.base, slope=line.slope) for name, line in lines.items()})
+    return pb.Throughput(**{name: pb.LinearCost(**asdict(line)) for name, line in asdict(throughput).items()})
 
 
 def throughput_from_pb(message: pb.Throughput) -> Throughput:
@@ -85,19 +86,12 @@ def throughput_from_pb(message: pb.Throughput) -> Throughput:
 
 
 def rank_to_pb(rank: RankKV) -> pb.RankKV:
-    share = None
-    if rank.share is not None:
-        share = pb.KVShare(**{name: getattr(rank.share, name) for name in KVShare.__struct_fields__})
-    region = rank.region
     return pb.RankKV(
         agent=rank.agent,
         metadata=rank.metadata,
-        address=region.address,
-        num_bytes=region.num_bytes,
-        device=region.device,
-        device_id=region.device_id,
+        **asdict(rank.region),
         layout=layout_to_pb(rank.layout),
-        share=share,
+        share=None if rank.share is None else pb.KVShare(**asdict(rank.share)),
     )
 
 

@@ -63,7 +63,6 @@ class PeerTls:
         return self._used
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return client credentials from the current files."""
         self._refresh()
         ca, cert, key = self._pems
         return grpc.ssl_channel_credentials(ca, key, cert)

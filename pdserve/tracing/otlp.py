@@ -33,11 +33,6 @@ _BATCH = 128  # spans; encoding takes some 20 µs each under the GIL, so larger 
 _CLOSE_SECONDS = 1.0
 _CLOCK_READS, _ACCURATE_NS = 4, 2_000  # attempts to read both clocks within 2 µs
 
-_KINDS = {
-    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
-    SpanKind.SERVER: trace.SpanKind.SERVER,
-    SpanKind.CLIENT: trace.SpanKind.CLIENT,
-}
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -113,7 +108,7 @@ class _Recorded(Span):
         start: float | None = None,
     ) -> Span:
         at = self._at(start)
-        span = self._tracer.start_span(name, self._context, _KINDS[kind], attributes, start_time=at)
+        span = self._tracer.start_span(name, self._context, trace.SpanKind[kind.name], attributes, start_time=at)
         return _Recorded(self._tracer, span, self._offset)
 
     def set(self, attributes: Attributes) -> None:

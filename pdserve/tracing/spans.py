@@ -46,7 +46,6 @@ class Span:
         kind: SpanKind = SpanKind.INTERNAL,
         start: float | None = None,
     ) -> Span:
-        """Begin a child span."""
         return self
 
     def set(self, attributes: Attributes) -> None:

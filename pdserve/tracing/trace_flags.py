@@ -11,7 +11,6 @@ _PATH = "/v1/traces"  # of OTLP over HTTP
 
 
 def add_trace_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add ``--traces``, for ``make_tracer``."""
     parser.add_argument(
         "--traces",
         type=collector_url,
@@ -22,7 +21,6 @@ def add_trace_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) ->
 
 
 def add_trace_sample_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trace-sample``, for processes that begin traces."""
     parser.add_argument(
         "--trace-sample",
         type=share,
