@@ -33,8 +33,6 @@ class LiveTraffic(msgspec.Struct, frozen=True):
 
 
 class LiveModel(msgspec.Struct, frozen=True):
-    """Ready and total nodes of a model."""
-
     name: str
     prefill_ready: int
     prefill: int
@@ -96,18 +94,13 @@ class LiveConnection(msgspec.Struct, frozen=True):
 
 
 class LiveNow(msgspec.Struct, frozen=True):
-    """``connections`` is a bounded part of all ``num_connections``: broken ones first, then the busiest.
-
-    ``handoffs`` is None until the decode nodes have been polled twice.
-    """
-
     version: str
     models: list[LiveModel]
     traffic: LiveTraffic
     nodes: list[LiveNode]
-    handoffs: LiveHandoffs | None
-    connections: list[LiveConnection]
-    num_connections: int
+    handoffs: LiveHandoffs | None  # None until the decode nodes have been polled twice
+    connections: list[LiveConnection]  # a bounded part of all: broken ones first, then the busiest
+    num_connections: int  # all
     num_connected: int
 
 
@@ -132,11 +125,6 @@ class LiveHistory(msgspec.Struct, frozen=True):
 
 
 class LiveReport(msgspec.Struct, frozen=True):
-    """``history`` begins after the viewer's last second if the viewer names the current ``epoch``, else at the start.
-
-    ``epoch`` is a random id of the router process.
-    """
-
-    epoch: str
+    epoch: str  # random id of the router process
     now: LiveNow
-    history: LiveHistory
+    history: LiveHistory  # after the viewer's last second, or all if the viewer names another epoch

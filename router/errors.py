@@ -74,19 +74,15 @@ class ErrorResponse(msgspec.Struct):
 
 
 def status_and_type(error: PdserveError) -> tuple[int, str]:
-    """HTTP status and OpenAI type of an error."""
-    for kind, status, name in _STATUSES:
-        if isinstance(error, kind):
-            return status, name
-    return 500, "server_error"
+    found = ((status, name) for kind, status, name in _STATUSES if isinstance(error, kind))
+    return next(found, (500, "server_error"))
 
 
 def error_body(error: PdserveError) -> bytes:
-    """The JSON of an ErrorResponse."""
     _, name = status_and_type(error)
     code = getattr(error, "code", None) or _DEFAULT_CODES.get(name)
-    return encode_error(ErrorInfo(str(error), name, getattr(error, "param", None), code))
+    return encode_error(str(error), name, getattr(error, "param", None), code)
 
 
-def encode_error(info: ErrorInfo) -> bytes:
-    return msgspec.json.encode(ErrorResponse(info))
+def encode_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    return msgspec.json.encode(ErrorResponse(ErrorInfo(message, kind, param, code)))

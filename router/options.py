@@ -15,6 +15,7 @@ from pdserve.config.flags import (
     add_tls_flag,
     node_source,
     parse_size,
+    port_number,
     positive_int,
     seconds,
 )
@@ -76,14 +77,12 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
             kwargs |= {"type": type, "metavar": metavar}
         parser.add_argument(flag, help=help, **{"default": defaults.get(name), **kwargs})
 
-    def add_source(flag: str, help: str) -> None:
-        parser.add_argument(flag, type=node_source, action="append", default=[], metavar="SOURCE", help=help)
-
     add("--host", "address to listen on (default %(default)s)")
-    add("--port", "port to listen on; 0 is any free port (default %(default)s)", "N", _port)
+    add("--port", "port to listen on; 0 is any free port (default %(default)s)", "N", port_number)
     sources = "host:port, dns://name:port, k8s://namespace/service:port or file:///path"
-    add_source("--prefill", f"addresses of prefill nodes: {sources}; repeatable")
-    add_source("--decode", "addresses of decode nodes, likewise; repeatable")
+    source: dict[str, Any] = {"type": node_source, "action": "append", "default": [], "metavar": "SOURCE"}
+    parser.add_argument("--prefill", help=f"addresses of prefill nodes: {sources}; repeatable", **source)
+    parser.add_argument("--decode", help="addresses of decode nodes, likewise; repeatable", **source)
     add("--policy", "how to choose nodes (default %(default)s)", choices=[*POLICIES])
     add("--request-timeout", "time limit of a request in seconds (default %(default)g)", "S", _timeout)
     migrations = "how often a request may continue on another decode node after a failure; 0: never"
@@ -115,14 +114,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id of tokenizer and chat template")
-    model.add_argument(
-        "--model",
-        dest="model_flags",
-        action="append",
-        default=[],
-        metavar="[NAME=]MODEL",
-        help="like MODEL, with the name that its nodes serve it under; repeatable",
-    )
+    named = "like MODEL, with the name that its nodes serve it under; repeatable"
+    model.add_argument("--model", dest="model_flags", action="append", default=[], metavar="[NAME=]MODEL", help=named)
     name = "name of a single MODEL in the API (default: its directory's name)"
     parser.add_argument("--served-model-name", metavar="NAME", help=name)
 
@@ -156,12 +149,6 @@ def _name_and_model(text: str) -> tuple[str, str]:
     if not name or not model:
         raise ConfigError(f"--model {text!r} is incomplete; write --model NAME=MODEL")
     return name, model
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; choose 0 … 65535")
-    return int(text)
 
 
 def _count(text: str) -> int:

@@ -160,7 +160,6 @@ class Certificate:
         load_chain(self.context, *self._paths)
 
     async def watch(self) -> None:
-        """Use new files for new connections, until cancelled."""
         await self._reloader.watch(self._load)
 
     async def _load(self) -> None:

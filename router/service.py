@@ -68,7 +68,6 @@ class Service:
         self._generations: set[RequestGeneration] = set()
 
     def start(self) -> None:
-        """Start watching nodes and keys on the running event loop."""
         self.nodes.start()
         if self.dashboard is not None:
             self.dashboard.start()

@@ -33,14 +33,13 @@ def top(args: argparse.Namespace) -> int:
     """Show the dashboard until the user quits. Raises ConfigError or NodeError if the router sends no report."""
     router = _RouterState(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
     if args.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        return asyncio.run(_print_once(router))
-    asyncio.run(_show_live(router))
+        asyncio.run(_print_once(router))
+    else:
+        asyncio.run(_show_live(router))
     return 0
 
 
 class _RouterState:
-    """The latest report of a router and its history."""
-
     def __init__(self, url: str, key: str) -> None:
         self.url = url if "://" in url else f"http://{url}"
         self.url = self.url.rstrip("/").removesuffix("/dashboard")
@@ -60,10 +59,8 @@ class _RouterState:
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as exc:
             raise ConfigError(f"{self.url} is not the URL of a router: {exc}; write http://HOST:PORT") from exc
         except httpx.TransportError as exc:
-            reason = str(exc) or "timeout"
-            raise NodeError(
-                f"no answer from {self.url}: {reason}; check the address, and that the router runs"
-            ) from exc
+            reason = f"no answer from {self.url}: {str(exc) or 'timeout'}"
+            raise NodeError(f"{reason}; check the address, and that the router runs") from exc
         report = _decode(response, self.url)
         if last is not None and last.epoch == report.epoch:
             report = msgspec.structs.replace(report, history=_joined(last.history, report.history))
@@ -90,14 +87,13 @@ def _joined(earlier: LiveHistory, later: LiveHistory) -> LiveHistory:
     return LiveHistory(**{name: (getattr(earlier, name) + getattr(later, name))[-_HISTORY:] for name in names})
 
 
-async def _print_once(router: _RouterState) -> int:
+async def _print_once(router: _RouterState) -> None:
     """Print plain text as wide as the terminal, COLUMNS or 80."""
     await router.fetch()
     await asyncio.sleep(_RATES_AFTER)
     report = await router.fetch()
     console = Console(highlight=False)
     console.print(screen(report, router.url, console.width))
-    return 0
 
 
 async def _show_live(router: _RouterState) -> None:

@@ -106,14 +106,10 @@ def _times(times: Quantiles) -> str:
 
 
 def _sparklines(history: LiveHistory, width: int) -> list[Text]:
-    """Sparklines of the history."""
     if len(history.seconds) < 2:
         return []
     columns = width - 34
-    rows = (
-        ("output tokens/s", history.output_tokens, rate),
-        ("first token p99", history.ttft_p99, seconds),
-    )
+    rows = ("output tokens/s", history.output_tokens, rate), ("first token p99", history.ttft_p99, seconds)
     found = []
     for title, values, text in rows:
         line, most = sparkline(values, columns)

@@ -94,7 +94,6 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def _check_shape(fields: Mapping[str, Any]) -> None:
-    """Check nesting and number of values."""
     num_items = 0
     level = _containers(value for name, value in fields.items() if name not in _TOKEN_IDS)
     for _ in range(MAX_NESTING):
@@ -112,7 +111,6 @@ def _containers(values: Iterable[Any]) -> list[dict[str, Any] | list[Any]]:
 
 
 def _check_lengths(fields: Mapping[str, Any]) -> None:
-    """Check MAX_LENGTHS and stop strings."""
     for name, limit in MAX_LENGTHS.items():
         value = fields.get(name)
         if isinstance(value, str | list | dict) and len(value) > limit:

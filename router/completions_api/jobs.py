@@ -47,7 +47,6 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Promp
 
 
 async def add_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokenizer) -> list[Prompt]:
-    """Add the texts and offsets that ``echo`` sends."""
     if not (isinstance(body, CompletionBody) and body.echo):
         return prompts
     return await with_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens, tokenizer)
@@ -56,11 +55,10 @@ async def add_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokeniz
 def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: str = "") -> Job:
     """Resolve every default; ``grammar`` constrains each output. Raises RequestError beyond the model's limits."""
     wrong = prompt.first_outside(limits.vocab_size)
-    if wrong is not None:
-        raise _outside_vocabulary("prompt", wrong, limits)
-    _check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
+    check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
+    check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
     bias = _logit_bias(body.logit_bias)
-    _check_vocabulary("logit_bias", list(bias), limits)
+    check_vocabulary("logit_bias", list(bias), limits)
     max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len)
     if body.min_tokens > max_tokens:
         raise RequestError(f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}; lower it", "min_tokens")
@@ -101,14 +99,11 @@ def _prompt_field(body: GenerateBody) -> str:
     return "messages" if isinstance(body, ChatBody) else "prompt"
 
 
-def _check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+def check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
-            raise _outside_vocabulary(field, token_id, limits)
-
-
-def _outside_vocabulary(field: str, token_id: int, limits: ModelLimits) -> RequestError:
-    return RequestError(f"token id {token_id} is outside the vocabulary 0 … {limits.vocab_size - 1}", field)
+            last = limits.vocab_size - 1
+            raise RequestError(f"token id {token_id} is outside the vocabulary 0 … {last}", field)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:

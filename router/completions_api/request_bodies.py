@@ -18,7 +18,6 @@ from router.text.structured.structured_outputs import OutputGrammar, StructuredO
 
 MAX_CHOICES = 128  # per prompt
 MAX_STOP_STRINGS = 16
-MAX_LOGPROBS = MAX_PROMPT_LOGPROBS
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -158,7 +157,6 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
         effort = self.reasoning_effort
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none":  # as Qwen3 and DeepSeek name it
@@ -190,13 +188,12 @@ def parse_completion(data: bytes) -> CompletionBody:
     body = convert(parse_json(data), CompletionBody)
     check_ranges(body)
     if body.logprobs is not None:
-        _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        _within("logprobs", body.logprobs, 0, MAX_PROMPT_LOGPROBS)
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
     if body.num_prompts * body.n > 8 * MAX_CHOICES:
-        raise RequestError(
-            f"{body.num_prompts} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices; send fewer", "prompt"
-        )
+        text = f"{body.num_prompts} prompts × n {body.n} exceed {8 * MAX_CHOICES} choices; send fewer"
+        raise RequestError(text, "prompt")
     return body
 
 
@@ -210,7 +207,7 @@ def check_chat(body: ChatBody) -> None:
     """Check fields and their combinations. Raises RequestError."""
     check_ranges(body)
     if body.top_logprobs is not None:
-        _within("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+        _within("top_logprobs", body.top_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.tool_use.must_call and body.structure.text:
@@ -222,13 +219,11 @@ def check_chat(body: ChatBody) -> None:
 
 
 def check_ranges(body: GenerateBody) -> None:
-    """Check the range of each field. Raises RequestError."""
     if body.prompt_logprobs is not None:
-        _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+        _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if body.stream:
-            raise RequestError(
-                "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream", "prompt_logprobs"
-            )
+            text = "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream"
+            raise RequestError(text, "prompt_logprobs")
     if body.output_limit is not None:  # 0 scores the prompt only
         _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     _within("min_tokens", body.min_tokens, 0, math.inf)

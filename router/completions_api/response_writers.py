@@ -163,7 +163,6 @@ class FullResponse(ChoicesResponse, BodyResponse):
         return self._encoder.full_response(self._choices, self.generation.usage, fields)
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
-        """The fields of a prompt that the client requested."""
         fields: dict[str, Any] = {}
         if self._return_token_ids:
             fields["prompt_token_ids"] = self.jobs[index].prompt.unpacked().tolist()

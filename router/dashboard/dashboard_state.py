@@ -24,14 +24,6 @@ _MAX_CONNECTIONS = 50  # in a report
 _VERSION = version("pdserve")
 
 
-class _Report(msgspec.Struct):
-    """A LiveReport with pre-encoded ``now``."""
-
-    epoch: str
-    now: msgspec.Raw
-    history: live.LiveHistory
-
-
 class DashboardState:
     """Samples each second after ``start``, and polls nodes while ``report`` is called."""
 
@@ -43,8 +35,7 @@ class DashboardState:
         self._traffic = TrafficLog(metrics.ttft.fine_bounds, metrics.itl.fine_bounds)
         self._epoch = secrets.token_hex(4)
         self._last_seen: dict[Key, tuple[float, str, str]] = {}  # time of last contact, node id, model
-        self._now = msgspec.Raw()  # JSON of the LiveNow of second ``_now_second``
-        self._now_second = -1
+        self._now: tuple[int, live.LiveNow] | None = None  # of a second, shared by all viewers
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -59,11 +50,10 @@ class DashboardState:
     def report(self, epoch: str = "", second: int = -1) -> bytes:
         """Encode a LiveReport for a viewer with the history of ``epoch`` up to ``second``."""
         self._poller.on_view()
-        if self._now_second != self._traffic.second:  # shared by all viewers of this second
-            self._now = msgspec.Raw(msgspec.json.encode(self._live_now()))
-            self._now_second = self._traffic.second
+        if self._now is None or self._now[0] != self._traffic.second:
+            self._now = self._traffic.second, self._live_now()
         history = self._traffic.history(second if epoch == self._epoch else -1)
-        return msgspec.json.encode(_Report(self._epoch, self._now, history))
+        return msgspec.json.encode(live.LiveReport(self._epoch, self._now[1], history))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -164,7 +154,6 @@ def _kv_share(views: Iterable[NodeView]) -> float | None:
 
 
 def _value(metric: prometheus.Counter | prometheus.Gauge) -> float:
-    """The value of a metric without labels."""
     return float(next(sample.value for family in metric.collect() for sample in family.samples))
 
 

@@ -47,16 +47,14 @@ class TrafficLog:
         self.second = -1  # of the latest sample
 
     def add(self, second: int, sample: TrafficSample) -> None:
-        """Seconds may be skipped."""
         self._samples.append(sample)
         self.second = second
-        since = self._samples[-2] if len(self._samples) > 1 else sample
-        elapsed = max(sample.at - since.at, 1e-9)
+        requests, failures, output_tokens = _rates(sample, self._samples[-2] if len(self._samples) > 1 else sample)
         point: dict[str, float | None] = {
             "seconds": second,
-            "requests": sum(_finished(sample, since).values()) / elapsed,
-            "failures": _failures(_finished(sample, since)) / elapsed,
-            "output_tokens": (sample.output_tokens - since.output_tokens) / elapsed,
+            "requests": requests,
+            "failures": failures,
+            "output_tokens": output_tokens,
             "running": sample.running,
             "waiting": sample.waiting,
             "kv_prefill": sample.kv_prefill,
@@ -69,19 +67,18 @@ class TrafficLog:
     def traffic(self) -> LiveTraffic:
         """Rates and quantiles at the latest sample, which must exist."""
         now, then, earlier = self._samples[-1], self._since(_RATE_WINDOW), self._since(_QUANTILE_WINDOW)
-        elapsed = max(now.at - then.at, 1e-9)
-        outcomes = _finished(now, earlier)
+        request_rate, failure_rate, output_token_rate = _rates(now, then)
         prompts = now.prompt_tokens - earlier.prompt_tokens
         ttft, itl = self._times(earlier)
         return LiveTraffic(
             running=now.running,
             waiting=now.waiting,
-            request_rate=sum(_finished(now, then).values()) / elapsed,
-            failure_rate=_failures(_finished(now, then)) / elapsed,
-            prompt_token_rate=(now.prompt_tokens - then.prompt_tokens) / elapsed,
-            output_token_rate=(now.output_tokens - then.output_tokens) / elapsed,
+            request_rate=request_rate,
+            failure_rate=failure_rate,
+            prompt_token_rate=(now.prompt_tokens - then.prompt_tokens) / _elapsed(now, then),
+            output_token_rate=output_token_rate,
             cached_share=min(1.0, (now.cached_tokens - earlier.cached_tokens) / prompts) if prompts else None,
-            outcomes={name: count for name, count in sorted(outcomes.items()) if count},
+            outcomes=dict(sorted(_finished(now, earlier).items())),
             ttft=ttft,
             itl=itl,
         )
@@ -97,7 +94,6 @@ class TrafficLog:
         return next((sample for sample in reversed(self._samples) if sample.at <= until), self._samples[0])
 
     def _times(self, since: TrafficSample) -> tuple[Quantiles, Quantiles]:
-        """TTFT and ITL quantiles since a sample."""
         now, (ttft, itl) = self._samples[-1], self._bounds
         return _quantiles(ttft, now.ttft, since.ttft), _quantiles(itl, now.itl, since.itl)
 
@@ -107,9 +103,16 @@ def _quantiles(bounds: Sequence[float], now: Sequence[int], then: Sequence[int])
     return Quantiles(quantile(bounds, counts, 0.5), quantile(bounds, counts, 0.99))
 
 
+def _elapsed(now: TrafficSample, then: TrafficSample) -> float:
+    return max(now.at - then.at, 1e-9)
+
+
+def _rates(now: TrafficSample, then: TrafficSample) -> tuple[float, float, float]:
+    """Finished requests, failures and output tokens per second."""
+    elapsed, finished = _elapsed(now, then), _finished(now, then)
+    failures = sum(finished[name] for name in FAILURES)
+    return finished.total() / elapsed, failures / elapsed, (now.output_tokens - then.output_tokens) / elapsed
+
+
 def _finished(now: TrafficSample, then: TrafficSample) -> Counter[str]:
     return Counter(now.outcomes) - Counter(then.outcomes)
-
-
-def _failures(outcomes: Mapping[str, int]) -> int:
-    return sum(outcomes.get(name, 0) for name in FAILURES)

@@ -74,17 +74,13 @@ class AdmissionController:
 
     def _limits_of(self, client: Client, now: float) -> RateLimits:
         """The client's rate limits. Past usage survives a change of the limits."""
-        found = self._rate_limits.get(client.name)
-        if found is None:
-            found = self._rate_limits[client.name] = RateLimits(client, now)
-        elif found.client is not client:
-            found.update(client, now)
-        return found
+        limits = self._rate_limits.setdefault(client.name, RateLimits(client, now))
+        if limits.client is not client:
+            limits.update(client, now)
+        return limits
 
 
 class RequestAdmission:
-    """The admission of one request, from its arrival to its end."""
-
     def __init__(self, queue: AdmissionQueue, limits: RateLimits, metrics: RouterMetrics) -> None:
         self._queue = queue
         self._limits = limits
@@ -92,7 +88,6 @@ class RequestAdmission:
         self._ticket: Ticket | None = None
 
     def clamp_priority(self, priority: int) -> int:
-        """Apply the client's ``best_priority``."""
         best = self._limits.client.best_priority
         return priority if best is None else max(priority, best)
 
@@ -110,7 +105,13 @@ class RequestAdmission:
         try:
             self._ticket = self._queue.join(priority, timeout, started, decision.set_result)
             if not self._ticket.admitted:
-                await _wait(decision, timeout, disconnected)
+                await asyncio.wait((decision, disconnected), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if disconnected.done():
+                    raise ClientDisconnected
+                if not decision.done():
+                    raise DeadlineExceeded(f"no slot was free within {timeout:.3g} s; retry later")
+                if (error := decision.result()) is not None:
+                    raise error
         except BaseException:
             self._limits.add_usage(-num_tokens, perf_counter())  # the prompt is not computed
             raise
@@ -129,18 +130,6 @@ class RequestAdmission:
     def _count_tokens(self, num_tokens: int, kind: str) -> None:
         if name := self._limits.client.name:
             self._metrics.key_tokens.labels(name, kind).inc(num_tokens)
-
-
-async def _wait(
-    decision: asyncio.Future[Overloaded | None], timeout: float, disconnected: asyncio.Future[None]
-) -> None:
-    await asyncio.wait((decision, disconnected), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    if disconnected.done():
-        raise ClientDisconnected
-    if not decision.done():
-        raise DeadlineExceeded(f"no slot was free within {timeout:.3g} s; retry later")
-    if (error := decision.result()) is not None:
-        raise error
 
 
 def _draining() -> Draining:

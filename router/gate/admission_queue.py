@@ -86,14 +86,15 @@ class AdmissionQueue:
         insort(self._waiting, ticket)
         if len(self._waiting) > self._max_waiting:
             last = self._waiting.pop()
-            error = self._full()
+            waiting = len(self._waiting)
+            text = f"{self._slots} requests run and {waiting} wait, the limit is {self._max_waiting}; retry later"
+            error = Overloaded(text, self.expected_wait(waiting))  # once all that wait now are admitted
             if last is ticket:
                 raise error
             last.on_decision(error)
         return ticket
 
     def fail_waiting(self, error: Overloaded) -> None:
-        """Reject all waiting tickets."""
         waiting, self._waiting = self._waiting, []
         for ticket in waiting:
             ticket.on_decision(error)
@@ -114,9 +115,3 @@ class AdmissionQueue:
     def _admit(self, ticket: Ticket, now: float) -> None:
         ticket.admitted_at = now
         self._admitted.add(ticket)
-
-    def _full(self) -> Overloaded:
-        """The error of a full queue; retry once all that wait now are expected to be admitted."""
-        waiting = len(self._waiting)
-        text = f"{self._slots} requests run and {waiting} wait, the limit is {self._max_waiting}; retry later"
-        return Overloaded(text, self.expected_wait(waiting))

@@ -114,7 +114,6 @@ class KeyFile:
         return self._keys.client_of(key)
 
     async def watch(self, on_reload: Callable[[bool], None]) -> None:
-        """Reload the file on changes until cancelled."""
         await self._reloader.watch(self._load, on_reload)
 
     async def _load(self) -> None:

@@ -38,7 +38,6 @@ class TokenBucket:
         return max(0.0, missing * _MINUTE / self.per_minute)
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Change the limit; past usage counts on."""
         used = self.per_minute - self.level(now)
         self.per_minute, self._level, self._updated_at = per_minute, per_minute - used, now
 
@@ -47,11 +46,11 @@ class RateLimits:
     """Usage of one client against its limits. Callers pass in times: seconds of one monotonic clock."""
 
     def __init__(self, client: Client, now: float) -> None:
-        self.client = client
         self.running = 0
         self._duration = MeanDuration()
-        self._requests = _bucket(None, client.requests_per_minute, now)
-        self._tokens = _bucket(None, client.tokens_per_minute, now)
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.update(client, now)
 
     def update(self, client: Client, now: float) -> None:
         """Apply changed limits; past usage counts on."""
@@ -72,7 +71,6 @@ class RateLimits:
         self.running += 1
 
     def finish_request(self, seconds: float) -> None:
-        """Count the end of a request after ``seconds``."""
         self.running -= 1
         self._duration.add(seconds)
 

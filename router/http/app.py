@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdserve.errors import PdserveError
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
-from router.errors import ClientDisconnected, ErrorInfo, ResponseNotStored, encode_error
+from router.errors import ClientDisconnected, ResponseNotStored, encode_error
 from router.http.authentication import Authentication
 from router.http.error_responses import error_response, server_error
 from router.http.generate_endpoint import GenerateEndpoint
@@ -78,8 +78,7 @@ def create_app(service: Service) -> ASGIApp:
     if service.keys is None:
         return direct
     public_paths = {"/health", *PAGE} | (set() if service.options.protect_metrics else {"/metrics"})
-    on_unauthorized = service.metrics.unauthorized.inc
-    return Authentication(direct, service.keys.client_of, public_paths, on_unauthorized)
+    return Authentication(direct, service.keys, public_paths, service.metrics)
 
 
 def _add_stored_responses(app: FastAPI) -> None:
@@ -91,27 +90,24 @@ def _add_stored_responses(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def on_error(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, PdserveError)
+    @app.exception_handler(PdserveError)
+    async def on_error(request: Request, exc: PdserveError) -> Response:
         return error_response(exc)
 
+    @app.exception_handler(ClientDisconnected)
     async def on_client_disconnected(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)  # never sent
 
-    async def on_http_exception(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http_exception(request: Request, exc: HTTPException) -> Response:
         messages = {
             404: f"unknown path {request.url.path}; the endpoints are under /v1",
             405: f"{request.method} is not allowed at {request.url.path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))
-        body = encode_error(ErrorInfo(message, "invalid_request_error", None, None))
+        body = encode_error(message, "invalid_request_error")
         return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
 
+    @app.exception_handler(Exception)
     async def on_exception(request: Request, exc: Exception) -> Response:
         return server_error()
-
-    app.add_exception_handler(PdserveError, on_error)
-    app.add_exception_handler(ClientDisconnected, on_client_disconnected)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(Exception, on_exception)

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.errors import Unauthorized
-from router.gate.keys import ANONYMOUS, Client
+from router.gate.keys import ANONYMOUS, Client, KeyFile
 from router.http.error_responses import error_response
+from router.metrics import RouterMetrics
 
 _CLIENT = "pdserve.client"  # key in the ASGI scope
 
 
 class Authentication:
-    """ASGI middleware. ``client_of(scope)`` is the authenticated client of an accepted request."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        find_client: Callable[[bytes], Client | None],
-        public_paths: Iterable[str],
-        on_unauthorized: Callable[[], None],
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyFile, public_paths: Iterable[str], metrics: RouterMetrics) -> None:
         self._app = app
-        self._find_client = find_client
+        self._keys = keys
         self._public_paths = frozenset(public_paths)
-        self._on_unauthorized = on_unauthorized
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
             key = _bearer_token(scope["headers"])
-            client = None if key is None else self._find_client(key)
+            client = None if key is None else self._keys.client_of(key)
             if client is None:
-                self._on_unauthorized()
+                self._metrics.unauthorized.inc()
                 await error_response(_unauthorized(key))(scope, receive, send)
                 return
             scope[_CLIENT] = client

@@ -7,13 +7,12 @@ import math
 from starlette.responses import Response
 
 from pdserve.errors import Overloaded, PdserveError
-from router.errors import ErrorInfo, RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
-
-_SERVER_ERROR = ErrorInfo("the router failed to handle this request; see its log", "server_error", None, None)
+from router.errors import RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
 
 
 def server_error() -> Response:
-    return Response(encode_error(_SERVER_ERROR), 500, media_type="application/json")
+    body = encode_error("the router failed to handle this request; see its log", "server_error")
+    return Response(body, 500, media_type="application/json")
 
 
 def error_response(error: PdserveError) -> Response:

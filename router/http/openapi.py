@@ -82,7 +82,6 @@ OPERATIONS = (
 
 
 def openapi_document(version: str) -> bytes:
-    """Encode the document."""
     bodies = (CompletionBody, ChatBody, ResponsesRequest, TokenizeBody, DetokenizeBody)
     responses = [operation.response for operation in OPERATIONS if operation.response is not None]
     _, components = msgspec.json.schema_components([*bodies, ErrorResponse, *responses], ref_template=_REF)

@@ -61,7 +61,6 @@ class RequestAccounting:
         self._stage.end()
 
     def generated(self, generation: RequestGeneration) -> None:
-        """The generation has ended."""
         self._usage = generation.usage
         self._ttft = generation.ttft
 
@@ -71,7 +70,6 @@ class RequestAccounting:
         self._span_error = "" if outcome == "ok" else outcome
 
     def failed(self, error: PdserveError) -> None:
-        """The response is an error."""
         self._status, self._outcome = status_and_type(error)
         self._span_error = error if self._status >= 500 else ""
 
@@ -79,7 +77,6 @@ class RequestAccounting:
         self._outcome, self._status, self._span_error = "disconnected", _CLIENT_CLOSED_REQUEST, ""
 
     def close(self) -> None:
-        """Record the end of the request."""
         seconds, metrics = monotonic() - self.arrived, self._metrics
         metrics.requests.labels(self._endpoint, self._outcome).inc()
         if self._client.name:
@@ -94,16 +91,15 @@ class RequestAccounting:
         if self.span is NO_SPAN:
             return
         usage = self._usage
-        self.span.set(
-            {
-                "http.response.status_code": self._status,
-                "gen_ai.operation.name": _OPERATIONS[self._endpoint],
-                "gen_ai.request.model": self.model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
-                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-            }
-        )
+        attributes: dict[str, str | int] = {
+            "http.response.status_code": self._status,
+            "gen_ai.operation.name": _OPERATIONS[self._endpoint],
+            "gen_ai.request.model": self.model,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        }
+        self.span.set(attributes)
         if self._ttft is not None:
             self.span.set({"gen_ai.response.time_to_first_chunk": self._ttft})
         if self._span_error:

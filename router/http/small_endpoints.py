@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.jobs import check_vocabulary
 from router.completions_api.request_bodies import ChatBody
 from router.fleet.policy import no_decode_node
 from router.http.generate_endpoint import read_body
@@ -124,10 +125,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(request: Request) -> Response:
         body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
         model = service.find(body.model)
-        size = model.fleet.limits().vocab_size
-        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if wrong is not None:
-            raise RequestError(f"token id {wrong} is outside the vocabulary 0 … {size - 1}", "tokens")
+        check_vocabulary("tokens", body.tokens, model.fleet.limits())
         return _json(DetokenizeResponse(model.tokenizer.decode(body.tokens)))
 
 

@@ -130,10 +130,7 @@ def _response_format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def input_messages(source: str | list[dict[str, Any]], instructions: str | None) -> list[Message]:
-    """Convert the input. Consecutive reasoning, text and calls of the assistant become one message.
-
-    Raises RequestError that names the item.
-    """
+    """Convert the input; consecutive items of the assistant become one message. Raises RequestError."""
     messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(source, str):
         return [*messages, {"role": "user", "content": source}]
