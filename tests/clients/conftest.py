@@ -8,7 +8,7 @@ from serving import REAL_NODES, SIMULATED_NODES, Service, serve
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """With the embedded model, in float32."""
+    """Real nodes with the embedded model in float32."""
     with serve(tmp_path_factory.mktemp("real"), REAL_NODES) as service:
         yield service
 

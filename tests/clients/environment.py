@@ -1,4 +1,4 @@
-"""Virtual environments of clients, as scripts/test-clients makes them, and their programs."""
+"""Virtual environments of client libraries, created by scripts/test-clients, and the programs that run in them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ RUN_SECONDS = 300.0
 
 
 class Environment:
-    """Skips the test where it has not been made."""
+    """A virtual environment; the test is skipped if it does not exist."""
 
     def __init__(self, name: str) -> None:
         self.root = REPOSITORY / f".venv-clients-{name}"
         if not self.root.exists():
-            pytest.skip(f"{self.root.name} is missing; scripts/test-clients makes it")
+            pytest.skip(f"{self.root.name} is missing; run scripts/test-clients to create it")
 
     def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> None:
-        """Run one of its executables, with variables beyond ours. Fails with what it printed when it fails."""
+        """Run a program of the environment with additional variables; fail with its output if its status is not 0."""
         program, *arguments = command
         modules = {"NODE_PATH": str(self.root / "node_modules")}
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -38,6 +38,6 @@ class Environment:
         assert ended.returncode == 0, ended.stdout
 
     def _find(self, program: str) -> str:
-        """Its own one, or that of the system: Node is not installed into environments."""
+        """Return the environment's own program, else the system's; Node is not installed into environments."""
         own = self.root / "bin" / program
         return str(own) if own.exists() else program

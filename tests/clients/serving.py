@@ -1,4 +1,4 @@
-"""A service with API keys as clients find it: a router, a prefill node and a decode node, all real processes."""
+"""A service with API keys for clients: a router, a prefill node and a decode node, all real processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fleet import MODEL_NAME, Fleet
 from pdserve.api_keys import key_entry, new_key
 from pdserve.config.embedded import EMBEDDED_MODEL
 
-#: Scores are compared with those of transformers.
+#: float32, because scores are compared with those of transformers.
 REAL_NODES = ("--dtype", "float32")
-#: For load: what they say means nothing, in the time that an H200 would take for an 8B model.
+#: For load tests: meaningless tokens at the speed of an 8B model on an H200.
 SIMULATED_NODES = ("--engine", "simulated")
 
 
@@ -22,13 +22,13 @@ SIMULATED_NODES = ("--engine", "simulated")
 class Service:
     url: str  # without /v1
     key: str
-    limited_key: str  # for a single request per minute
+    limited_key: str  # allows one request per minute
     model: str = MODEL_NAME
     model_dir: Path = EMBEDDED_MODEL
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the programs of programs/."""
+        """Environment variables for the programs in programs/."""
         return {
             "PDSERVE_URL": f"{self.url}/v1",
             "PDSERVE_KEY": self.key,
@@ -39,7 +39,7 @@ class Service:
 
 @contextmanager
 def serve(directory: Path, node_flags: Sequence[str]) -> Iterator[Service]:
-    """Until the block ends. ``directory`` is for the file of keys."""
+    """Run a service while the context is open; the key file is written to ``directory``."""
     key, limited_key = new_key(), new_key()
     key_file = directory / "keys.toml"
     key_file.write_text(key_entry("client", key) + key_entry("limited", limited_key) + "requests_per_minute = 1\n")

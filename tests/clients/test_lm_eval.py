@@ -1,4 +1,4 @@
-"""The evaluation harness, over HTTP and with transformers inside it: the same scores on the same checkpoint."""
+"""lm-evaluation-harness yields the same scores over HTTP as with transformers on the same checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from serving import Service
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
-# No task is downloaded. What the texts say does not matter to random weights; their lengths and tokens differ.
+# No task is downloaded. With random weights the texts' meaning does not matter, only their lengths and tokens.
 DOCUMENTS = [
     {"context": "The quick brown fox jumps over", "choices": [" the lazy dog", " a fence", " it"], "label": 0},
     {"context": "One, two, three,", "choices": [" four", " vier und fünf", " 4"], "label": 0},
     {"context": "def add(a, b):\n    return", "choices": [" a + b", " a - b", " None"], "label": 0},
     {"context": "Wer nichts weiß, muss", "choices": [" alles glauben.", " schweigen."], "label": 0},
-    {"context": "x" * 300, "choices": ["?", "y"], "label": 0},  # "?" is what it says of itself
+    {"context": "x" * 300, "choices": ["?", "y"], "label": 0},  # "?" is the model's own continuation
 ]
 COMMON = """\
 task: {name}
@@ -62,9 +62,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Evaluation(NamedTuple):
-    """By task: what was said of each document, and the scores."""
+    """Responses for each document, and scores, by task."""
 
-    said: dict[str, list[Any]]
+    responses: dict[str, list[Any]]
     results: dict[str, Any]
 
 
@@ -72,18 +72,18 @@ def evaluate(service: Service, tasks: Path, output: Path, flags: Sequence[str]) 
     flags = ["--tasks", ",".join(TASKS), "--include_path", str(tasks), "--output_path", str(output), *flags]
     variables = {"OPENAI_API_KEY": service.key, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(output / "cache")}
     Environment("lm-eval").run(["lm_eval", "run", *flags, "--log_samples"], variables)
-    said: dict[str, list[Any]] = {}
+    responses: dict[str, list[Any]] = {}
     for name in TASKS:
         (file,) = output.rglob(f"samples_{name}_*.jsonl")
         samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: int(sample["doc_id"]))
-        said[name] = [sample["resps"] for sample in samples]
+        responses[name] = [sample["resps"] for sample in samples]
     (file,) = output.rglob("results_*.json")
-    return Evaluation(said, json.loads(file.read_text())["results"])
+    return Evaluation(responses, json.loads(file.read_text())["results"])
 
 
 @pytest.fixture(scope="module")
 def both(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, Evaluation]:
-    """Over HTTP, and by transformers."""
+    """Evaluations over HTTP and with transformers."""
     arguments = f"base_url={service.url}/v1/completions,tokenizer_backend=huggingface,tokenizer={service.model_dir}"
     served = ["--model", "local-completions", "--batch_size", "3"]
     served += ["--model_args", f"model={service.model},{arguments},tokenized_requests=True,max_retries=1"]
@@ -93,20 +93,20 @@ def both(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_scores_are_those_of_transformers(name: str, both: tuple[Evaluation, Evaluation]) -> None:
-    (said, results), (their_said, their_results) = ((each.said[name], each.results[name]) for each in both)
-    assert _numbers(said) == pytest.approx(_numbers(their_said), abs=1e-3)
-    assert _words(said) == _words(their_said)
-    assert _numbers(results) == pytest.approx(_numbers(their_results), rel=1e-3)
+def test_scores_equal_those_of_transformers(name: str, both: tuple[Evaluation, Evaluation]) -> None:
+    ours, theirs = both
+    assert _numbers(ours.responses[name]) == pytest.approx(_numbers(theirs.responses[name]), abs=1e-3)
+    assert _words(ours.responses[name]) == _words(theirs.responses[name])
+    assert _numbers(ours.results[name]) == pytest.approx(_numbers(theirs.results[name]), rel=1e-3)
 
 
 def _numbers(value: Any) -> list[float]:
-    """All numbers in a JSON value; lm-eval logs those of samples as text."""
+    """Return all numbers in a JSON value; lm-eval logs those of samples as strings."""
     return [number for leaf in _leaves(value) if (number := _number(leaf)) is not None]
 
 
 def _words(value: Any) -> list[Any]:
-    """What is in it beside numbers."""
+    """Return all leaves of a JSON value that are not numbers."""
     return [leaf for leaf in _leaves(value) if _number(leaf) is None]
 
 

@@ -1,4 +1,4 @@
-"""Programs that measure servers: each has all of its requests answered, with as many tokens as it asked for."""
+"""Load generators: all requests of each program succeed, with the requested number of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_guidellm(path: str, simulated_service: Service, tmp_path: Path) -> None:
+def test_guidellm_gets_all_requested_tokens(path: str, simulated_service: Service, tmp_path: Path) -> None:
     service, report = simulated_service, tmp_path / "report.json"
     backend = f"kind=openai_http,target={service.url},model={service.model},api_key={service.key},request_format={path}"
     flags = ["--backend", backend, "--profile", f"kind=concurrent,streams={STREAMS}"]
@@ -33,11 +33,11 @@ def test_guidellm(path: str, simulated_service: Service, tmp_path: Path) -> None
     assert metrics["request_totals"] == {"successful": REQUESTS, "errored": 0, "incomplete": 0, "total": REQUESTS}
     outputs = metrics["output_token_count"]["successful"]
     assert outputs["min"] == outputs["max"] == OUTPUT_TOKENS
-    assert metrics["prompt_token_count"]["successful"]["min"] >= PROMPT_TOKENS  # a chat has more than its text
+    assert metrics["prompt_token_count"]["successful"]["min"] >= PROMPT_TOKENS  # a chat adds the template's tokens
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat", "responses"])
-def test_aiperf(kind: str, simulated_service: Service, tmp_path: Path) -> None:
+def test_aiperf_gets_all_requested_tokens(kind: str, simulated_service: Service, tmp_path: Path) -> None:
     service = simulated_service
     flags: list[object] = ["--url", service.url, "--api-key", service.key, "--model", service.model]
     flags += ["--tokenizer", service.model_dir, "--endpoint-type", kind, "--streaming", "--use-server-token-count"]
@@ -49,13 +49,13 @@ def test_aiperf(kind: str, simulated_service: Service, tmp_path: Path) -> None:
     assert report["request_count"]["avg"] == REQUESTS
     assert report["error_summary"] == []
     if kind == "responses":
-        return  # it reads usage from response.completed only; what is cut at its length ends in response.incomplete
+        return  # aiperf reads usage only from response.completed; these responses end with response.incomplete
     assert report["output_sequence_length"]["min"] == report["output_sequence_length"]["max"] == OUTPUT_TOKENS
     assert report["input_sequence_length"]["min"] >= PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_vllm_bench_serve(backend: str, simulated_service: Service, tmp_path: Path) -> None:
+def test_vllm_bench_serve_gets_all_requested_tokens(backend: str, simulated_service: Service, tmp_path: Path) -> None:
     service = simulated_service
     endpoint = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
     flags: list[object] = [

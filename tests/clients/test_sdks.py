@@ -1,4 +1,4 @@
-"""Libraries that applications are written with. What each of them does is in programs/."""
+"""Client libraries of applications; the tests of each library are in programs/."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ COMMANDS: dict[str, list[str | Path]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_sdk(name: str, service: Service) -> None:
+def test_sdk_program_passes(name: str, service: Service) -> None:
     Environment(name).run(COMMANDS[name], service.variables)

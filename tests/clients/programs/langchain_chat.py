@@ -1,4 +1,4 @@
-"""What LangChain's ChatOpenAI does with pdserve."""
+"""LangChain's ChatOpenAI works with pdserve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 
 def model(**fields: Any) -> ChatOpenAI:
-    """A model that continues to the end of ``max_tokens``: random weights would end anywhere."""
+    """Return a chat model that generates exactly ``max_tokens``; random weights could end anywhere."""
     return ChatOpenAI(
         base_url=os.environ["PDSERVE_URL"],
         api_key=os.environ["PDSERVE_KEY"],
@@ -26,7 +26,7 @@ def model(**fields: Any) -> ChatOpenAI:
     )
 
 
-#: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
+#: Without the penalty, random weights would generate whitespace in JSON until max_tokens.
 STRUCTURED: dict[str, Any] = {"max_tokens": 500, "frequency_penalty": 2, "extra_body": {}}
 
 
@@ -44,7 +44,7 @@ def paint(colour: Literal["red", "green"], again: bool) -> str:
 
 
 class Chat(unittest.TestCase):
-    def test_invoke_and_stream(self) -> None:
+    def test_stream_equals_invoke(self) -> None:
         answer = model().invoke("Say something.")
         assert answer.content
         assert answer.usage_metadata is not None
@@ -54,18 +54,18 @@ class Chat(unittest.TestCase):
         assert "".join(str(chunk.content) for chunk in chunks) == answer.content
         assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 24
 
-    def test_batch_and_async(self) -> None:
+    def test_batch_and_async_give_equal_texts(self) -> None:
         texts = [answer.content for answer in model().batch(["Say something."] * 3)]
         assert texts == [texts[0]] * 3
         assert asyncio.run(model().ainvoke("Say something.")).content == texts[0]
 
-    def test_through_responses(self) -> None:
+    def test_responses_api_gives_the_chat_text(self) -> None:
         answer = model(use_responses_api=True).invoke("Say something.")
         assert answer.text == model().invoke("Say something.").content
 
 
 class Tools(unittest.TestCase):
-    def test_a_bound_tool_is_called_and_its_result_goes_back(self) -> None:
+    def test_bound_tool_is_called_and_its_result_is_accepted(self) -> None:
         bound = model(**STRUCTURED).bind_tools([paint], tool_choice="any", parallel_tool_calls=False)
         question = HumanMessage("Paint!")
         message = bound.invoke([question])
@@ -75,7 +75,7 @@ class Tools(unittest.TestCase):
         assert isinstance(result, ToolMessage)
         assert model().bind_tools([paint]).invoke([question, message, result]).usage_metadata is not None
 
-    def test_a_streamed_call(self) -> None:
+    def test_streamed_tool_call_is_complete(self) -> None:
         bound = model(**STRUCTURED).bind_tools([paint], tool_choice="paint")
         whole = None
         for chunk in bound.stream("Paint!"):
@@ -86,7 +86,7 @@ class Tools(unittest.TestCase):
 
 
 class Structured(unittest.TestCase):
-    def test_every_method(self) -> None:
+    def test_every_structured_output_method_works(self) -> None:
         for method in ("json_schema", "function_calling"):
             with self.subTest(method):
                 structured = model(**STRUCTURED).with_structured_output(Paint, method=method)

@@ -1,4 +1,4 @@
-"""What the official Python SDK does with pdserve."""
+"""The official Python SDK works with pdserve."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ client = openai.OpenAI(api_key=os.environ["PDSERVE_KEY"], **CONNECTION)
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say something."}]
 CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-WHOLE = {"ignore_eos": True}  # the model's weights are random, and so would be the end of its answers
-#: Without the penalty it would write whitespace between the parts of JSON until its length is reached.
+IGNORE_EOS = {"ignore_eos": True}  # with random weights, EOS would end an answer at a random token
+#: Without the penalty, random weights would generate whitespace in JSON until max_tokens.
 STRUCTURED: dict[str, Any] = {**CHAT, "max_tokens": 500, "frequency_penalty": 2}
 
 
@@ -34,22 +34,24 @@ PAINT: Any = openai.pydantic_function_tool(Paint, name="paint")
 
 
 class Completions(unittest.TestCase):
-    def test_text(self) -> None:
-        answer = client.completions.create(model=MODEL, prompt="Once", max_tokens=24, temperature=0, extra_body=WHOLE)
+    def test_text_has_all_tokens(self) -> None:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=24, temperature=0, extra_body=IGNORE_EOS
+        )
         assert answer.choices[0].text
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 24
 
-    def test_stream(self) -> None:
+    def test_stream_equals_the_whole_answer(self) -> None:
         fields: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 24, "temperature": 0}
         whole = client.completions.create(**fields)
         chunks = client.completions.create(**fields, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
-    def test_logprobs(self) -> None:
+    def test_every_token_has_a_logprob(self) -> None:
         answer = client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=4, logprobs=2, temperature=0, extra_body=WHOLE
+            model=MODEL, prompt="Once", max_tokens=4, logprobs=2, temperature=0, extra_body=IGNORE_EOS
         )
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None
@@ -59,25 +61,25 @@ class Completions(unittest.TestCase):
 
 
 class Chat(unittest.TestCase):
-    def test_message(self) -> None:
-        answer = client.chat.completions.create(**CHAT, extra_body=WHOLE)
+    def test_message_has_all_tokens(self) -> None:
+        answer = client.chat.completions.create(**CHAT, extra_body=IGNORE_EOS)
         assert answer.choices[0].message.role == "assistant"
         assert answer.choices[0].message.content
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 24
 
-    def test_stream_with_usage(self) -> None:
-        whole = client.chat.completions.create(**CHAT, extra_body=WHOLE)
+    def test_stream_with_usage_equals_the_whole_answer(self) -> None:
+        whole = client.chat.completions.create(**CHAT, extra_body=IGNORE_EOS)
         *pieces, last = client.chat.completions.create(
-            **CHAT, extra_body=WHOLE, stream=True, stream_options={"include_usage": True}
+            **CHAT, extra_body=IGNORE_EOS, stream=True, stream_options={"include_usage": True}
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
         assert text == whole.choices[0].message.content
         assert pieces[-1].choices[0].finish_reason == "length"
         assert last.usage == whole.usage
 
-    def test_logprobs(self) -> None:
-        answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, extra_body=WHOLE)
+    def test_every_token_has_top_logprobs(self) -> None:
+        answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, extra_body=IGNORE_EOS)
         assert answer.choices[0].logprobs is not None
         content = answer.choices[0].logprobs.content
         assert content is not None
@@ -86,12 +88,12 @@ class Chat(unittest.TestCase):
             assert len(token.top_logprobs) == 3
             assert token.top_logprobs[0].logprob == token.logprob  # greedy
 
-    def test_parse_to_a_pydantic_model(self) -> None:
+    def test_answer_parses_to_a_pydantic_model(self) -> None:
         answer = client.chat.completions.parse(**STRUCTURED, response_format=Paint)
         paint = answer.choices[0].message.parsed
         assert isinstance(paint, Paint)
 
-    def test_stream_helper_parses_too(self) -> None:
+    def test_stream_helper_parses_to_a_pydantic_model(self) -> None:
         with client.chat.completions.stream(**STRUCTURED, response_format=Paint) as stream:
             kinds = {event.type for event in stream}
             answer = stream.get_final_completion()
@@ -103,18 +105,18 @@ WITH_TOOLS: dict[str, Any] = {**STRUCTURED, "tools": [PAINT]}
 
 
 class Tools(unittest.TestCase):
-    def test_auto(self) -> None:
+    def test_auto_tool_choice_is_accepted(self) -> None:
         answer = client.chat.completions.create(**WITH_TOOLS, tool_choice="auto")
         assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
-    def test_required(self) -> None:
+    def test_required_tool_is_called(self) -> None:
         answer = client.chat.completions.parse(**WITH_TOOLS, tool_choice="required", parallel_tool_calls=False)
         assert answer.choices[0].finish_reason == "tool_calls"
         (call,) = answer.choices[0].message.tool_calls or []
         assert call.function.name == "paint"
         assert isinstance(call.function.parsed_arguments, Paint)
 
-    def test_named_and_streamed(self) -> None:
+    def test_named_tool_is_called_in_a_stream(self) -> None:
         named: Any = {"type": "function", "function": {"name": "paint"}}
         with client.chat.completions.stream(**WITH_TOOLS, tool_choice=named) as stream:
             kinds = {event.type for event in stream}
@@ -123,7 +125,7 @@ class Tools(unittest.TestCase):
         (call,) = answer.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Paint)
 
-    def test_the_result_goes_back(self) -> None:
+    def test_tool_result_is_accepted(self) -> None:
         first = client.chat.completions.create(**WITH_TOOLS, tool_choice="required", parallel_tool_calls=False)
         message = first.choices[0].message
         (call,) = message.tool_calls or []
@@ -139,8 +141,8 @@ STRUCTURED_RESPONSE: dict[str, Any] = {**RESPONSE, "max_output_tokens": 500, "ex
 
 
 class Responses(unittest.TestCase):
-    def test_text(self) -> None:
-        response = client.responses.create(**RESPONSE, extra_body=WHOLE)
+    def test_text_has_all_tokens(self) -> None:
+        response = client.responses.create(**RESPONSE, extra_body=IGNORE_EOS)
         assert response.output_text
         assert response.status == "incomplete"
         assert response.incomplete_details is not None
@@ -148,57 +150,57 @@ class Responses(unittest.TestCase):
         assert response.usage is not None
         assert response.usage.output_tokens == 24
 
-    def test_stream(self) -> None:
-        whole = client.responses.create(**RESPONSE, extra_body=WHOLE)
-        events = list(client.responses.create(**RESPONSE, extra_body=WHOLE, stream=True))
+    def test_stream_equals_the_whole_response(self) -> None:
+        whole = client.responses.create(**RESPONSE, extra_body=IGNORE_EOS)
+        events = list(client.responses.create(**RESPONSE, extra_body=IGNORE_EOS, stream=True))
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert text == whole.output_text
         assert events[0].type == "response.created"
         assert events[-1].type == "response.incomplete"
 
-    def test_parse(self) -> None:
+    def test_response_parses_to_a_pydantic_model(self) -> None:
         response = client.responses.parse(**STRUCTURED_RESPONSE, text_format=Paint)
         assert isinstance(response.output_parsed, Paint)
 
-    def test_function_and_its_result(self) -> None:
+    def test_function_is_called_and_its_result_is_accepted(self) -> None:
         function = PAINT["function"]
         tool: Any = {"type": "function", "name": "paint", "parameters": function["parameters"], "strict": True}
-        ask: dict[str, Any] = {**STRUCTURED_RESPONSE, "tools": [tool]}
-        response = client.responses.create(**ask, tool_choice="required", parallel_tool_calls=False)
+        fields: dict[str, Any] = {**STRUCTURED_RESPONSE, "tools": [tool]}
+        response = client.responses.create(**fields, tool_choice="required", parallel_tool_calls=False)
         (call,) = (item for item in response.output if item.type == "function_call")
         assert json.loads(call.arguments)["colour"] in ("red", "green")
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
         items: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
-        answer = client.responses.create(**{**ask, "input": items, "max_output_tokens": 8})
+        answer = client.responses.create(**{**fields, "input": items, "max_output_tokens": 8})
         assert answer.usage is not None
 
 
 class Models(unittest.TestCase):
-    def test_list_and_retrieve(self) -> None:
+    def test_served_model_is_listed_and_retrieved(self) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         assert client.models.retrieve(MODEL).id == MODEL
 
 
 class Errors(unittest.TestCase):
-    def test_bad_request(self) -> None:
+    def test_invalid_parameter_is_a_bad_request(self) -> None:
         with self.assertRaises(openai.BadRequestError) as caught:
             client.chat.completions.create(**{**CHAT, "temperature": -1})
         assert caught.exception.param == "temperature"
 
-    def test_not_found(self) -> None:
+    def test_unknown_model_is_not_found(self) -> None:
         with self.assertRaises(openai.NotFoundError) as caught:
             client.chat.completions.create(**{**CHAT, "model": "gpt-5"})
         assert caught.exception.code == "model_not_found"
 
-    def test_authentication(self) -> None:
+    def test_wrong_key_is_an_authentication_error(self) -> None:
         with self.assertRaises(openai.AuthenticationError) as caught:
             openai.OpenAI(api_key="sk-wrong", **CONNECTION).models.list()
         assert caught.exception.code == "invalid_api_key"
 
-    def test_rate_limit(self) -> None:
+    def test_exceeded_rate_limit_names_a_retry_time(self) -> None:
         limited = openai.OpenAI(api_key=os.environ["PDSERVE_LIMITED_KEY"], **CONNECTION)
         with self.assertRaises(openai.RateLimitError) as caught:
-            for _ in range(2):  # one is allowed per minute
+            for _ in range(2):  # the key allows one request per minute
                 limited.chat.completions.create(**CHAT)
         assert caught.exception.code == "rate_limit_exceeded"
         assert 1 <= int(caught.exception.response.headers["retry-after"]) <= 60
@@ -211,17 +213,17 @@ class Async(unittest.IsolatedAsyncioTestCase):
     async def asyncTearDown(self) -> None:
         await self.client.close()
 
-    async def test_many_at_once(self) -> None:
+    async def test_concurrent_requests_give_equal_texts(self) -> None:
         calls = [self.client.chat.completions.create(**CHAT) for _ in range(8)]
         answers = await asyncio.gather(*calls)
         assert len({answer.choices[0].message.content for answer in answers}) == 1  # greedy
 
-    async def test_a_cancelled_stream_ends_at_the_nodes(self) -> None:
+    async def test_cancelled_stream_ends_at_the_nodes(self) -> None:
         begun = asyncio.Event()
 
         async def read() -> None:
             fields = {**CHAT, "max_tokens": 8000}
-            async for _ in await self.client.chat.completions.create(**fields, extra_body=WHOLE, stream=True):
+            async for _ in await self.client.chat.completions.create(**fields, extra_body=IGNORE_EOS, stream=True):
                 begun.set()
 
         task = asyncio.create_task(read())
@@ -229,12 +231,12 @@ class Async(unittest.IsolatedAsyncioTestCase):
         assert await self.running() == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(10):  # by itself it would take longer
-            while await self.running():  # noqa: ASYNC110 - it is another process that changes
+        async with asyncio.timeout(10):  # without the cancellation it would take longer
+            while await self.running():  # noqa: ASYNC110 - the state of another process
                 await asyncio.sleep(0.05)
 
     async def running(self) -> float:
-        """Requests at the nodes."""
+        """Return the number of requests at the nodes."""
         text = await self.client.get(os.environ["PDSERVE_URL"].replace("/v1", "/metrics"), cast_to=str)
         found = re.search("^pdserve_requests_in_flight (.+)$", text, re.MULTILINE)
         assert found
