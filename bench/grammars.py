@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, start_thread
-from router.text.structured.structured_outputs import json_schema_grammar, regex_grammar
+from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, from_regex, start_thread
+from router.text.structured.structured_outputs import json_schema_grammar
 
 END = "<|end|>"
 PERSON: dict[str, Any] = {
@@ -32,7 +32,7 @@ PERSON: dict[str, Any] = {
     "required": ["name", "age", "tags", "kind"],
     "additionalProperties": False,
 }
-GRAMMARS = {"schema": json_schema_grammar(PERSON), "regex": regex_grammar(r"[a-z]{2,20}(-[0-9]+){1,4}")}
+GRAMMARS = {"schema": json_schema_grammar(PERSON), "regex": from_regex(r"[a-z]{2,20}(-[0-9]+){1,4}")}
 
 Result = TypeVar("Result")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from pdserve.errors import ConfigError
 from pdserve.logs import add_log_flag
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 from router.fleet.policy import POLICIES, PREFIX_AWARE
-from router.text.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser_name, tool_parser_name
+from router.text.chat.parsers import parser_name, parser_names
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +105,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     grace = "after SIGTERM, /health fails this long before new requests are rejected (default %(default)g)"
     add("--drain-grace", grace, "S", seconds)
     add_drain_flag(parser, "it ends with an error; counted from the end of the grace period")
-    tools, reasoning = ("auto", "none", *TOOL_PARSERS), ("auto", "none", *REASONING_PARSERS)
-    add("--tool-call-parser", f"one of {', '.join(tools)}", "NAME", tool_parser_name)
-    add("--reasoning-parser", f"one of {', '.join(reasoning)}", "NAME", reasoning_parser_name)
+    for flag in ("--tool-call-parser", "--reasoning-parser"):
+        add(flag, f"one of {', '.join(parser_names(flag))}", "NAME", partial(parser_name, flag))
     add("--status-fd", "write process states to this file descriptor as JSON lines", "FD", int)
     add("--lifeline-fd", "exit when the other end of this file descriptor closes", "FD", int)
 

@@ -12,9 +12,7 @@ from router.completions_api.request_bodies import ChatBody, CompletionBody, Gene
 from router.fleet.fleet import ModelLimits
 from router.generation.job import Job
 from router.text.prompt import Prompt
-from router.text.prompt_echo import with_echo
 from router.text.prompt_encoder import PromptEncoder
-from router.text.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat may fill the model's length
 _UNCHANGED = (
@@ -46,10 +44,10 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Promp
     return Prompt(prompt.last(most), prompt.text if isinstance(body, ChatBody) else None)
 
 
-async def add_echo(prompts: list[Prompt], body: GenerateBody, tokenizer: Tokenizer) -> list[Prompt]:
+async def add_echo(prompts: list[Prompt], body: GenerateBody, encoder: PromptEncoder) -> list[Prompt]:
     if not (isinstance(body, CompletionBody) and body.echo):
         return prompts
-    return await with_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens, tokenizer)
+    return await encoder.add_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens)
 
 
 def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: str = "") -> Job:

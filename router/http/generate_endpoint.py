@@ -81,7 +81,7 @@ class GenerateEndpoint:
         prompts = await encode_prompts(body, model.encoder, limits)
         grammar = output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
-        prompts = await add_echo(prompts, body, model.tokenizer)
+        prompts = await add_echo(prompts, body, model.encoder)
         jobs = [make_job(prompt, body, limits, grammar.text) for prompt in prompts]
         parsing = select_output_parsing(model, body, prompts[0])
         options = GenerationOptions(

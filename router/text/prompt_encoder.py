@@ -1,4 +1,7 @@
-"""Tokenizes prompts and renders chats. Long texts are tokenized on a thread, so that other streams go on."""
+"""Renders chats, tokenizes prompts, and decodes prompts for ``echo``.
+
+Long texts are tokenized and decoded on a thread, so that other streams go on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+import msgspec
 
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.rpc.protobuf import pack_tokens
@@ -15,6 +20,7 @@ from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing
+_INLINE_TOKENS = 1024  # about a millisecond of decoding
 _THREADS = 2
 
 Result = TypeVar("Result")
@@ -40,11 +46,12 @@ class PromptEncoder:
         for text in texts:
             self._check_length(text, "prompt")
         num_chars = sum(map(len, texts))
-        return await self._run(num_chars, lambda: [self._encode_one(prompt, add_special_tokens) for prompt in prompts])
+        inline = num_chars <= _INLINE_CHARS
+        return await self._run(inline, lambda: [self._encode_one(prompt, add_special_tokens) for prompt in prompts])
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """Tokenize a text of any length."""
-        return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
+        return await self._run(len(text) <= _INLINE_CHARS, lambda: self._encode_one(text, add_special_tokens))
 
     def _check_length(self, text: str, field: str) -> None:
         """Raises RequestTooLong, before the cost of tokenizing, for text that cannot fit with the longest tokens."""
@@ -67,9 +74,28 @@ class PromptEncoder:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
         text = await self._renderers.render(request)
         self._check_length(text, "messages")
-        return await self._run(len(text), lambda: self._encode_one(text, add_special_tokens))
+        return await self.encode_text(text, add_special_tokens)
 
-    async def _run(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        if num_chars <= _INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def add_echo(self, prompts: list[Prompt], scored: bool, special: bool) -> list[Prompt]:
+        """Add the texts, and token offsets where ``scored``. ``special``: they were encoded with special tokens."""
+        inline = sum(prompt.num_tokens for prompt in prompts) <= _INLINE_TOKENS
+        return await self._run(inline, lambda: [self._with_echo(prompt, scored, special) for prompt in prompts])
+
+    def _with_echo(self, prompt: Prompt, scored: bool, special: bool) -> Prompt:
+        if prompt.text is not None:
+            offsets = self._tokenizer.offsets(prompt.text, special) if scored else ()
+            return msgspec.structs.replace(prompt, offsets=offsets)
+        token_ids = prompt.unpacked()
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Prompt(prompt.token_ids, text, self._decoded_offsets(token_ids) if scored else ())
+
+    def _decoded_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Return where each token begins in the decoded text."""
+        decoder, offsets, length = self._tokenizer.detokenizer(), [], 0
+        for token_id in token_ids:
+            offsets.append(length)
+            length += len(decoder.push(token_id))
+        return offsets
+
+    async def _run(self, inline: bool, work: Callable[[], Result]) -> Result:
+        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -14,11 +14,11 @@ from tokenizers import AddedToken
 
 from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, GrammarVocabulary
+from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
-from router.text.structured.structured_outputs import json_schema_grammar, regex_grammar
+from router.text.structured.structured_outputs import json_schema_grammar
 
 COLOUR = {"enum": ["red", "green"]}
 PAINT: Any = {
@@ -94,7 +94,7 @@ SPELT = (Marker("(think)"), Marker("(done)"))
     ("grammar", "right"),
     [
         (json_schema_grammar(COLOUR), '"red"'),
-        (regex_grammar("[0-9]+"), "123"),
+        (from_regex("[0-9]+"), "123"),
         ('start: "yes" | "no"', "yes"),
         (tool_call_grammar(tool_use([PAINT, STOP], "required", True)), f"[{CALL}]"),
     ],

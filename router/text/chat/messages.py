@@ -36,38 +36,30 @@ def _checked(message: Message, where: str) -> Message:
     checked = {**message, "content": join_parts(message.get("content"), where)}
     if role == "tool" and checked["content"] is None:
         raise RequestError(f"{where}.content is missing; a message with role 'tool' holds a call's result", where)
-    calls = message.get("tool_calls")
+    calls = checked.pop("tool_calls", None)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list in a message with role 'assistant'", where)
         checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    else:
-        checked.pop("tool_calls", None)
     return checked
 
 
 def _call(call: Any, where: str) -> Message:
+    """Return the call with its arguments as an object, for templates; clients send JSON in a string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with a name", where)
     if call.get("type", "function") != "function" or not isinstance(call.get("id"), str | None):
         raise RequestError(f"{where} must have type 'function' and a string as id", where)
-    arguments = _object(function.get("arguments"), f"{where}.function.arguments")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _object(arguments: Any, where: str) -> dict[str, Any]:
-    """Parse arguments, which are JSON in a string as in responses; templates expect the object."""
+    arguments, field = function.get("arguments"), f"{where}.function.arguments"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as exc:
-            raise RequestError(f"{where} is not valid JSON: {exc}", where) from exc
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where} must be a JSON object", where)
-    return arguments
+            raise RequestError(f"{field} is not valid JSON: {exc}", field) from exc
+    if not isinstance(arguments, dict | None):
+        raise RequestError(f"{field} must be a JSON object", field)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments or {}}}
 
 
 def join_parts(content: Any, where: str = "messages") -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -50,18 +50,15 @@ class Message(msgspec.Struct, frozen=True):
     calls: list[ToolCall]
 
 
-def join_deltas(deltas: Iterable[OutputDelta]) -> Message:
-    texts: dict[DeltaKind, list[str]] = {DeltaKind.CONTENT: [], DeltaKind.REASONING: []}
-    calls: list[tuple[str, list[str]]] = []
+def join_deltas(deltas: Sequence[OutputDelta]) -> Message:
+    def join(kind: DeltaKind) -> str:
+        return "".join(delta.text for delta in deltas if delta.kind is kind)
+
+    calls: list[list[str]] = []  # name, then parts of the arguments
     for delta in deltas:
         if delta.kind is DeltaKind.CALL:
-            calls.append((delta.text, []))
+            calls.append([delta.text])
         elif delta.kind is DeltaKind.ARGUMENTS:
-            calls[-1][1].append(delta.text)
-        else:
-            texts[delta.kind].append(delta.text)
-    return Message(
-        content="".join(texts[DeltaKind.CONTENT]),
-        reasoning="".join(texts[DeltaKind.REASONING]),
-        calls=[ToolCall(name, "".join(arguments)) for name, arguments in calls],
-    )
+            calls[-1].append(delta.text)
+    found = [ToolCall(name, "".join(arguments)) for name, *arguments in calls]
+    return Message(join(DeltaKind.CONTENT), join(DeltaKind.REASONING), found)

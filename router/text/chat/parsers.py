@@ -83,34 +83,32 @@ class ModelParsers(msgspec.Struct, frozen=True):
 
 
 def select_parsers(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> ModelParsers:
-    """Return the parsers of the model with this chat template. Names are of the tables above, "auto" or "none"."""
-    tools = _detect_tool_parser(template) if tool_parser == AUTO else tool_parser
-    reasoning = _detect_reasoning_parser(template) if reasoning_parser == AUTO else reasoning_parser
-    for flag, name, requested in (
-        ("--tool-call-parser", tools, tool_parser),
-        ("--reasoning-parser", reasoning, reasoning_parser),
-    ):
-        why = "as requested" if requested != AUTO else "from the chat template"
-        logger.info(
-            "%s: %s (%s)", flag, name, why if name != NONE or requested != AUTO else "the chat template has none"
-        )
+    """Return the parsers of the model with this chat template. Names are checked ones (parser_name)."""
+    tools = _select("--tool-call-parser", tool_parser, _detect_tool_parser(template))
+    reasoning = _select("--reasoning-parser", reasoning_parser, _detect_reasoning_parser(template))
     return ModelParsers(TOOL_PARSERS.get(tools), REASONING_PARSERS.get(reasoning))
 
 
-def tool_parser_name(text: str) -> str:
-    """Check a command-line value. Raises ConfigError for an unknown name."""
-    return _checked(text, TOOL_PARSERS, "--tool-call-parser")
+def parser_names(flag: str) -> list[str]:
+    """Return the values of a flag, "--tool-call-parser" or "--reasoning-parser"."""
+    return [AUTO, NONE, *(TOOL_PARSERS if flag == "--tool-call-parser" else REASONING_PARSERS)]
 
 
-def reasoning_parser_name(text: str) -> str:
-    return _checked(text, REASONING_PARSERS, "--reasoning-parser")
-
-
-def _checked(text: str, table: Collection[str], flag: str) -> str:
-    known = [AUTO, NONE, *table]
+def parser_name(flag: str, text: str) -> str:
+    """Check a flag's value; vLLM's names are translated. Raises ConfigError for an unknown name."""
+    known = parser_names(flag)
     name = text if text in known else _ALIASES.get(text, text)
     if name not in known:
         raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
+    return name
+
+
+def _select(flag: str, requested: str, detected: str) -> str:
+    if requested != AUTO:
+        name, why = requested, "as requested"
+    else:
+        name, why = detected, "the chat template has none" if detected == NONE else "from the chat template"
+    logger.info("%s: %s (%s)", flag, name, why)
     return name
 
 

@@ -57,7 +57,11 @@ class ChatTemplate:
         """
         chat = [_normalized(message, self._has_developer) for message in request.messages]
         if request.continue_final_message:
-            chat[-1]["content"] = _continued(chat[-1]) + _END
+            content = chat[-1].get("content")
+            if not isinstance(content, str) or not content:
+                text = "continue_final_message needs a last message with content"
+                raise RequestError(text, "continue_final_message")
+            chat[-1]["content"] = content + _END
         values = {
             **self.special_tokens,
             **request.variables,
@@ -88,13 +92,6 @@ def either_template(with_tools: str, without: str) -> str:
     """Return a template that chooses by whether there are tools. A source's final newline is not part of its text."""
     sources = [source.removesuffix("\n") for source in (with_tools, without)]
     return "{% if tools %}{{ '' }}" + sources[0] + "{% else %}{{ '' }}" + sources[1] + "{% endif %}"
-
-
-def _continued(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, str) and content:
-        return content
-    raise RequestError("continue_final_message needs a last message with content", "continue_final_message")
 
 
 def _cut(text: str) -> str:
@@ -138,7 +135,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
@@ -155,13 +152,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode plain JSON; Jinja's own filter escapes HTML characters and sorts keys."""
+    """Encode plain JSON with transformers' parameters; Jinja's own filter escapes HTML characters and sorts keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

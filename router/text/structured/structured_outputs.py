@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,13 +57,10 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
     return grammars.from_json_schema(msgspec.json.encode(schema).decode(), whitespace)
 
 
-def regex_grammar(regex: str) -> str:
-    """Text that a regex matches completely."""
-    return grammars.from_regex(regex)
-
-
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts."""
+    """One of these texts. Raises RequestError without choices, and for an empty one."""
+    if not choices or "" in choices:
+        raise RequestError("choice must be a list of at least one string, none of them empty")
     return "start: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
@@ -77,11 +75,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
     Takes vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
     """
     try:
-        spec = (
-            msgspec.json.decode(tag, type=_StructuralTag)
-            if isinstance(tag, str)
-            else msgspec.convert(tag, _StructuralTag)
-        )
+        spec = msgspec.convert(msgspec.json.decode(tag) if isinstance(tag, str) else tag, _StructuralTag)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise RequestError(f"the structural tag is not valid: {exc}") from exc
     parts = []
@@ -117,11 +111,11 @@ def requested_grammar(
     """
     given: list[tuple[str, Callable[[], str]]] = []
     if response_format.get("type", "text") != "text":
-        given.append(("response_format", lambda: _response_format_grammar(response_format)))
+        given.append(("response_format", partial(_response_format_grammar, response_format)))
     if structured_outputs is not None:
-        given.append(("structured_outputs", lambda: _structured_outputs_grammar(structured_outputs)))
+        given.append(("structured_outputs", partial(_structured_outputs_grammar, structured_outputs)))
     for name, value in guided.items():
-        given.append((f"guided_{name}", lambda name=name, value=value: _GUIDED[name](value)))  # type: ignore[misc]
+        given.append((f"guided_{name}", partial(_structured_outputs_grammar, StructuredOutputs(**{name: value}))))
     if not given:
         return NO_GRAMMAR
     if len(given) > 1:
@@ -132,14 +126,6 @@ def requested_grammar(
         return OutputGrammar(make(), field)
     except RequestError as exc:
         raise RequestError(f"{field}: {exc}", field) from exc
-
-
-_GUIDED: dict[str, Callable[[Any], str]] = {
-    "json": json_schema_grammar,
-    "regex": regex_grammar,
-    "choice": lambda choices: _choice(choices),
-    "grammar": lark_grammar,
-}
 
 
 def _response_format_grammar(value: dict[str, Any]) -> str:
@@ -156,24 +142,22 @@ def _response_format_grammar(value: dict[str, Any]) -> str:
             raise RequestError(f"type {value['type']!r} is not known; use text, json_object or json_schema")
 
 
+_GRAMMARS: dict[str, Callable[[Any], str]] = {
+    "regex": grammars.from_regex,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "structural_tag": structural_tag_grammar,
+}
+
+
 def _structured_outputs_grammar(value: StructuredOutputs) -> str:
-    whitespace = "" if value.disable_any_whitespace else value.whitespace_pattern
-    makers: dict[str, Callable[[], str]] = {
-        "json": lambda: json_schema_grammar({} if value.json is None else value.json, whitespace=whitespace),
-        "json_object": lambda: json_schema_grammar(ANY_OBJECT, whitespace=whitespace),
-        "regex": lambda: regex_grammar(value.regex or ""),
-        "choice": lambda: _choice(value.choice or []),
-        "grammar": lambda: lark_grammar(value.grammar or ""),
-        "structural_tag": lambda: structural_tag_grammar(value.structural_tag or ""),
-    }
-    given = [name for name in makers if getattr(value, name) not in (None, False)]
+    kinds = ("json", "json_object", *_GRAMMARS)
+    given = [kind for kind in kinds if getattr(value, kind) not in (None, False)]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise RequestError(f"it must hold exactly one of {', '.join(makers)}; it holds {found}")
-    return makers[given[0]]()
-
-
-def _choice(choices: Sequence[str]) -> str:
-    if not choices or "" in choices:
-        raise RequestError("choice must be a list of at least one string, none of them empty")
-    return choice_grammar(choices)
+        raise RequestError(f"it must hold exactly one of {', '.join(kinds)}; it holds {found}")
+    kind = given[0]
+    if kind in _GRAMMARS:
+        return _GRAMMARS[kind](getattr(value, kind))
+    schema = ANY_OBJECT if value.json is None else value.json
+    return json_schema_grammar(schema, whitespace="" if value.disable_any_whitespace else value.whitespace_pattern)
