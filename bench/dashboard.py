@@ -20,7 +20,7 @@ import httpx
 import psutil
 from fleet import MODEL_NAME, Fleet
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.live import STATE_PATH
 from pdserve.metrics import series
 from pdserve.pb import pdserve_pb2 as pb

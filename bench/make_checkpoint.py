@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.config.device import detect_device
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import choose_parallel_config, num_parameters
 from runner.distributed.parallel_state import ParallelState

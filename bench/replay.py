@@ -29,7 +29,7 @@ import httpx
 from fleet import MODEL_NAME, Fleet
 from serve import sse_lines
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
 from router.fleet.policy import POLICIES

@@ -10,7 +10,6 @@ from importlib import import_module
 from importlib.metadata import version
 
 from pdserve.api_keys import NAME, key_entry, new_key
-from pdserve.config.embedded import EMBEDDED_MODEL
 from pdserve.config.flags import (
     CommandParser,
     add_drain_flag,
@@ -19,6 +18,7 @@ from pdserve.config.flags import (
     port_number,
     positive_int,
 )
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.logs import add_log_flag
 from pdserve.plan.plan_flags import add_plan_flags
 from pdserve.process import run_command

@@ -26,7 +26,7 @@ from unittest import mock
 import grpc
 import psutil
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.launcher.supervisor import Child, Supervisor
 from pdserve.pb import pdserve_pb2 as pb

@@ -11,6 +11,9 @@ import msgspec
 
 from pdserve.errors import CheckpointError
 
+#: The checkpoint that comes with the repository, made by ``scripts/make-embedded-model``.
+EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
+
 # Files of a checkpoint; nothing executable.
 _PATTERNS = ["*.json", "tokenizer.model", "*.jinja", "*.txt"]
 _WEIGHTS = "*.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli import main
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.process import run_command
 
 

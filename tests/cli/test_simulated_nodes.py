@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.config.compatibility import differences
 from pdserve.config.device import detect_device, node_devices
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE

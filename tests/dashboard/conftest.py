@@ -13,7 +13,7 @@ import pytest
 from fleet import MODEL_NAME, Fleet
 from watched_fleet import HOSTILE, Streams
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 SIMULATED = ["--engine", "simulated"]
 

@@ -15,7 +15,7 @@ from exposition import documented_metrics, metrics_url, samples, scrape, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 NODE = ["--engine", "simulated", "--metrics-port", "0"]
 SLOW = ["--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256"]  # a step takes one second

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fleet import MODEL_NAME, Process, start_fleet
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.logs import message_of, relayed_line
 
 FLAGS = ("--engine", "simulated", "--log-format", "json", "--log-requests")

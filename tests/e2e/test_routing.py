@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from fleet import MODEL_NAME, Fleet, start_fleet
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 PREFIX_AWARE = ("--policy", "prefix-aware")

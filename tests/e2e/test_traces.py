@@ -18,7 +18,7 @@ import pytest
 from collector import Collector, Span
 from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 FAST_EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are exported

@@ -24,7 +24,7 @@ import pytest
 from checkpoints import FAMILIES, make_checkpoint, reference_greedy, reference_model
 from fleet import add_tokenizer
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 FLAGS = ["--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB"]
 

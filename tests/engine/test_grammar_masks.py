@@ -12,7 +12,7 @@ from toy_node import Node
 
 from engine.ipc.messages import Mode, Shutdown, Submit
 from engine.scheduler.grammar_workers import GrammarWorkers
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
 from pdserve.grammar import from_regex
 from pdserve.records import FinishReason, SamplingParams

@@ -14,7 +14,7 @@ from engine.executor.rank_messages import Hello
 from engine.executor.rendezvous import MAX_PENDING, JoinedRank, Rendezvous, connect_leader, join, listen, make_hello
 from engine.ipc.frames import framed
 from pdserve.config.device import detect_device
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.doctor.checks import check_requirement, check_ucx_ports
 from pdserve.doctor.findings import Finding, Level
 

@@ -11,7 +11,7 @@ import pytest
 from fleet import Fleet
 from node_client import RouterClient, greedy
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 SLOW_PROMPTS = ("--sim-costs", "prompt-token=0.004", "--max-batch-tokens", "256")  # a second for each step

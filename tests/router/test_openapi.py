@@ -15,7 +15,7 @@ from fleet import Fleet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 
 # What fits the schema may be refused all the same: a schema cannot say, for one, what fits the model.
 FLAGS = ("--exclude-checks", "positive_data_acceptance", "--seed", "1", "--generation-database", "none")

@@ -12,7 +12,7 @@ import small_tokenizers
 from fleet import MODEL_NAME, Fleet
 from tokenizers import AddedToken
 
-from pdserve.config.embedded import EMBEDDED_MODEL
+from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat
