@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
+from engine.ipc import messages
 from engine.ipc.channel import Channel
-from engine.ipc.messages import (
-    Cancel,
-    Configure,
-    Connect,
-    Disconnect,
-    FreeLease,
-    KVConfirmed,
-    PrefillLocally,
-    Shutdown,
-    StartRead,
-    Submit,
-    ToEngine,
-)
 from engine.liveness.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
 
@@ -36,10 +24,10 @@ class Engine:
     def run(self) -> None:
         """Serve until a Shutdown. Raises ChannelClosed when the frontend has ended."""
         while not self._stopped:
-            messages = self._channel.receive(wait=self.idle)
+            commands = self._channel.receive(wait=self.idle)
             self.loop_timer.begin()
             waited, in_runner = self._pipeline.waited, self._ranks.runner_seconds
-            self.handle(messages)
+            self.handle(commands)
             self.step()
             seconds = self.loop_timer.end(self._ranks.runner_seconds - in_runner)
             self._scheduler.totals.host_seconds += seconds - (self._pipeline.waited - waited)
@@ -60,29 +48,30 @@ class Engine:
             self._scheduler.apply(*result, self._pipeline.step_seconds)
             self._emit()
 
-    def handle(self, messages: list[ToEngine]) -> None:
+    def handle(self, commands: list[messages.ToEngine]) -> None:
         """Carry out commands in order."""
-        for message in messages:
-            match message:
-                case Submit():
-                    self._scheduler.submit(message)
-                case StartRead(rid, epoch, remote_blocks, num_tokens, digests):
-                    self._scheduler.connector.start_read(rid, epoch, remote_blocks, num_tokens, digests)
-                case KVConfirmed(rid, outputs):
-                    self._scheduler.kv_confirmed(rid, outputs)
-                case PrefillLocally(rid, outputs):
-                    self._scheduler.prefill_locally(rid, outputs)
-                case Cancel(rid):
-                    self._scheduler.cancel(rid)
-                case FreeLease(rid):
-                    self._scheduler.free_lease(rid)
-                case Connect(peer):
-                    self._scheduler.connector.connect(peer)
-                case Disconnect(epoch):
-                    self._scheduler.connector.disconnect(epoch)
-                case Shutdown():
+        scheduler = self._scheduler
+        for command in commands:
+            match command:
+                case messages.Submit():
+                    scheduler.submit(command)
+                case messages.StartRead():
+                    scheduler.connector.start_read(command)
+                case messages.KVConfirmed(rid, outputs):
+                    scheduler.kv_confirmed(rid, outputs)
+                case messages.PrefillLocally(rid, outputs):
+                    scheduler.prefill_locally(rid, outputs)
+                case messages.Cancel(rid):
+                    scheduler.cancel(rid)
+                case messages.FreeLease(rid):
+                    scheduler.free_lease(rid)
+                case messages.Connect(peer):
+                    scheduler.connector.connect(peer)
+                case messages.Disconnect(epoch):
+                    scheduler.connector.disconnect(epoch)
+                case messages.Shutdown():
                     self._stopped = True
-                case Configure():
+                case messages.Configure():
                     raise AssertionError("a running engine cannot be configured again")
 
     def _emit(self) -> None:

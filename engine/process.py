@@ -21,7 +21,7 @@ from engine.executor.build import build_ranks
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
 from engine.ipc.messages import Configure, Heartbeat, Ready, Shutdown, StartFailed
-from engine.kv_cache.connector_scheduler import NullConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
@@ -95,7 +95,7 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
 
 
 def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, agent: str) -> Scheduler:
-    connector: ConnectorFactory = NullConnectorScheduler
+    connector: ConnectorFactory = KVConnectorScheduler
     if agent:
         connector = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
     return Scheduler(

@@ -102,15 +102,6 @@ class Sequence:
         return self.request.rid
 
     @property
-    def from_peer(self) -> bool:
-        """Whether a peer computes the prompt and this node reads its KV."""
-        return self.request.mode is Mode.HANDOFF
-
-    @property
-    def skip_tokens(self) -> int:
-        return self.request.skip_tokens
-
-    @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.prompt_len
 

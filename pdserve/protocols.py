@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from pdserve.hashing import BlockHashes
 from pdserve.kv import KVLayout
-from pdserve.records import (
-    DigestOrder,
-    KVConnectorOutput,
-    KVConnectorPlan,
-    KVRead,
-    KVRegion,
-    ModelRunnerOutput,
-    Peer,
-    RankKV,
-    StepOutput,
-    StepPlan,
-)
-from pdserve.throughput import LinearCost
+from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, StepOutput, StepPlan
 
 
 class PendingStep(Protocol):
@@ -98,111 +84,3 @@ class KVConnector(Protocol):
 
     def close(self) -> None:
         """Stop. Idempotent."""
-
-
-class KVSequence(Protocol):
-    """The view that the connector's scheduler side has of a sequence. It changes nothing in it."""
-
-    @property
-    def rid(self) -> int: ...
-    @property
-    def token_ids(self) -> array[int]: ...
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def hashes(self) -> BlockHashes:
-        """Digests of its blocks, by which a tier can find their KV."""
-
-    @property
-    def num_computed(self) -> int:
-        """Leading tokens with KV on this node."""
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Blocks that it holds, in token order."""
-
-    @property
-    def from_peer(self) -> bool:
-        """Whether a peer computes the prompt and this node reads it (on D)."""
-
-    @property
-    def for_peer(self) -> bool:
-        """Whether this node computes the prompt and a peer reads it (on P)."""
-
-    @property
-    def skip_tokens(self) -> int:
-        """Leading tokens that the peer has already; a multiple of the block size (on P)."""
-
-
-class KVConnectorScheduler(Protocol):
-    """Scheduler side of the KV connector, one per node: decides on plain values, without a device or I/O.
-
-    The scheduler asks nothing else about KV outside of its own block pool. An implementation is a source or a sink of
-    KV: peers today, other tiers (host memory, disk) later.
-    """
-
-    # ---- What of a prompt is available elsewhere, and at what cost
-
-    def loadable(self, sequence: KVSequence) -> int:
-        """Return how many leading prompt tokens can be loaded, cached ones included; 0: compute the prompt here."""
-
-    @property
-    def load_cost(self) -> LinearCost:
-        """Measured seconds of a load, by tokens."""
-
-    # ---- Which blocks to load before a step
-
-    def connect(self, peer: Peer) -> None:
-        """Order a connection to a peer."""
-
-    def disconnect(self, epoch: str) -> None:
-        """Order the end of a connection."""
-
-    def load(self, sequence: KVSequence) -> None:
-        """Begin to load the rest of a prompt into the blocks that the sequence holds."""
-
-    def start_read(
-        self, rid: int, epoch: str, remote_blocks: tuple[int, ...], num_tokens: int, digests: tuple[int, ...]
-    ) -> None:
-        """Order the read of the next blocks of a load, up to ``num_tokens`` of the prompt, which a peer has announced.
-
-        Ignored for a load that has ended.
-        """
-
-    def take_started(self) -> Collection[int]:
-        """Return the rids whose reads were ordered since the last call."""
-
-    def finish_load(self, sequence: KVSequence) -> None:
-        """End a load whose KV has been read in full and confirmed."""
-
-    @property
-    def has_orders(self) -> bool:
-        """Whether the next step has something to do for the connector."""
-
-    def take_orders(self) -> KVConnectorPlan:
-        """Return the orders since the last call, for the worker side of every rank."""
-
-    def take_digest_orders(self) -> tuple[DigestOrder, ...]:
-        """Return the digests that the next step has to compute."""
-
-    def update(self, output: ModelRunnerOutput) -> None:
-        """Take in the digests and the connector output of a step."""
-
-    # ---- What to keep after a sequence has ended or a block is evicted
-
-    def computed(self, sequence: KVSequence) -> None:
-        """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
-
-    def free_lease(self, rid: int) -> None:
-        """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
-
-    def abandon_load(self, sequence: KVSequence) -> Collection[int]:
-        """End a load, if there is one, before the sequence frees its blocks.
-
-        Return the blocks that a transfer may still write to: they stay quarantined until it has ended.
-        """
-
-    # ---- KV events for routers
-
-    def take_events(self) -> tuple[Collection[bytes], Collection[bytes]]:
-        """Return the digests of blocks that became available and that were evicted since the last call."""

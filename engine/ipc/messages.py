@@ -25,7 +25,6 @@ FreeLease(rid) ──►   In integrity mode each leased follows a step later, w
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from enum import StrEnum
 
@@ -33,7 +32,7 @@ import msgspec
 
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.kv import KVLayout
-from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
+from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
 from pdserve.throughput import Throughput
 from pdserve.transports import Connected
 
@@ -157,23 +156,32 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class OutputTokens(msgspec.Struct, frozen=True, array_like=True):
+class OutputTokens(msgspec.Struct, array_like=True):
     """Sampled tokens of all choices, in parallel columns with an entry per token.
 
     LEASE: the first tokens of all choices are in one batch; ``finish`` means that no more tokens of the choice follow.
     """
 
-    rids: tuple[int, ...] = ()
-    choices: tuple[int, ...] = ()
-    token_ids: bytes = b""  # uint32
+    rids: list[int] = []
+    choices: list[int] = []
+    token_ids: list[int] = []
     finish: dict[int, FinishReason] = {}  # by index into the columns, for tokens that end their choice
     logprobs: dict[int, TokenLogprobs] = {}  # by index into the columns, where requested
+
+    def add(self, rid: int, choice: int, sample: Sample, finish: FinishReason | None) -> None:
+        if finish is not None:
+            self.finish[len(self.rids)] = finish
+        if sample.logprobs is not None:
+            self.logprobs[len(self.rids)] = sample.logprobs
+        self.rids.append(rid)
+        self.choices.append(choice)
+        self.token_ids.append(sample.token_id)
 
     def rows(self) -> Iterator[tuple[int, int, int, FinishReason | None, TokenLogprobs | None]]:
         """Yield (rid, choice, token id, finish reason, log-probabilities) of each token."""
         indices = range(len(self.rids))
         details = map(self.finish.get, indices), map(self.logprobs.get, indices)
-        return zip(self.rids, self.choices, array("I", self.token_ids), *details, strict=True)
+        return zip(self.rids, self.choices, self.token_ids, *details, strict=True)
 
 
 class Prefilled(msgspec.Struct, frozen=True, array_like=True):
@@ -247,35 +255,52 @@ class Totals(msgspec.Struct, array_like=True):
 class Status(msgspec.Struct, frozen=True, array_like=True):
     """``free + held + leased + quarantined = total``, always."""
 
-    free: int
-    held: int
-    leased: int
-    quarantined: int
-    total: int
-    waiting: int
-    reading: int
-    running: int
-    totals: Totals
+    free: int = 0
+    held: int = 0
+    leased: int = 0
+    quarantined: int = 0
+    total: int = 0
+    waiting: int = 0
+    reading: int = 0
+    running: int = 0
+    totals: Totals = msgspec.field(default_factory=Totals)
     backlog: int = 0  # prompt tokens to compute here, without cached ones
     throughput: Throughput = Throughput()
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
-    """Events of one iteration of the step loop; sent only if there are any."""
+class Batch(msgspec.Struct, tag=True):
+    """Events of one iteration of the step loop; sent only if there are any.
 
-    status: Status
-    scored: tuple[Scored, ...] = ()  # applies before the outputs
-    prefilled: tuple[Prefilled, ...] = ()  # likewise
-    outputs: OutputTokens = OutputTokens()
-    decode_ahead_ended: tuple[DecodeAheadEnded, ...] = ()  # applies after the outputs
-    reserved: tuple[Reserved, ...] = ()
-    refused: tuple[Refused, ...] = ()
-    reads: tuple[ReadEnded, ...] = ()
-    leased: tuple[Leased, ...] = ()
-    connected: tuple[Connected, ...] = ()
-    failed_peers: tuple[tuple[str, str], ...] = ()  # (epoch, reason)
-    cached: tuple[bytes, ...] = ()  # hashes of blocks that entered the prefix cache
-    evicted: tuple[bytes, ...] = ()  # digests of blocks that left it
+    The scheduler and its parts add to one batch; ``take`` completes it for the frontend.
+    """
+
+    status: Status = Status()
+    scored: list[Scored] = []  # applies before the outputs
+    prefilled: list[Prefilled] = []  # likewise
+    outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
+    decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs
+    reserved: list[Reserved] = []
+    refused: list[Refused] = []
+    reads: list[ReadEnded] = []
+    leased: list[Leased] = []
+    connected: list[Connected] = []
+    failed_peers: list[tuple[str, str]] = []  # (epoch, reason)
+    blocks_freed: bool = False
+    cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
+    evicted: list[bytes] = []  # hashes of blocks that left it
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs.rids) or any(getattr(self, name) for name in _EVENTS)
+
+    def take(self, status: Status, cached: list[bytes], evicted: list[bytes]) -> Batch:
+        """Return the batch as a message, with the changes of the prefix cache, and start over."""
+        taken = msgspec.structs.replace(self, status=status, cached=cached, evicted=evicted)
+        for name, value in msgspec.structs.asdict(Batch()).items():
+            setattr(self, name, value)
+        return taken
+
+
+_EVENTS = tuple(name for name in Batch.__struct_fields__ if name not in ("status", "outputs", "cached", "evicted"))
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

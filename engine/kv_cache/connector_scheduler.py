@@ -1,7 +1,8 @@
-"""Scheduler side of the KV connector: a pdserve.protocols.KVConnectorScheduler for peers, and one for no connector.
+"""Scheduler side of the KV connector: what is available elsewhere, what to load before a step, what to keep after it.
 
-It lives in the engine, not in connector/: it decides who may use a block, and the block pool has one owner. A further
-tier (host memory, disk) is another class like PeerConnectorScheduler.
+It decides on plain values, without a device or I/O. It lives in the engine, not in connector/: it decides who may use a
+block, and the block pool has one owner. A further tier (host memory, disk) is another class like
+PeerConnectorScheduler.
 
 On D, a block that an unfinished transfer may write to is never handed out:
 
@@ -14,7 +15,7 @@ On D, a block that an unfinished transfer may write to is never handed out:
 Only the end of a transfer makes its blocks safe: releasing or disconnecting does not stop bytes from landing.
 
 On P, KV that a peer may read never changes. A block is leased as soon as it is full or its prompt has ended, while its
-sequence goes on and may add to the last block. The two claims are independent; the block is free when both have ended.
+sequence continues and may add to the last block. The two claims are independent; the block is free when both ended.
 
     sequence   held ─────────────────────────┤ ended
     peer             leased ─────────────────────────┤ free_lease
@@ -28,74 +29,86 @@ from functools import partial
 
 import msgspec
 
-from engine.ipc.event_batch import EventBatch
-from engine.ipc.messages import Leased, ReadEnded, Reserved
+from engine.ipc.messages import Batch, Leased, Mode, ReadEnded, Reserved, StartRead
 from engine.kv_cache.block_digests import BlockDigests
 from engine.kv_cache.block_pool import BlockPool, Use
+from engine.request import Sequence
 from engine.throughput_meter import LineFit
-from pdserve.protocols import KVSequence
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorPlan, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.throughput import LinearCost
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 
 
-class NullConnectorScheduler:
-    """No connector: nothing can be loaded and nothing is kept. KV events of the prefix cache still reach routers."""
+class KVConnectorScheduler:
+    """The interface, and the scheduler side of a node without connector: nothing can be loaded, nothing is kept."""
 
-    def __init__(self, pool: BlockPool, events: EventBatch, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, events: Batch, block_size: int) -> None:
         self._pool = pool
+        self._events = events
+        self._block_size = block_size
 
-    def loadable(self, sequence: KVSequence) -> int:
+    def loadable(self, sequence: Sequence) -> int:
+        """Return how many leading prompt tokens can be loaded, cached ones included; 0: compute the prompt here."""
         return 0
 
     @property
     def load_cost(self) -> LinearCost:
+        """Measured seconds of a load, by tokens."""
         return LinearCost()
 
     def connect(self, peer: Peer) -> None:
-        """There is nothing to connect with."""
+        """Order a connection to a peer."""
 
     def disconnect(self, epoch: str) -> None:
-        """There are no connections."""
+        """Order the end of a connection."""
 
-    def load(self, sequence: KVSequence) -> None:
+    def load(self, sequence: Sequence) -> None:
+        """Begin to load the rest of a prompt into the blocks that the sequence holds."""
         raise AssertionError("a load without loadable tokens")
 
-    def start_read(
-        self, rid: int, epoch: str, remote_blocks: tuple[int, ...], num_tokens: int, digests: tuple[int, ...]
-    ) -> None:
-        """There is no load."""
-
-    def finish_load(self, sequence: KVSequence) -> None:
-        raise AssertionError("the end of a load that never began")
-
-    def abandon_load(self, sequence: KVSequence) -> Collection[int]:
-        return ()
+    def start_read(self, message: StartRead) -> None:
+        """Order the read of the next blocks of a load. Ignored for a load that has ended."""
 
     def take_started(self) -> Collection[int]:
+        """Return the rids whose reads were ordered since the last call."""
+        return ()
+
+    def finish_load(self, sequence: Sequence) -> None:
+        """End a load whose KV has been read in full and confirmed."""
+        raise AssertionError("the end of a load that never began")
+
+    def abandon_load(self, sequence: Sequence) -> Collection[int]:
+        """End a load, if there is one, before the sequence frees its blocks.
+
+        Return the blocks that a transfer may still write to: they stay quarantined until it has ended.
+        """
         return ()
 
     @property
     def has_orders(self) -> bool:
+        """Whether the next step has something to do for the connector."""
         return False
 
     def take_orders(self) -> KVConnectorPlan:
+        """Return the orders since the last call, for the worker side of every rank."""
         return NO_ORDERS
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
+        """Return the digests that the next step has to compute."""
         return ()
 
     def update(self, output: ModelRunnerOutput) -> None:
-        """Nothing was ordered."""
+        """Take in the digests and the connector output of a step."""
 
-    def computed(self, sequence: KVSequence) -> None:
-        """Nothing is kept."""
+    def computed(self, sequence: Sequence) -> None:
+        """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
 
     def free_lease(self, rid: int) -> None:
-        """There are no leases."""
+        """Stop keeping the blocks of a request for its peer. Unknown rids are ignored."""
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the hashes of blocks that became available and that were evicted since the last call."""
         return self._pool.events.take()
 
 
@@ -103,7 +116,7 @@ class NullConnectorScheduler:
 class _Load:
     """A request on D whose prompt comes from a peer."""
 
-    sequence: KVSequence
+    sequence: Sequence
     num_announced: int  # leading blocks of the prompt: cached here, or ordered
     reads: set[int] = field(default_factory=set)  # in flight
 
@@ -112,11 +125,9 @@ class _Load:
 class _Read:
     """A read in flight. ``load`` is None once its request has abandoned it."""
 
-    rid: int
-    load: _Load | None
+    message: StartRead
     order: KVRead
-    num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...]  # announced by the peer; empty without checksums
+    load: _Load | None
 
 
 @dataclass(slots=True)
@@ -125,16 +136,14 @@ class _Lease:
     blocks: list[int] = field(default_factory=list)
 
 
-class PeerConnectorScheduler:
+class PeerConnectorScheduler(KVConnectorScheduler):
     """Reads from peers on D and leases to peers on P.
 
     With ``checksum``, P announces a digest of each block, and D reports a read as good only if its digests are equal.
     """
 
-    def __init__(self, pool: BlockPool, events: EventBatch, block_size: int, *, checksum: bool = False) -> None:
-        self._pool = pool
-        self._events = events
-        self._block_size = block_size
+    def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
+        super().__init__(pool, events, block_size)
         self._digests = BlockDigests(block_size) if checksum else None
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
@@ -146,10 +155,8 @@ class PeerConnectorScheduler:
         self._orders: list[KVRead] = []
         self._next_id = 1
 
-    # ------------------------------------------------------------ what can be loaded, at what cost
-
-    def loadable(self, sequence: KVSequence) -> int:
-        return sequence.prompt_len if sequence.from_peer else 0
+    def loadable(self, sequence: Sequence) -> int:
+        return sequence.prompt_len if sequence.request.mode is Mode.HANDOFF else 0
 
     @property
     def load_cost(self) -> LinearCost:
@@ -163,36 +170,38 @@ class PeerConnectorScheduler:
     def disconnect(self, epoch: str) -> None:
         self._disconnect.append(epoch)
 
-    def load(self, sequence: KVSequence) -> None:
+    def load(self, sequence: Sequence) -> None:
         self._loads[sequence.rid] = _Load(sequence, sequence.num_computed // self._block_size)
         self._events.reserved.append(Reserved(sequence.rid, sequence.num_computed))
 
-    def start_read(
-        self, rid: int, epoch: str, remote_blocks: tuple[int, ...], num_tokens: int, digests: tuple[int, ...]
-    ) -> None:
-        load = self._loads.get(rid)
+    def start_read(self, message: StartRead) -> None:
+        load = self._loads.get(message.rid)
         if load is None:
             return
-        start, end = load.num_announced, -(-num_tokens // self._block_size)
-        order = KVRead(self._next_id, epoch, tuple(load.sequence.blocks[start:end]), remote_blocks)
-        read = _Read(rid, load, order, num_tokens, digests)
-        problem = self._check_announcement(read, load.sequence.prompt_len, end - start)
+        end = self._num_blocks(message.num_tokens)
+        blocks = load.sequence.blocks[load.num_announced : end]
+        problem = self._check_announcement(message, load.sequence.prompt_len, end - load.num_announced)
         if problem:
-            self._events.reads.append(ReadEnded(rid, problem, epoch=epoch))
+            self._events.reads.append(ReadEnded(message.rid, problem, epoch=message.epoch))
             return
+        order = KVRead(self._next_id, message.epoch, tuple(blocks), message.remote_blocks)
         self._next_id += 1
         load.num_announced = end
         load.reads.add(order.read_id)
-        self._reads[order.read_id] = read
+        self._reads[order.read_id] = _Read(message, order, load)
         self._orders.append(order)
-        self._started.append(rid)
+        self._started.append(message.rid)
 
-    def finish_load(self, sequence: KVSequence) -> None:
+    def take_started(self) -> Collection[int]:
+        started, self._started = self._started, []
+        return started
+
+    def finish_load(self, sequence: Sequence) -> None:
         load = self._loads.pop(sequence.rid)
         assert not load.reads, "KV was confirmed before all reads had ended"
-        assert load.num_announced == -(-sequence.prompt_len // self._block_size), "KV was confirmed before all was read"
+        assert load.num_announced == self._num_blocks(sequence.prompt_len), "KV was confirmed before all was read"
 
-    def abandon_load(self, sequence: KVSequence) -> Collection[int]:
+    def abandon_load(self, sequence: Sequence) -> Collection[int]:
         load = self._loads.pop(sequence.rid, None)
         quarantined: set[int] = set()
         for read_id in load.reads if load is not None else ():
@@ -202,19 +211,18 @@ class PeerConnectorScheduler:
             quarantined.update(read.order.local_blocks)
         return quarantined
 
-    def take_started(self) -> Collection[int]:
-        started, self._started = self._started, []
-        return started
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
 
-    def _check_announcement(self, read: _Read, prompt_len: int, num_missing: int) -> str:
+    def _check_announcement(self, message: StartRead, prompt_len: int, num_missing: int) -> str:
         """Return why a peer's announcement of blocks is wrong, or an empty string."""
-        num_tokens, num_blocks = read.num_tokens, len(read.order.remote_blocks)
+        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
         if num_tokens > prompt_len or (num_tokens % self._block_size and num_tokens != prompt_len):
             return f"the peer named blocks up to token {num_tokens} of a prompt of {prompt_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
-        if self._digests is not None and len(read.digests) != num_blocks:
-            return f"the peer named {num_blocks} blocks with {len(read.digests)} digests"
+        if self._digests is not None and len(message.digests) != num_blocks:
+            return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
         return ""
 
     # ------------------------------------------------------------ orders and results
@@ -245,45 +253,45 @@ class PeerConnectorScheduler:
         """Free the blocks of abandoned reads; report the others, once their digests are checked."""
         for result in results:
             read = self._reads.pop(result.read_id)
+            blocks = read.order.local_blocks
             sizes = (result.num_bytes, result.num_descriptors, result.seconds)
-            ended = ReadEnded(read.rid, result.error, *sizes, epoch=read.order.epoch)
+            ended = ReadEnded(read.message.rid, result.error, *sizes, epoch=read.order.epoch)
             if not result.error:
-                self._cost.add(len(read.order.local_blocks) * self._block_size, result.seconds)
+                self._cost.add(len(blocks) * self._block_size, result.seconds)
             if read.load is None:
-                self._pool.drop(read.order.local_blocks, Use.QUARANTINED)
+                self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
             if self._digests is None or read.load is None or result.error:
                 self._events.reads.append(ended)
             else:
-                compare = partial(self._compare, read, ended)
-                self._digests.order(read.order.local_blocks, read.num_tokens, compare)
+                self._digests.order(blocks, read.message.num_tokens, partial(self._compare, read, ended))
 
     def _compare(self, read: _Read, ended: ReadEnded, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
-        corrupt = [index for index, digest in enumerate(found) if digest != read.digests[index]]
-        if corrupt and self._loads.get(read.rid) is read.load:
+        expected = read.message.digests
+        corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
+        if corrupt and self._loads.get(ended.rid) is read.load:
             index = corrupt[0]
-            block = -(-read.num_tokens // self._block_size) - len(found) + index
-            announced, arrived = read.digests[index] % 2**64, found[index] % 2**64
+            block = self._num_blocks(read.message.num_tokens) - len(found) + index
             text = (
                 f"checksum of {len(corrupt)} of {len(found)} blocks differs: block {block} of the prompt, "
-                f"{read.order.remote_blocks[index]} at the peer, was announced with {announced:#018x} and arrived with "
-                f"{arrived:#018x}"
+                f"{read.order.remote_blocks[index]} at the peer, was announced with {expected[index] % 2**64:#018x} "
+                f"and arrived with {found[index] % 2**64:#018x}"
             )
             ended = msgspec.structs.replace(ended, error=text, num_corrupt=len(corrupt))
         self._events.reads.append(ended)
 
     # ------------------------------------------------------------ leases on P
 
-    def computed(self, sequence: KVSequence) -> None:
+    def computed(self, sequence: Sequence) -> None:
         """Lease the full blocks that the peer lacks, and with the end of the prompt its last block; announce them."""
         if not sequence.for_peer:
             return
         size, lease = self._block_size, self._leases.get(sequence.rid)
-        start = lease.num_announced if lease is not None else sequence.skip_tokens // size
+        start = lease.num_announced if lease is not None else sequence.request.skip_tokens // size
         complete = sequence.num_computed >= sequence.prompt_len
-        end = -(-sequence.prompt_len // size) if complete else sequence.num_computed // size
+        end = self._num_blocks(sequence.prompt_len) if complete else sequence.num_computed // size
         if end <= start:
             return
         blocks = sequence.blocks[start:end]
@@ -303,10 +311,5 @@ class PeerConnectorScheduler:
             self._pool.drop(lease.blocks, Use.LEASED)
 
     def _announce(self, leased: Leased, digests: tuple[int, ...]) -> None:
-        # A lease that has ended meanwhile is announced, too, as without digests: the front waits for the last part.
+        # Also for a lease that has ended meanwhile: the frontend waits for the announcement of the last part.
         self._events.leased.append(msgspec.structs.replace(leased, digests=digests))
-
-    # ------------------------------------------------------------ KV events
-
-    def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        return self._pool.events.take()

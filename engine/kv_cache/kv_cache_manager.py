@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from engine.kv_cache.block_pool import BlockPool, Use
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.request import Sequence
-from pdserve.protocols import KVConnectorScheduler
 
 
 class KVCacheManager:

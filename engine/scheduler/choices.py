@@ -15,8 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
-from engine.ipc.event_batch import EventBatch
-from engine.ipc.messages import DecodeAheadEnded, Outputs, Prefilled
+from engine.ipc.messages import Batch, DecodeAheadEnded, Outputs, Prefilled
 from engine.request import Request, Sequence, finish_reason
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from pdserve.hashing import BlockHashes
@@ -27,7 +26,7 @@ class ChoiceManager:
     """Makes sequences of requests, and output events of samples."""
 
     def __init__(
-        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: EventBatch
+        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: Batch
     ) -> None:
         self._block_size = block_size
         self._constraints = constraints
@@ -61,7 +60,7 @@ class ChoiceManager:
             reason = self._reason(request, sample.token_id, sequence.num_outputs)
             if sequence.for_peer and len(token_ids) == sequence.max_length:
                 reason = FinishReason.LENGTH
-        self._events.add_output(request.rid, sequence.choice, sample, reason)
+        self._events.outputs.add(request.rid, sequence.choice, sample, reason)
         if reason is not None:
             return False
         self._constraints.sampled(sequence)
@@ -76,7 +75,7 @@ class ChoiceManager:
         self._emit_prefilled(request)
         for choice, sample in enumerate(samples):
             reason = self._reason(request, sample.token_id, 1)
-            self._events.add_output(request.rid, choice, sample, reason)
+            self._events.outputs.add(request.rid, choice, sample, reason)
             if reason is None:
                 request.branches[choice] = array("I", (sample.token_id,))
         sequence.token_ids.append(samples[0].token_id)
@@ -92,7 +91,7 @@ class ChoiceManager:
         self._emit_prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, sample in enumerate(samples):
-            self._events.add_output(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
+            self._events.outputs.add(request.rid, choice, sample, FinishReason.LENGTH if ends else None)
         if ends:
             return False
         self._constraints.sampled(sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.ipc.event_batch import EventBatch
+from engine.ipc.messages import Batch
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from engine.scheduler.waiting_queue import WaitingQueue
@@ -11,7 +11,7 @@ from engine.scheduler.waiting_queue import WaitingQueue
 class LiveSequences:
     """Waiting, loading and running sequences; each is in one of these states."""
 
-    def __init__(self, kv: KVCacheManager, events: EventBatch) -> None:
+    def __init__(self, kv: KVCacheManager, events: Batch) -> None:
         self.waiting = WaitingQueue()
         self.loading: dict[int, Sequence] = {}  # by rid: the connector loads the prompt into held blocks
         self.running: dict[int, Sequence] = {}  # by seq, in order of admission
@@ -81,7 +81,7 @@ class LiveSequences:
 
     def _free(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
-        self._events.status_changed = True
+        self._events.blocks_freed = True
 
     def _drop_in_runner(self, sequence: Sequence) -> None:
         if sequence.sent_blocks >= 0:

@@ -23,10 +23,9 @@ from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.event_batch import EventBatch
-from engine.ipc.messages import Batch, Mode, Outputs, Scored, Status, Submit, Totals
+from engine.ipc.messages import Batch, Mode, Outputs, Refused, Scored, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.connector_scheduler import NullConnectorScheduler
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
@@ -36,10 +35,9 @@ from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.step_builder import StepBuilder
 from engine.throughput_meter import ThroughputMeter
-from pdserve.protocols import KVConnectorScheduler
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 
-ConnectorFactory = Callable[[BlockPool, EventBatch, int], KVConnectorScheduler]  # the last is the block size
+ConnectorFactory = Callable[[BlockPool, Batch, int], KVConnectorScheduler]  # the last is the block size
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
 
@@ -62,7 +60,7 @@ class Scheduler:
         max_waiting: int,
         stages: int = 1,
         eos_token_ids: Collection[int] = (),
-        connector: ConnectorFactory = NullConnectorScheduler,
+        connector: ConnectorFactory = KVConnectorScheduler,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -73,7 +71,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks)
-        self.events = EventBatch()
+        self.events = Batch()
         self.totals = Totals()
         self.meter = ThroughputMeter()
         self.connector = connector(self.pool, self.events, block_size)
@@ -99,10 +97,10 @@ class Scheduler:
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.events.refuse(request.rid, "RequestTooLong", text)
+            self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
         elif self._num_waiting >= self._max_waiting:
             text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
-            self.events.refuse(request.rid, "Overloaded", text)
+            self.events.refused.append(Refused(request.rid, "Overloaded", text))
         else:
             request.waits_since = self._clock()
             if not self._constraints.holds(request):
@@ -141,7 +139,7 @@ class Scheduler:
         """Drop a request and the lease on its blocks."""
         self.cancel(rid)
         self.connector.free_lease(rid)
-        self.events.status_changed = True
+        self.events.blocks_freed = True
 
     # ------------------------------------------------------------ a step
 
@@ -182,7 +180,7 @@ class Scheduler:
 
     def take_events(self) -> Batch | None:
         """Return the events since the last call as one message; None if there are none."""
-        self.totals.sampled_tokens += self.events.num_outputs
+        self.totals.sampled_tokens += len(self.events.outputs.rids)
         return self.events.take(self.status(), *self.connector.take_events()) if self.events else None
 
     def status(self) -> Status:
@@ -203,7 +201,8 @@ class Scheduler:
 
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
-        waiting = sum(s.prompt_len - max(0, s.cached_at_lookup) for s in self._live.waiting if not s.from_peer)
+        loadable = self.connector.loadable
+        waiting = sum(s.prompt_len - max(0, s.cached_at_lookup, loadable(s)) for s in self._live.waiting)
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
@@ -215,7 +214,7 @@ class Scheduler:
         for request in ready:
             self._live.queue(self._choices.lead_sequence(request))
         for rid, error in failed:
-            self.events.refuse(rid, type(error).__name__, str(error))
+            self.events.refused.append(Refused(rid, type(error).__name__, str(error)))
             self.cancel(rid)
 
     def _add_running(self, builder: StepBuilder) -> bool:

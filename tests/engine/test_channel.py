@@ -27,27 +27,27 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def test_messages_split_anywhere_arrive_complete(ends: tuple[Channel, socket.socket]) -> None:
-    channel, front = ends
+    channel, frontend = ends
     submit = Submit(7, b"\1\0\0\0" * 5, SamplingParams(max_tokens=3, logit_bias={4: 1.5}), Mode.LEASE)
     data = framed(submit) + framed(Cancel(7))
     received = []
     for start in range(0, len(data), 11):
-        front.sendall(data[start : start + 11])
+        frontend.sendall(data[start : start + 11])
         received += channel.receive(wait=True)
     assert received == [submit, Cancel(7)]
     assert channel.receive(wait=False) == []
 
 
 def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, socket.socket]) -> None:
-    channel, front = ends
-    outputs = OutputTokens(tuple(range(1000)), (0,) * 1000, bytes(4000))
+    channel, frontend = ends
+    outputs = OutputTokens(list(range(1000)), [0] * 1000, [7] * 1000)
     for _ in range(200):
         channel.send(Batch(STATUS, outputs=outputs))
     received = bytearray()
     decoder = msgspec.msgpack.Decoder(FromEngine)
     for _ in range(200):
         while len(received) < 4 or len(received) < 4 + FRAME_HEADER.unpack_from(received)[0]:
-            received += front.recv(1 << 20)
+            received += frontend.recv(1 << 20)
             channel.receive(wait=False)
         end = 4 + FRAME_HEADER.unpack_from(received)[0]
         assert decoder.decode(received[4:end]) == Batch(STATUS, outputs=outputs)
@@ -61,7 +61,7 @@ def test_wake_ends_a_wait(ends: tuple[Channel, socket.socket]) -> None:
 
 
 def test_end_of_the_frontend_closes_the_channel(ends: tuple[Channel, socket.socket]) -> None:
-    channel, front = ends
-    front.close()
+    channel, frontend = ends
+    frontend.close()
     with pytest.raises(ChannelClosed):
         channel.receive(wait=True)

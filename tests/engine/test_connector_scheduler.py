@@ -7,12 +7,10 @@ from array import array
 import pytest
 from toy_node import BLOCK, Node
 
-from engine.ipc.event_batch import EventBatch
-from engine.ipc.messages import Batch, Mode, Submit
+from engine.ipc.messages import Batch, Mode, StartRead, Submit
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.connector_scheduler import NullConnectorScheduler, PeerConnectorScheduler
+from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.scheduler.scheduler import Scheduler
-from pdserve.protocols import KVConnectorScheduler
 from pdserve.records import (
     NO_ORDERS,
     KVConnectorOutput,
@@ -25,9 +23,9 @@ from pdserve.records import (
 from pdserve.throughput import LinearCost
 
 
-def test_both_implementations_satisfy_the_protocol() -> None:
-    for kind in (NullConnectorScheduler, PeerConnectorScheduler):
-        connector: KVConnectorScheduler = kind(BlockPool(4), EventBatch(), BLOCK)
+def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:
+    for kind in (KVConnectorScheduler, PeerConnectorScheduler):
+        connector: KVConnectorScheduler = kind(BlockPool(4), Batch(), BLOCK)
         assert connector.load_cost == LinearCost()
         assert (connector.has_orders, connector.take_orders()) == (False, NO_ORDERS)
 
@@ -38,6 +36,7 @@ def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
     )
     prompt = array("I", range(10)).tobytes()
     scheduler.submit(Submit(1, prompt, SamplingParams(max_tokens=1), Mode.HANDOFF))
+    assert scheduler.status().backlog == 10
     plan = scheduler.plan()
     assert [(each.num_tokens, each.num_samples) for each in plan.scheduled] == [(10, 1)]
 
@@ -54,7 +53,7 @@ def test_loads_are_measured_as_the_cost_of_tokens() -> None:
     connector = node.scheduler.connector
     assert connector.load_cost == LinearCost()
     load(node, 1, 10 * BLOCK)
-    connector.start_read(1, "epoch", tuple(range(8)), 8 * BLOCK, ())
+    connector.start_read(StartRead(1, "epoch", tuple(range(8)), 8 * BLOCK))
     (order,) = connector.take_orders().reads
     result = ReadResult(order.read_id, seconds=0.5)
     connector.update(ModelRunnerOutput(StepOutput(0), KVConnectorOutput((result,))))
@@ -64,7 +63,7 @@ def test_loads_are_measured_as_the_cost_of_tokens() -> None:
 
 
 def test_orders_are_taken_once() -> None:
-    connector = PeerConnectorScheduler(BlockPool(4), EventBatch(), BLOCK)
+    connector = PeerConnectorScheduler(BlockPool(4), Batch(), BLOCK)
     peer = Peer("p", "epoch", ())
     connector.connect(peer)
     connector.disconnect("earlier")

@@ -24,7 +24,7 @@ def batch(
     cached: tuple[int, ...] = (), evicted: tuple[int, ...] = (), running: int = 0, free: int = 10, total: int = 10
 ) -> Batch:
     status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals())
-    return Batch(status, cached=tuple(map(block_hash, cached)), evicted=tuple(map(block_hash, evicted)))
+    return Batch(status, cached=list(map(block_hash, cached)), evicted=list(map(block_hash, evicted)))
 
 
 def block_hash(number: int) -> bytes:

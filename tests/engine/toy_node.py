@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from toy import Slot, ToyRunner
@@ -108,10 +109,10 @@ class Node:
     def step(self) -> Batch:
         self.engine.step()
         batches = self.received()
-        lists = {
-            name: tuple(chain.from_iterable(getattr(part, name) for part in batches))
+        lists: dict[str, Any] = {
+            name: list(chain.from_iterable(getattr(part, name) for part in batches))
             for name in Batch.__struct_fields__
-            if name not in ("status", "outputs")
+            if name not in ("status", "outputs", "blocks_freed")
         }
         batch = Batch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
         for scored in batch.scored:
@@ -182,11 +183,11 @@ class Node:
 def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
     """Return the output tokens of several batches as one."""
     rows = [row for part in parts for row in part.rows()]
-    rids, choices, token_ids, finish, logprobs = zip(*rows, strict=True) if rows else ((),) * 5
+    rids, choices, token_ids, finish, logprobs = map(list, zip(*rows, strict=True)) if rows else ([] for _ in range(5))
     return OutputTokens(
         rids,
         choices,
-        array("I", token_ids).tobytes(),
+        token_ids,
         {index: reason for index, reason in enumerate(finish) if reason is not None},
         {index: found for index, found in enumerate(logprobs) if found is not None},
     )
