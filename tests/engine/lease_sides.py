@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappush
 from itertools import count
 
-from slow_connector import SlowConnector
-from toy import ToyRunner, reference
+from toy import reference
 from toy_node import BLOCK, Node
 
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, ToPeer
@@ -29,11 +29,42 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING
 from prefill_node.leases import LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
-P_BLOCKS, D_BLOCKS = 14, 12
-AHEAD = 2  # tokens after the first
-Tokens = tuple[int, ...]  # of the only choice: first one token, then those that P decodes ahead
+Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
 StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
 KINDS = {pb.ExtendRequest: "extend", pb.ReleaseRequest: "release", pb.Cancel: "cancel"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request to D. The first ``done`` tokens of each choice come from another D, unless a choice ends with them."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    mode: Mode = Mode.HANDOFF
+    done: int = 0
+    ahead: int = 0  # tokens that P may decode ahead
+
+    @cached_property
+    def resume(self) -> dict[int, list[int]]:
+        """Output so far of each resumed choice; empty for a new request."""
+        return {choice: whole[: self.done] for choice, whole in enumerate(self._whole) if 0 < self.done < len(whole)}
+
+    @cached_property
+    def expected(self) -> list[list[int]]:
+        """Tokens that D must output, by choice."""
+        return [whole[self.done :] for whole in self._whole] if self.resume else self._whole
+
+    @property
+    def prefill_sampling(self) -> SamplingParams:
+        """Sampling parameters for P."""
+        return SamplingParams(max_tokens=1) if self.resume else self.sampling
+
+    @cached_property
+    def _whole(self) -> list[list[int]]:
+        sampling = self.sampling
+        return [
+            reference(self.prompt, choice, sampling.max_tokens, sampling.stop_token_ids) for choice in range(sampling.n)
+        ]
 
 
 @dataclass
@@ -42,14 +73,14 @@ class Call:
 
     rid: int  # on D
     epoch: str
-    prompt: list[int]
-    max_tokens: int
+    job: Job
     skip: int
     handoff: Handoff
     open: bool = True  # to D
     events: deque[StreamEvent] = field(default_factory=deque)
     announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
     num_reads: int = 0  # in flight
+    expired_early: bool = False  # P has broken its promise, and D must notice
     given_back: list[str] = field(default_factory=list)  # "cancel" and "release" that D has sent
 
 
@@ -73,13 +104,13 @@ class Reply:
 class PrefillSide:
     """P's LeaseTable and engine, with a minimal frontend."""
 
-    def __init__(self, depth: tuple[int, int]) -> None:
-        self.node = Node(P_BLOCKS, *depth)
+    def __init__(self, node: Node) -> None:
+        self.node = node
         self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
         self._numbers = count(1)
         self._calls: dict[int, Call] = {}  # by lease; not ended
         self._samples: dict[int, Tokens] = {}
-        self._computing: set[int] = set()  # leases whose last blocks have not been announced
+        self._unleased: dict[int, Job] = {}  # by lease, until its last blocks are announced
 
     @property
     def epoch(self) -> str:
@@ -90,9 +121,9 @@ class PrefillSide:
         self.table.accept(lease)
         self._calls[lease] = call
         self._samples[lease] = ()
-        self._computing.add(lease)
-        sampling = SamplingParams(max_tokens=call.max_tokens)
-        self.node.submit(lease, call.prompt, sampling, Mode.LEASE, call.skip, decode_ahead=AHEAD)
+        self._unleased[lease] = call.job
+        job = call.job
+        self.node.submit(lease, job.prompt, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
         call.events.append(pb.PrefillEvent(accepted=pb.Accepted(lease=lease)))
 
     def release(self, epoch: str, lease: int) -> bool:
@@ -112,10 +143,20 @@ class PrefillSide:
         for lease in self.table.expire(now):
             self._free(lease)
 
+    def expire_lease(self, call: Call, now: float) -> None:
+        """Let the time of a call's lease pass, and of no other, as if P's clock was wrong."""
+        call.expired_early = True
+        for lease in [lease for lease, mine in self._calls.items() if mine is call]:
+            entry = self.table._leases[lease]
+            if entry.granted:
+                entry.ends = now
+                heappush(self.table._heap, (now, lease))
+        self.expire(now)
+
     def step(self, now: float) -> None:
         batch = self.node.step()
         for rid, _, token_id, *_ in batch.outputs.rows():
-            if rid in self._computing:
+            if rid in self._unleased:
                 self._samples[rid] += (token_id,)
             elif (call := self._calls.get(rid)) is not None:
                 call.events.append((token_id,))
@@ -123,46 +164,60 @@ class PrefillSide:
             self._announce(leased, now)
 
     def _announce(self, leased: Leased, now: float) -> None:
-        lease, samples = leased.rid, self._samples[leased.rid]
-        if not self.table.announce(lease, bool(samples), now):
+        lease, job = leased.rid, self._unleased.get(leased.rid)
+        complete = job is not None and leased.num_tokens == len(job.prompt)
+        if not self.table.announce(lease, complete, now):
             return
-        if samples:
-            self._computing.discard(lease)
+        assert job is not None, "blocks follow the last ones of a prompt"
+        samples, num_choices = self._samples[lease], job.prefill_sampling.n
+        if complete:
+            assert len(samples) >= num_choices, "the last blocks come before the first tokens"
+            del self._unleased[lease]
         call = self._calls.get(lease)
-        if call is not None:
-            if samples:
-                call.events.append(samples)
-            blocks, num_tokens = leased.block_ids, leased.num_tokens
-            ready = pb.KVReady(lease=lease, lease_ms=int(SECONDS * 1000), block_ids=blocks, num_tokens=num_tokens)
-            call.events.append(pb.PrefillEvent(kv_ready=ready))
+        if call is None:
+            return
+        if complete:
+            call.events.append(samples[:num_choices])
+        ready = pb.KVReady(
+            lease=lease,
+            lease_ms=int(SECONDS * 1000),
+            block_ids=leased.block_ids,
+            num_tokens=leased.num_tokens,
+            digests=leased.digests,
+        )
+        call.events.append(pb.PrefillEvent(kv_ready=ready))
+        if complete:
+            call.events += [(token,) for token in samples[num_choices:]]
 
     def _free(self, lease: int) -> None:
         call = self._calls.pop(lease, None)
-        if lease in self._computing:
-            self._computing.discard(lease)
-            if call is not None:
-                call.events.append(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")))
+        if self._unleased.pop(lease, None) is not None and call is not None:
+            call.events.append(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")))
         self.node.obey(FreeLease(lease))
 
 
 class DecodeSide:
     """D's Handoffs and engine, with a minimal frontend. ``sent`` holds requests to P until the network takes them."""
 
-    def __init__(self, depth: tuple[int, int], memory_of: Callable[[str], ToyRunner | None]) -> None:
-        self.connector = SlowConnector("d", memory_of)
-        self.node = Node(D_BLOCKS, *depth, connector=self.connector)
-        self.connector.runner = self.node.runner
+    def __init__(self, node: Node) -> None:
+        self.node = node
         self.peer = ""  # connected epoch of P
-        self.prompts: dict[int, list[int]] = {}
-        self.wanted: dict[int, SamplingParams] = {}  # requests that have not been cancelled
+        self.jobs: dict[int, Job] = {}  # by rid
+        self.cancelled: set[int] = set()
         self.calls: dict[int, Call] = {}  # by rid, with active handoffs
         self.sent: list[Request] = []
         self._rids = count(1)
 
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
+    @property
+    def wanted(self) -> list[int]:
+        """Requests that have not been cancelled."""
+        return [rid for rid in self.jobs if rid not in self.cancelled]
+
+    def submit(self, job: Job) -> int:
         rid = next(self._rids)
-        self.prompts[rid], self.wanted[rid] = prompt, SamplingParams(max_tokens=max_tokens)
-        self.node.submit(rid, prompt, self.wanted[rid], Mode.HANDOFF)
+        self.jobs[rid] = job
+        self.node.submit(rid, job.prompt, job.sampling, job.mode, resume=job.resume)
+        return rid
 
     def connect(self, p: PrefillSide) -> None:
         if self.peer:
@@ -172,22 +227,48 @@ class DecodeSide:
 
     def cancel(self, rid: int, now: float) -> None:
         self.node.obey(Cancel(rid))
-        del self.wanted[rid]
+        self.cancelled.add(rid)
         if (call := self.calls.get(rid)) is not None:
             self._act(call, call.handoff.give_up(), now)
+
+    def give_up(self, call: Call, now: float) -> None:
+        """Prefill the prompt on D, for no reason of the protocol."""
+        self._act(call, [*call.handoff.give_up(), HandoffFailed(PeerError("given up"))], now)
 
     def step(self, now: float) -> None:
         batch = self.node.step()
         for reserved in batch.reserved:
-            if reserved.rid in self.wanted:
-                self._start(reserved.rid, reserved.cached_tokens, now)
+            if reserved.rid not in self.cancelled:
+                self.start(reserved.rid, reserved.cached_tokens, now)
         for read in batch.reads:
             if read.rid in self.calls:
                 self.calls[read.rid].num_reads -= 1
                 self.on(self.calls[read.rid], read, now)
-        for rid, params in self.wanted.items():
-            tokens = self.node.tokens[rid, 0]
-            assert tokens == reference(self.prompts[rid], 0, params.max_tokens)[: len(tokens)], "a wrong token"
+        for rid, job in self.jobs.items():
+            for choice, expected in enumerate(job.expected):
+                tokens = self.node.tokens[rid, choice]
+                assert tokens == expected[: len(tokens)], "a wrong token"
+
+    def assert_served(self) -> None:
+        """Assert that every request has all of its tokens."""
+        for rid in self.wanted:
+            tokens = [self.node.tokens[rid, choice] for choice in range(self.jobs[rid].sampling.n)]
+            assert tokens == self.jobs[rid].expected, "not served"
+
+    def start(self, rid: int, cached: int, now: float) -> None:
+        """Begin a handoff of the prompt."""
+        job = self.jobs[rid]
+        if cached >= len(job.prompt):
+            self.node.obey(PrefillLocally(rid))
+            return
+        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(job.prompt), now)
+        call = self.calls[rid] = Call(rid, self.peer, job, cached, handoff)
+        self.sent.append(Request("prefill", call))
+
+    def read(self, call: Call, order: StartRead) -> None:
+        """Begin a read."""
+        call.num_reads += 1
+        self.node.obey(order)
 
     def hear(self, call: Call, event: StreamEvent, now: float) -> None:
         """Receive the next event of a stream."""
@@ -219,10 +300,10 @@ class DecodeSide:
                     self.node.obey(PrefillLocally(call.rid, call.handoff.outputs))
                 case pb.ExtendRequest() | pb.ReleaseRequest() | pb.Cancel():
                     self._send(call, action)
+                case StartRead():
+                    assert now < call.handoff.limit, "D begins a read after its limit"
+                    self.read(call, action)
                 case _:
-                    if isinstance(action, StartRead):
-                        assert now < call.handoff.limit, "D begins a read after its limit"
-                        call.num_reads += 1
                     self.node.obey(action)
         if not call.handoff.active:
             self.calls.pop(call.rid, None)
@@ -238,19 +319,16 @@ class DecodeSide:
         self.sent.append(Request(kind, call, message))
 
     def _receive_tokens(self, call: Call, tokens: Tokens, now: float) -> None:
-        handoff = call.handoff
+        handoff, job = call.handoff, call.job
         if handoff.outputs:
             (token,) = tokens
-            handoff.add_next_token(token, call.max_tokens)
+            handoff.add_next_token(token, job.prefill_sampling.max_tokens)
         else:
             handoff.add_first_tokens(tokens)
-        self.node.tokens[call.rid, 0] += tokens
-        if len(handoff.outputs[0]) == call.max_tokens:  # the request has ended
+        if job.resume:
+            return  # the client has these tokens
+        for choice, token in enumerate(tokens):
+            self.node.tokens[call.rid, choice].append(token)
+        if [*map(list, handoff.outputs)] == job.expected:  # the request has ended
             self.node.obey(Cancel(call.rid))
             self._act(call, handoff.give_up(), now)
-
-    def _start(self, rid: int, cached: int, now: float) -> None:
-        prompt = self.prompts[rid]
-        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(prompt), now)
-        call = self.calls[rid] = Call(rid, self.peer, prompt, self.wanted[rid].max_tokens, cached, handoff)
-        self.sent.append(Request("prefill", call))

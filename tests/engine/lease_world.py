@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections import deque
 from itertools import count
 
-from lease_sides import GUARD, SECONDS, Call, DecodeSide, PrefillSide, Reply, Request
-from toy import ToyRunner, reference
-from toy_node import BLOCK
+from lease_sides import GUARD, SECONDS, Call, DecodeSide, Job, PrefillSide, Reply, Request
+from slow_connector import SlowConnector, Transfer
+from toy import ToyRunner
+from toy_node import BLOCK, Node
 
 from decode_node.handoff import Phase
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import SamplingParams
 
+P_BLOCKS, D_BLOCKS = 14, 12
+AHEAD = 2  # tokens that P may decode ahead
 SLOWEST = 0.7  # working clocks: a lease less its margin by such a clock is shorter than a lease and its guard
 
 
@@ -35,12 +39,31 @@ class World:
         self.rate = rate
         self.now = 0.0  # by P's clock
         self.prompts = count()
-        self.p = PrefillSide(self.depth)
-        self.d = DecodeSide(self.depth, self.memory_of)
+        self.p = self.make_p()
+        self.d = self.make_d()
         self.d.connect(self.p)
         self.requests: list[Request] = []
         self.replies: list[Reply] = []
         self.calls: list[Call] = []
+
+    def make_p(self) -> PrefillSide:
+        return PrefillSide(Node(P_BLOCKS, *self.depth))
+
+    def make_d(self) -> DecodeSide:
+        connector = SlowConnector("d", self.memory_of)
+        node = Node(D_BLOCKS, *self.depth, connector=connector)
+        connector.runner = node.runner
+        return DecodeSide(node)
+
+    @property
+    def connector(self) -> SlowConnector:
+        assert isinstance(self.d.node.connector, SlowConnector)
+        return self.d.node.connector
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """Reads of D in flight."""
+        return self.connector.transfers
 
     @property
     def d_now(self) -> float:
@@ -52,28 +75,29 @@ class World:
     # ------------------------------------------------------------ events
 
     def submit(self, length: int, shared: bool, max_tokens: int) -> None:
-        self.d.submit([0 if shared else next(self.prompts) % 900 + 1] * length, max_tokens)
-        self._check()
+        prompt = [0 if shared else next(self.prompts) % 900 + 1] * length
+        self.d.submit(Job(prompt, SamplingParams(max_tokens=max_tokens), ahead=AHEAD))
+        self.check()
 
     def step(self, both: int = 1) -> None:
         """Run a step of each engine."""
         for _ in range(both):
             self.p.step(self.now)
             self.d.step(self.d_now)
-            self._check()
+            self.check()
 
     def wait(self, seconds: float) -> None:
         """Let time pass; neither node looks at its clock yet."""
         self.now += seconds
-        self._check()
+        self.check()
 
     def tick_p(self) -> None:
         self.p.expire(self.now)
-        self._check()
+        self.check()
 
     def tick_d(self) -> None:
         self.d.tick(self.d_now)
-        self._check()
+        self.check()
 
     def deliver(self, request: Request, again: bool = False) -> None:
         """Deliver a request to P; with ``again`` it can be delivered once more."""
@@ -99,7 +123,7 @@ class World:
             case pb.ReleaseRequest(epoch=epoch, lease=lease):
                 stood = p.release(epoch, lease)
                 self.replies.append(Reply(call, pb.PrefillEvent(released=pb.Released(stood=stood))))
-        self._check()
+        self.check()
 
     def talk(self) -> None:
         """Deliver everything in flight except KV."""
@@ -117,57 +141,57 @@ class World:
         self.requests.remove(request)
         if request.kind == "prefill":
             request.call.events.append(PeerError("the connection was lost"))
-        self._check()
+        self.check()
 
     def answer(self, reply: Reply) -> None:
         self.replies.remove(reply)
         self.d.on(reply.call, reply.event, self.d_now)
-        self._check()
+        self.check()
 
     def lose_answer(self, reply: Reply) -> None:
         self.replies.remove(reply)
-        self._check()
+        self.check()
 
     def announce(self, call: Call) -> None:
         """Deliver the next event of a call to D."""
         self.d.hear(call, call.events.popleft(), self.d_now)
-        self._check()
+        self.check()
 
     def break_call(self, call: Call, arrived: int) -> None:
         """Break a call after ``arrived`` of its events in flight; P notices later."""
         call.events = deque([*list(call.events)[:arrived], PeerError("the connection was lost")])
         self.requests.append(Request("hang up", call))
-        self._check()
+        self.check()
 
     def land(self, read_id: int) -> None:
         """Land one more block of a read, or end the read."""
-        if self.memory_of(self.d.connector.transfers[read_id].epoch) is None:
-            self.d.connector.fail(read_id)
+        if self.memory_of(self.transfers[read_id].epoch) is None:
+            self.connector.fail(read_id)
         else:
-            self.d.connector.land(read_id)
-        self._check()
+            self.connector.land(read_id)
+        self.check()
 
     def fail(self, read_id: int) -> None:
-        self.d.connector.fail(read_id)
-        self._check()
+        self.connector.fail(read_id)
+        self.check()
 
     def cancel(self, rid: int) -> None:
         self.d.cancel(rid, self.d_now)
-        self._check()
+        self.check()
 
     def reconnect(self) -> None:
         """Connect D to the present epoch of P, again if it is connected."""
         self.d.connect(self.p)
-        self._check()
+        self.check()
 
     def restart_p(self) -> None:
         """Restart P: memory, leases and calls are lost; messages in flight arrive at its next epoch."""
         self.p.node.close()
-        self.p = PrefillSide(self.depth)
+        self.p = self.make_p()
         for call in self.calls:
             if call.open:
                 call.events = deque([*call.events, PeerError("the connection was lost")])
-        self._check()
+        self.check()
 
     def restart_d(self) -> None:
         """Restart D: reads and handoffs are lost; its messages in flight still arrive."""
@@ -177,13 +201,13 @@ class World:
         self.calls.clear()
         self.replies.clear()
         self.d.node.close()
-        self.d = DecodeSide(self.depth, self.memory_of)
+        self.d = self.make_d()
         self.d.connect(self.p)
-        self._check()
+        self.check()
 
     # ------------------------------------------------------------ invariants
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Check the invariants between the nodes; each node checks its own block counts."""
         for request in self.d.sent:
             self.requests.append(request)
@@ -202,17 +226,18 @@ class World:
             handoff = call.handoff
             if call.epoch != self.p.epoch or handoff.phase is not Phase.READING or self.d_now >= handoff.limit:
                 continue
+            if call.expired_early:
+                continue
             leased = self.p.node.leased.get(handoff._lease, ())
             for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
-                tokens = call.prompt[start : start + BLOCK]
+                tokens = call.job.prompt[start : start + BLOCK]
                 found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
                 assert found == tokens, f"block {block} was changed while D may read it"
 
     def _check_quarantine(self) -> None:
         """Transfers in flight write only to blocks of their own request or to quarantined blocks."""
-        transfers = self.d.connector.transfers.values()
-        landing = [local for transfer in transfers for local in transfer.order.local_blocks]
+        landing = [local for transfer in self.transfers.values() for local in transfer.order.local_blocks]
         assert len(landing) == len(set(landing)), "two transfers write to one block"
         node = self.d.node
         assert node.scheduler.pool.count_free(landing) == 0, "a transfer writes to a free block"
@@ -228,12 +253,12 @@ class World:
                 if not (self.requests or self.replies or any(call.events for call in self.calls)):
                     break
                 self.talk()
-            for read_id in list(self.d.connector.transfers):
-                while read_id in self.d.connector.transfers:
+            for read_id in list(self.transfers):
+                while read_id in self.transfers:
                     self.land(read_id)
             self.step()
             self.tick_d()
-            if self._at_rest:
+            if self.at_rest:
                 break
             if self.p.node.engine.idle and self.d.node.engine.idle:
                 self.wait(0.5)
@@ -242,8 +267,7 @@ class World:
             raise AssertionError("requests or leases do not end")
         self.wait(2 * (SECONDS + GUARD))
         self.tick_p()
-        for rid, params in self.d.wanted.items():
-            assert self.d.node.tokens[rid, 0] == reference(self.d.prompts[rid], 0, params.max_tokens), "not served"
+        self.d.assert_served()
         self.d.node.assert_all_free()
         self.p.node.assert_all_free()
 
@@ -252,7 +276,7 @@ class World:
         self.d.node.close()
 
     @property
-    def _at_rest(self) -> bool:
+    def at_rest(self) -> bool:
         status = self.d.node.scheduler.status()
         if self.d.calls or self.requests or status.quarantined or status.waiting:
             return False

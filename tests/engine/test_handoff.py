@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
-from toy_fleet import STAGES, Fleet, Job
-from toy_node import DEPTHS, Node
+from toy_node import DEPTHS
 
 from engine.ipc.messages import Mode
 from pdserve.records import SamplingParams
@@ -40,7 +40,7 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
     Most prompts take several steps on P and are read meanwhile.
     """
     jobs = [
-        Job(
+        ScriptedJob(
             [7 if shared else rid] * length,
             SamplingParams(max_tokens=max_tokens, n=n),
             what=what,
@@ -49,9 +49,9 @@ def test_tokens_are_exact_with_a_fault_at_any_stage(
         )
         for rid, (length, max_tokens, n, shared, what, when, ahead) in enumerate(requests)
     ]
-    fleet = Fleet(Node(96, *depth), Node(72, *depth), jobs)
-    fleet.run()
-    fleet.close()
+    world = ScriptedWorld(depth, (96, 72), jobs)
+    world.run()
+    world.close()
 
 
 @each_depth
@@ -75,29 +75,31 @@ def test_tokens_are_exact_with_digests(
 ) -> None:
     """Also if wrong digests are announced from some stage on."""
     jobs = [
-        Job([7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when, ahead=ahead)
+        ScriptedJob(
+            [7 if shared else rid] * length, SamplingParams(max_tokens=6, n=n), what=what, when=when, ahead=ahead
+        )
         for rid, (length, n, shared, what, when, ahead) in enumerate(requests)
     ]
-    fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), jobs)
-    fleet.run()
-    fleet.close()
+    world = ScriptedWorld(depth, (96, 72), jobs, checksum=True)
+    world.run()
+    world.close()
 
 
 @each_depth
 @pytest.mark.parametrize("length", [4, 16, 30, 59])
 def test_blocks_that_changed_after_their_announcement_are_not_used(depth: tuple[int, int], length: int) -> None:
-    job = Job([3] * length, SamplingParams(max_tokens=6), what="overwrite", when="leased")
-    fleet = Fleet(Node(96, *depth, kv_checksum=True), Node(72, *depth, kv_checksum=True), [job])
-    fleet.run()
-    assert fleet.d.runner.num_tokens == length + 5, "D has computed the prompt itself"
-    fleet.close()
+    job = ScriptedJob([3] * length, SamplingParams(max_tokens=6), what="overwrite", when="leased")
+    world = ScriptedWorld(depth, (96, 72), [job], checksum=True)
+    world.run()
+    assert world.d.node.runner.num_tokens == length + 5, "D has computed the prompt itself"
+    world.close()
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw: st.DrawFn) -> ScriptedJob:
     prompt = [draw(st.integers(5, 8))] * draw(st.integers(1, 24) | st.integers(25, 36))
     stop_at = draw(st.integers(0, 10))
-    return Job(
+    return ScriptedJob(
         prompt,
         SamplingParams(
             max_tokens=draw(st.integers(1, 12)),
@@ -117,24 +119,24 @@ def jobs(draw: st.DrawFn) -> Job:
 @given(jobs=st.lists(jobs(), min_size=1, max_size=10), blocks=st.tuples(st.integers(12, 32), st.integers(12, 32)))
 @settings(max_examples=80, deadline=None)
 def test_tokens_are_exact_with_a_fault_at_any_time(
-    depth: tuple[int, int], jobs: list[Job], blocks: tuple[int, int]
+    depth: tuple[int, int], jobs: list[ScriptedJob], blocks: tuple[int, int]
 ) -> None:
     """With arrivals, stops, preemption, shared prefixes and steps in flight on both nodes.
 
     Some requests are new, others resume the output of another D.
     """
-    fleet = Fleet(Node(blocks[0], *depth), Node(blocks[1], *depth), jobs)
-    fleet.run()
-    fleet.close()
+    world = ScriptedWorld(depth, blocks, jobs)
+    world.run()
+    world.close()
 
 
 @each_depth
 @pytest.mark.parametrize("num_blocks", [16, 17, 18])
 def test_a_prompt_for_a_peer_is_not_preempted(depth: tuple[int, int], num_blocks: int) -> None:
     """P lacks blocks for a decoding sequence: blocks that D may read cannot be freed for it."""
-    job = Job(list(range(100, 160)), SamplingParams(max_tokens=6))
-    fleet = Fleet(Node(num_blocks, *depth), Node(36, *depth), [job])
-    fleet.p.submit(99, [1] * 3, SamplingParams(max_tokens=20), Mode.LOCAL)
-    fleet.run()
-    assert fleet.p.tokens[99, 0] == reference([1] * 3, 0, 20)
-    fleet.close()
+    job = ScriptedJob(list(range(100, 160)), SamplingParams(max_tokens=6))
+    world = ScriptedWorld(depth, (num_blocks, 36), [job])
+    world.p.node.submit(99, [1] * 3, SamplingParams(max_tokens=20), Mode.LOCAL)
+    world.run()
+    assert world.p.node.tokens[99, 0] == reference([1] * 3, 0, 20)
+    world.close()

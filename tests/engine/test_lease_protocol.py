@@ -104,7 +104,7 @@ class LeaseProtocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.d.wanted)
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
-        rids = list(self.world.d.wanted)
+        rids = self.world.d.wanted
         self.world.cancel(rids[pick % len(rids)])
 
     @rule()
@@ -141,7 +141,7 @@ class LeaseProtocol(RuleBasedStateMachine):
 
     @property
     def _reads(self) -> list[int]:
-        return list(self.world.d.connector.transfers)
+        return list(self.world.transfers)
 
 
 TestLeaseProtocol = pytest.mark.timeout(400)(LeaseProtocol.TestCase)  # shrinking a failure takes a while

@@ -1,0 +1,159 @@
+"""World with the local connector, and requests whose faults are scripted. Messages are neither lost nor reordered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+from lease_sides import Call, DecodeSide, Job, PrefillSide, StreamEvent
+from lease_world import World
+from slow_connector import Transfer
+from toy_node import Node
+
+from decode_node.handoff import Event
+from engine.ipc.messages import ReadEnded, StartRead
+from pdserve.pb import pdserve_pb2 as pb
+
+STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")
+TICK = 0.01  # seconds per step of an engine; some requests extend their leases
+
+
+@dataclass(frozen=True)
+class ScriptedJob(Job):
+    """A request to D. ``what`` happens to it ``when``: at a stage, or a number of steps after its arrival.
+
+    "cancel" and "give up" come from D; "break": its reads fail from then on; "expire": P's lease ends. With digests:
+    "corrupt": later digests are announced wrong; "overwrite": P's blocks change after their announcement.
+    """
+
+    arrival: int = 0
+    what: str = ""
+    when: str | int = ""
+
+
+class ScriptedDecodeSide(DecodeSide):
+    """Applies the faults of requests at their stages."""
+
+    def __init__(self, node: Node, world: ScriptedWorld) -> None:
+        super().__init__(node)
+        self._world = world
+
+    def start(self, rid: int, cached: int, now: float) -> None:
+        super().start(rid, cached, now)
+        self._world.reached(rid, "reserved")
+
+    def hear(self, call: Call, event: StreamEvent, now: float) -> None:
+        if not isinstance(event, pb.PrefillEvent) or not event.HasField("kv_ready"):
+            super().hear(call, event, now)
+            return
+        part = "" if event.kv_ready.num_tokens == len(call.job.prompt) else "part "
+        self._world.reached(call.rid, part.strip() or "leased")
+        super().hear(call, event, now)
+        self._world.reached(call.rid, part + "reading")
+
+    def on(self, call: Call, event: Event, now: float) -> None:
+        if isinstance(event, ReadEnded):
+            self._world.check_read(event)
+            if call.handoff.announced < len(call.job.prompt):
+                self._world.reached(call.rid, "part read")
+            elif not call.num_reads:
+                self._world.reached(call.rid, "read")
+        super().on(call, event, now)
+
+    def read(self, call: Call, order: StartRead) -> None:
+        super().read(call, self._world.sabotaged(order))
+
+
+class ScriptedWorld(World):
+    """Requests are numbered from 1, in the order of their arrival."""
+
+    def __init__(
+        self, depth: tuple[int, int], blocks: tuple[int, int], jobs: list[ScriptedJob], *, checksum: bool = False
+    ) -> None:
+        """``blocks`` are the KV blocks of P and D; ``checksum`` turns digests on."""
+        self._blocks = blocks
+        self._checksum = checksum
+        self._arrivals = sorted(jobs, key=lambda job: job.arrival)
+        self._broken: set[int] = set()
+        self._corrupt: set[int] = set()  # including reads after the end of a lease
+        self._num_steps = 0
+        super().__init__(depth, 1.0)
+
+    def make_p(self) -> PrefillSide:
+        return PrefillSide(Node(self._blocks[0], *self.depth, kv_checksum=self._checksum))
+
+    def make_d(self) -> DecodeSide:
+        return ScriptedDecodeSide(Node(self._blocks[1], *self.depth, kv_checksum=self._checksum), self)
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        return {}  # the local connector's own
+
+    def run(self) -> None:
+        """Run all requests to their end. Then all tokens are right, and no lease has to expire for free blocks."""
+        for _ in range(3000):
+            self._step()
+            if not self._arrivals and self.at_rest:
+                break
+        else:
+            raise AssertionError("requests do not end")
+        self.d.assert_served()
+        self.d.node.assert_all_free()
+        self.p.node.assert_all_free()
+
+    def reached(self, rid: int, stage: str | int) -> None:
+        """Apply the request's fault if it is due at this stage."""
+        job = self.d.jobs[rid]
+        assert isinstance(job, ScriptedJob)
+        if job.when != stage:
+            return
+        call = self.d.calls.get(rid)
+        if job.what == "cancel":
+            self.cancel(rid)
+        elif job.what == "break":
+            self._broken.add(rid)
+        elif job.what in ("corrupt", "overwrite"):
+            self._corrupt.add(rid)
+        elif call is not None and job.what == "expire":
+            self._corrupt.add(rid)
+            self.p.expire_lease(call, self.now)
+        elif call is not None:
+            self.d.give_up(call, self.d_now)
+
+    def sabotaged(self, order: StartRead) -> StartRead:
+        """Return the read with the request's fault."""
+        job = self.d.jobs[order.rid]
+        assert isinstance(job, ScriptedJob)
+        if order.rid in self._broken:
+            return msgspec.structs.replace(order, epoch="unknown")
+        if order.rid in self._corrupt and job.what == "corrupt":
+            return msgspec.structs.replace(order, digests=(order.digests[0] ^ 1, *order.digests[1:]))
+        if order.rid in self._corrupt and job.what == "overwrite":
+            self.p.node.runner.overwrite(order.remote_blocks[-1])
+        return order
+
+    def check_read(self, ended: ReadEnded) -> None:
+        """Assert that only reads with a fault fail."""
+        expected = ended.rid in self._broken or (ended.num_corrupt and ended.rid in self._corrupt)
+        assert expected or not ended.error, ended
+
+    def _step(self) -> None:
+        while self._arrivals and self._arrivals[0].arrival <= self._num_steps:
+            self.d.submit(self._arrivals.pop(0))
+        for rid, job in list(self.d.jobs.items()):
+            assert isinstance(job, ScriptedJob)
+            if isinstance(job.when, int) and job.arrival + job.when == self._num_steps:
+                self.reached(rid, job.when)
+        self._num_steps += 1
+        if self.d.node.engine.idle and self.p.node.engine.idle:
+            time.sleep(0.0005)  # the connector's thread may be copying: no time passes in this world
+        else:
+            self.wait(TICK)
+        self.step()
+        self.talk()
+        self.tick_d()
+
+    def _check_promises(self) -> None:
+        if not self._checksum:  # P's blocks may change, and with digests Node does not know which are leased
+            super()._check_promises()
