@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable
+from functools import partial
 from typing import Any
 
 from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request, check_skip
 from engine.frontend.stream_writer import StreamWriter
-from engine.ipc.messages import Leased
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import Sample
 from pdserve.rpc.errors import failure_to_pb
-from pdserve.rpc.protobuf import logprobs_to_pb, sampling_from_pb, unpack_tokens
+from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 from prefill_node.lease_manager import LeaseManager
 from prefill_node.pending_prefill import PendingPrefill
@@ -102,12 +101,12 @@ class DecodeStream:
         tokens, sampling = unpack_tokens(request.token_ids), sampling_from_pb(request.sampling)
         check_request(tokens, sampling, node.config)
         check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
-        listener = _EventSender(self, request.request, int(self._leases.table.seconds * 1000))
-        trace = self._begin_trace(request, len(tokens))
-        prefill = PendingPrefill(node.engine, self._leases, len(tokens), request.timeout_ms / 1000, listener, trace)
-        prefill.submit(
-            request.token_ids, sampling, request.cache_salt, request.priority, request.skip_tokens, self._decode_ahead
+        prefill = PendingPrefill(
+            *(node.engine, self._leases, len(tokens), request.timeout_ms / 1000),
+            *(partial(self.send, request.request), partial(self.end, request.request)),
+            self._begin_trace(request, len(tokens)),
         )
+        prefill.submit(request, sampling, self._decode_ahead)
         return prefill
 
     def _begin_trace(self, request: pb.PrefillRequest, num_tokens: int) -> PrefillTrace:
@@ -129,42 +128,3 @@ class DecodeStream:
             prefill.after_step(release)
         else:
             release()
-
-
-class _EventSender:
-    """Sends the results of one prompt to D, which has given it ``number``."""
-
-    def __init__(self, stream: DecodeStream, number: int, lease_ms: int) -> None:
-        self._stream = stream
-        self._number = number
-        self._lease_ms = lease_ms
-
-    def on_part(self, prefill: PendingPrefill, part: Leased) -> None:
-        if prefill.complete:
-            self._stream.send(self._number, first_tokens=_first_tokens(prefill))
-        ready = pb.KVReady(
-            lease=part.rid,
-            lease_ms=self._lease_ms,
-            block_ids=part.block_ids,
-            num_tokens=part.num_tokens,
-            digests=part.digests,
-        )
-        self._stream.send(self._number, kv_ready=ready)
-        if prefill.complete:
-            self._stream.send(self._number, finished=pb.Finished())
-
-    def on_token(self, sample: Sample) -> None:
-        self._stream.send(self._number, next_token=_sampled_token(sample))
-
-    def on_end(self, error: PdserveError | None) -> None:
-        self._stream.end(self._number, error)
-
-
-def _first_tokens(prefill: PendingPrefill) -> pb.FirstTokens:
-    choices = map(_sampled_token, prefill.samples)
-    return pb.FirstTokens(choices=choices, cached_tokens=prefill.cached_tokens, queued_ms=prefill.queued * 1000)
-
-
-def _sampled_token(sample: Sample) -> pb.SampledToken:
-    logprobs = logprobs_to_pb(sample.logprobs) if sample.logprobs else None
-    return pb.SampledToken(token_id=sample.token_id, logprobs=logprobs)
