@@ -1,6 +1,6 @@
 """The engine process of a node: ``python -m engine.process FD HEARTBEAT_FD``, its ends of two sockets to the frontend.
 
-It builds the ranks that the first message describes, sends Ready or StartFailed, and runs the step loop until the
+It builds the ranks that the first message describes, sends Ready or Failed, and runs the step loop until the
 frontend sends Shutdown or exits. It ignores SIGINT: the frontend handles Ctrl-C.
 """
 
@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Heartbeat, Ready, Shutdown, StartFailed
+from engine.ipc.messages import Configure, Failed, Heartbeat, Ready, Shutdown
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -30,7 +30,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from pdserve.process import EXIT_FAILED, end_with_parent, log_failure, one_line
+from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     except Exception as exc:
         if not isinstance(exc, PdserveError):
             log_failure(_log, exc)
-        channel.send(StartFailed(type(exc).__name__ if isinstance(exc, PdserveError) else "EngineDied", one_line(exc)))
+        channel.send(Failed.of(exc))
         channel.drain()
         return EXIT_FAILED
     grammars = GrammarWorkers(configure.config.model_dir, configure.config.model, channel.wake)

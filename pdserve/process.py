@@ -91,6 +91,11 @@ def log_failure(log: logging.Logger, error: BaseException) -> None:
     log.error("%s", one_line(error), exc_info=None if isinstance(error, PdserveError) else error)
 
 
+def describe_exit(status: int) -> str:
+    """Return how a process ended, given its return code; below 0 it is a signal's number."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
 def exit_status(error: BaseException) -> int:
     return EXIT_REFUSED if isinstance(error, ConfigError | CapacityError) else EXIT_FAILED
 

@@ -19,7 +19,7 @@ from engine.executor.rank_processes import RankChannel, RankProcesses, start_ran
 from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, Rendezvous, listen
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Progress, StartFailed
+from engine.ipc.messages import Configure, Failed, Progress
 from pdserve.config.node_config import NodeConfig
 from pdserve.process import EXIT_FAILED
 from pdserve.records import RankKV
@@ -117,7 +117,7 @@ def _open_rendezvous(leader: str) -> tuple[socket.socket, str]:
 
 def _exit(channel: Channel, error: str, text: str) -> NoReturn:
     with contextlib.suppress(OSError, ChannelClosed):  # the frontend has gone too
-        channel.send(StartFailed(error, text))
+        channel.send(Failed(error, text))
         channel.drain()
     print(text, file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.ipc.messages import Heartbeat, Shutdown
+from engine.ipc.messages import Failed, Heartbeat, Shutdown
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
-from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
-from pdserve.process import one_line
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
 
 MAX_HELLO_BYTES = 1 << 16  # any program may connect to the port
@@ -72,15 +70,6 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 class RankOutput(msgspec.Struct, frozen=True, tag=True):
     output: ModelRunnerOutput
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    kind: str  # a class name of pdserve.errors; "EngineDied" for any other error
-    message: str  # one line
-
-    @classmethod
-    def of(cls, error: Exception) -> Failed:
-        return cls(type(error).__name__ if isinstance(error, PdserveError) else "EngineDied", one_line(error))
 
 
 ToRank = Assign | Step | Shutdown

@@ -19,13 +19,11 @@ import sys
 import threading
 from typing import NoReturn
 
-import msgspec
-
 from engine.executor.build import build_rank
 from engine.executor.rank import Pending, Rank
-from engine.executor.rank_messages import Assign, Failed, FromRank, RankOutput, RankReady, Step, ToRank
+from engine.executor.rank_messages import Assign, FromRank, RankOutput, RankReady, Step, ToRank
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Shutdown
+from engine.ipc.messages import Failed, Shutdown
 from engine.liveness.heartbeat_sender import HeartbeatSender, LoopTimer
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
 from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
@@ -106,7 +104,7 @@ class LeaderConnection:
             os._exit(exit_status(error))
 
     def _read(self) -> None:
-        frames: Frames[ToRank] = Frames(msgspec.msgpack.Decoder(ToRank))
+        frames: Frames[ToRank] = Frames(ToRank)
         try:
             while data := self._socket.recv(_READ_BYTES):
                 for message in frames.cut(data):

@@ -14,7 +14,6 @@ import logging
 import os
 import queue
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -26,12 +25,12 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
-from engine.executor.rank_messages import Failed, FromRank, RankOutput, RankReady, ToRank
+from engine.executor.rank_messages import FromRank, RankOutput, RankReady, ToRank
 from engine.ipc.frames import Frames, framed
-from engine.ipc.messages import Heartbeat, Shutdown
+from engine.ipc.messages import Failed, Heartbeat, Shutdown
 from engine.liveness.heartbeat_monitor import HeartbeatMonitor
 from pdserve.config.parallel import RankPosition
-from pdserve.process import log_failure
+from pdserve.process import describe_exit, log_failure
 from pdserve.records import ModelRunnerOutput
 
 _log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class RankChannel:
         self.monitor = HeartbeatMonitor(timeout, str(rank))
         self.ready: RankReady | None = None
         self.ended = False
-        self._frames: Frames[FromRank] = Frames(msgspec.msgpack.Decoder(FromRank))
+        self._frames: Frames[FromRank] = Frames(FromRank)
         self._outgoing = bytearray()
         self._sending = threading.Lock()
 
@@ -115,10 +114,8 @@ class RankChannel:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank} has closed its connection")
-        if status < 0:
-            text = f"{self.rank} was killed by {signal.Signals(-status).name}"
-            return Failure(FailureKind.SIGNAL, "EngineDied", text)
-        return Failure(FailureKind.OTHER, "EngineDied", f"{self.rank} ended with status {status}")
+        kind = FailureKind.SIGNAL if status < 0 else FailureKind.OTHER
+        return Failure(kind, "EngineDied", f"{self.rank} {describe_exit(status)}")
 
     def kill(self) -> None:
         """End the process, where it is of this host, and the connection. Idempotent."""

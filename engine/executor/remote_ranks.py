@@ -23,7 +23,7 @@ from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.parallel import RankPosition
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, NodeError
-from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter
+from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter, describe_exit
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +89,6 @@ def _exit_error(rank: RankPosition, status: int, leader: str) -> Exception:
     if status == EXIT_ORPHANED:
         return NodeError(f"the leader at {leader} has gone")
     if status < 0:
-        return NodeError(f"{rank} was killed by {signal.Signals(-status).name}")
+        return NodeError(f"{rank} {describe_exit(status)}")
     kind = ConfigError if status == EXIT_REFUSED else NodeError
-    return kind(f"{rank} ended with status {status}; its error is above, or in the leader's log")
+    return kind(f"{rank} {describe_exit(status)}; its error is above, or in the leader's log")

@@ -116,7 +116,7 @@ class Rendezvous:
         if len(self._pending) == MAX_PENDING:
             self._disconnect(next(iter(self._pending)))
         sock.setblocking(False)
-        self._pending[sock] = Frames(msgspec.msgpack.Decoder(Hello), MAX_HELLO_BYTES)
+        self._pending[sock] = Frames(Hello, MAX_HELLO_BYTES)
         self._selector.register(sock, selectors.EVENT_READ, sock)
 
     def _read(self, sock: socket.socket) -> None:

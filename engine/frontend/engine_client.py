@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import signal
 import socket
 import subprocess
 import sys
@@ -21,13 +20,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
-import msgspec
-
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import (
     Batch,
     Configure,
     DecodeAheadEnded,
+    Failed,
     FromEngine,
     Heartbeat,
     Leased,
@@ -40,7 +38,6 @@ from engine.ipc.messages import (
     Reserved,
     Scored,
     Shutdown,
-    StartFailed,
     Status,
     ToEngine,
     Totals,
@@ -50,6 +47,7 @@ from pdserve import errors
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.logs import chosen_format, message_of, relayed_line
+from pdserve.process import describe_exit
 from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
 
@@ -174,7 +172,7 @@ class EngineClient:
                 self._started.set_result(message)
             case Heartbeat():
                 self.monitor.receive(message)
-            case StartFailed(kind, text) if not self._started.done():
+            case Failed(kind, text) if not self._started.done():
                 self._started.set_exception(_error(kind, text))
 
     def _dispatch(self, batch: Batch) -> None:
@@ -235,7 +233,7 @@ class _EngineProtocol(asyncio.Protocol):
     def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
         self._on_message = on_message
         self._on_end = on_end
-        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
+        self._frames: Frames[FromEngine] = Frames(FromEngine)
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.cut(data):
@@ -258,9 +256,5 @@ def error_of(refused: Refused) -> PdserveError:
 
 
 def _exit_reason(returncode: int, last_lines: deque[str]) -> str:
-    if returncode < 0:
-        how = f"was killed by {signal.Signals(-returncode).name}"
-    else:
-        how = f"ended with status {returncode}"
     last = f"; its last output: {last_lines[-1]}" if last_lines else ""
-    return f"the engine process {how}{last}"
+    return f"the engine process {describe_exit(returncode)}{last}"

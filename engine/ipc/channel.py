@@ -7,8 +7,6 @@ import selectors
 import socket
 import threading
 
-import msgspec
-
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import FromEngine, ToEngine
 
@@ -30,7 +28,7 @@ class Channel:
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._full = False  # some of ``_outgoing`` is unsent: a writable socket ends a wait, too
-        self._frames: Frames[ToEngine] = Frames(msgspec.msgpack.Decoder(ToEngine))
+        self._frames: Frames[ToEngine] = Frames(ToEngine)
         self._outgoing = bytearray()
         self._sending = threading.Lock()
 

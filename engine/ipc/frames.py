@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -22,8 +22,9 @@ def framed(message: msgspec.Struct) -> bytes:
 class Frames(Generic[T]):
     """Splits received bytes into messages. Not thread-safe."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[T], longest: int = 2**32 - 1) -> None:
-        self._decoder = decoder
+    def __init__(self, kind: Any, longest: int = 2**32 - 1) -> None:
+        """``kind`` is T: a type of messages or a union of types."""
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
         self._longest = longest  # bytes of a message
         self._buffer = bytearray()
 

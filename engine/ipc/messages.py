@@ -31,7 +31,9 @@ from enum import StrEnum
 import msgspec
 
 from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
+from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
 from pdserve.throughput import Throughput
 from pdserve.transports import Connected
@@ -149,11 +151,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[RankKV, ...]  # empty without connector
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """``kind`` is the name of a class in pdserve.errors, ``message`` one line for the user."""
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """An error that ends a process. ``message`` is one line for the user."""
 
-    kind: str
+    kind: str  # a class name of pdserve.errors; "EngineDied" for any other error
     message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        return cls(type(error).__name__ if isinstance(error, PdserveError) else "EngineDied", one_line(error))
 
 
 class OutputTokens(msgspec.Struct, array_like=True):
@@ -313,4 +319,4 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     waiting_for: str = ""  # ranks that the step loop or a read waits for, in words
 
 
-FromEngine = Progress | Ready | StartFailed | Batch | Heartbeat
+FromEngine = Progress | Ready | Failed | Batch | Heartbeat

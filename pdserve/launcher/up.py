@@ -25,7 +25,7 @@ from pdserve.launcher.device_assignment import assign_devices, with_parallel_siz
 from pdserve.launcher.startup_display import StartupDisplay, make_display
 from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
 from pdserve.logs import choose_format, set_process_fields
-from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, say
+from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, say
 from pdserve.rpc.address import probe_port
 
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
@@ -160,8 +160,7 @@ def death_of(child: Child) -> PdserveError:
         status = 1  # it reported a failure and hangs in its exit
     if status == EXIT_REFUSED:
         return ConfigError(f"{child.name}: {child.last_error}")
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    return NodeError(f"{child.name} {how}: {child.last_error}. Hint: {_hint(child, status)}")
+    return NodeError(f"{child.name} {describe_exit(status)}: {child.last_error}. Hint: {_hint(child, status)}")
 
 
 def _hint(child: Child, status: int) -> str:

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Iterator
 from typing import NoReturn
 
-import msgspec
 import pytest
 
-from engine.executor.rank_messages import Failed, FromRank, RankOutput, Step, ToRank
+from engine.executor.rank_messages import FromRank, RankOutput, Step, ToRank
 from engine.executor.rank_processes import RankChannel, RankProcesses
 from engine.ipc.frames import Frames, framed
+from engine.ipc.messages import Failed
 from pdserve.config.parallel import ParallelConfig
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, SamplingParams, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
@@ -65,7 +65,7 @@ def test_sending_does_not_wait_for_a_rank_that_does_not_read(ranks: Ranks) -> No
         ranks.processes.send(plan)
     for sock in ranks.sockets.values():
         sock.settimeout(SECONDS)
-        frames: Frames[ToRank] = Frames(msgspec.msgpack.Decoder(ToRank))
+        frames: Frames[ToRank] = Frames(ToRank)
         received: list[ToRank] = []
         while len(received) < len(plans):
             received += frames.cut(sock.recv(1 << 16))

@@ -13,7 +13,6 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 from toy import Slot, ToyRunner
 
 from connector.backends.local import LocalConnector
@@ -56,7 +55,7 @@ class Node:
     ) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        self._frames: Frames[FromEngine] = Frames(msgspec.msgpack.Decoder(FromEngine))
+        self._frames: Frames[FromEngine] = Frames(FromEngine)
         self._channel = Channel(theirs)
         self.scheduler = Scheduler(
             num_blocks=num_blocks,
