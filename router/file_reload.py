@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pdserve.errors import ConfigError
@@ -15,10 +16,10 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 1.0
 
 
-class FileReloader:
-    """Call ``load`` after a change of any of ``paths``. Broken files are logged once and retried each second.
+class FileReloader(ABC):
+    """Base of objects made from ``paths``. Broken files are logged once and retried each second.
 
-    Create it before the first load, so that a change during that load is noticed.
+    Subclasses load after ``__init__``, so that a change during the first load is noticed.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -26,10 +27,12 @@ class FileReloader:
         self._paths = paths
         self._stamp = self._stat()
 
-    async def watch(
-        self, load: Callable[[], Awaitable[None]], on_reload: Callable[[bool], None] = lambda success: None
-    ) -> None:
-        """Run until cancelled. ``on_reload`` receives whether a change took effect."""
+    @abstractmethod
+    async def _load(self) -> None:
+        """Use the new content. Raises ConfigError and keeps the previous content if it is broken."""
+
+    async def watch(self, on_reload: Callable[[bool], None] = lambda success: None) -> None:
+        """Reload on changes until cancelled. ``on_reload`` receives whether a change took effect."""
         problem = ""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -37,7 +40,7 @@ class FileReloader:
                 stamp = await asyncio.to_thread(self._stat)
                 if stamp == self._stamp:
                     continue
-                await load()
+                await self._load()
             except ConfigError as exc:
                 if str(exc) != problem:
                     logger.error("%s; the previous content stays in use", exc)

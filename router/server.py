@@ -147,20 +147,16 @@ class _Server(uvicorn.Server):
         self._status.ready()
 
 
-class Certificate:
+class Certificate(FileReloader):
     """The files of ``--tls-cert`` and ``--tls-key``, reloaded on changes, and the SSL context that uses them."""
 
     def __init__(self, cert: str, key: str) -> None:
         """Raises ConfigError if the files cannot be used."""
-        self._paths = Path(cert), Path(key)
-        self._reloader = FileReloader(self._paths)
+        super().__init__([Path(cert), Path(key)])
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])
         load_chain(self.context, *self._paths)
-
-    async def watch(self) -> None:
-        await self._reloader.watch(self._load)
 
     async def _load(self) -> None:
         """Try the files in a scratch context first: a failure may leave half a pair in the context."""

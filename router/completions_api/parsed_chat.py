@@ -9,11 +9,12 @@ import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
 from router.completions_api.request_bodies import ChatBody
-from router.completions_api.response_encoders import ChatEncoder, ResponseEncoder
+from router.completions_api.response_encoders import ChatEncoder, FinishedChoice, ResponseEncoder
 from router.completions_api.response_objects import ChatMessage, FunctionCall, ToolCall
 from router.completions_api.response_writers import FullResponse, StreamedResponse
 from router.generation.choice import Choice
 from router.generation.job import Job
+from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
 from router.text.chat.output_parser import DeltaKind, OutputDelta, join_deltas
 from router.text.chat.output_parsing import OutputParsing
@@ -68,11 +69,13 @@ class FullParsedChat(FullResponse):
         self._parsed: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        deltas = self._parsed[choice.index]
-        deltas += self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        self._parsed[choice.index] += self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
         super().on_delta(choice, "", output)
-        if choice.finish_reason:
-            self._choices[choice.index].message = _chat_message(deltas, self._parsing)
+
+    def _finished(self, choice: Choice, prompt: int, echo: list[TokenLogprob]) -> FinishedChoice:
+        finished = super()._finished(choice, prompt, echo)
+        finished.message = _chat_message(self._parsed[choice.index], self._parsing)
+        return finished
 
 
 def _chat_message(deltas: Sequence[OutputDelta], parsing: OutputParsing) -> ChatMessage:

@@ -36,10 +36,10 @@ class FinishedChoice(msgspec.Struct):
 
     index: int
     prompt: int
-    texts: list[str]
+    text: str
+    finish_reason: str
     token_ids: list[int] | UnsetType
     logprobs: list[TokenLogprob] | None
-    finish_reason: str = ""
     message: ChatMessage | None = None
 
 
@@ -127,7 +127,7 @@ class CompletionEncoder(ResponseEncoder):
             CompletionChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
-                "".join(choice.texts),
+                choice.text,
                 self._logprobs(choice.logprobs),
                 choice.token_ids,
                 **prompts[choice.prompt],
@@ -162,7 +162,7 @@ class ChatEncoder(ResponseEncoder):
             ChatChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
-                choice.message or ChatMessage("assistant", "".join(choice.texts), None),
+                choice.message or ChatMessage("assistant", choice.text, None),
                 self._logprobs(choice.logprobs),
                 choice.token_ids,
             )

@@ -131,36 +131,31 @@ class FullResponse(ChoicesResponse, BodyResponse):
 
     def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
         super().__init__(encoder, body, jobs)
-        self._choices = [
-            FinishedChoice(
-                index,
-                self._prompt_of(index),
-                [self._echo_text(index)],
-                [] if body.return_token_ids else UNSET,
-                [] if body.num_logprobs >= 0 else None,
-            )
-            for index in range(self.num_choices)
-        ]
+        self._texts = [[self._echo_text(index)] for index in range(self.num_choices)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._texts]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        finished = self._choices[choice.index]
-        finished.texts.append(text)
-        finished.finish_reason = choice.finish_reason
-        if output.has_token:
-            if finished.token_ids is not UNSET:
-                finished.token_ids.append(output.token_id)
-            if finished.logprobs is not None:
-                finished.logprobs.append(self._token_logprob(choice, output))
+        self._texts[choice.index].append(text)
+        if output.has_token and self._num_logprobs >= 0:
+            self._logprobs[choice.index].append(self._token_logprob(choice, output))
 
     def body(self) -> bytes:
-        prompts = range(len(self.jobs))
-        echoes = [self._echo_logprobs(prompt) for prompt in prompts]
-        for choice in self._choices:
-            echo = echoes[choice.prompt]
-            if echo is not None and choice.logprobs is not None:
-                choice.logprobs = echo + choice.logprobs
-        fields = [self._prompt_fields(prompt) for prompt in prompts]
-        return self._encoder.full_response(self._choices, self.generation.usage, fields)
+        choices: list[FinishedChoice] = []
+        for prompt, run in enumerate(self.generation.runs):
+            echo = self._echo_logprobs(prompt) or []
+            choices += [self._finished(choice, prompt, echo) for choice in run.choices]
+        prompts = [self._prompt_fields(prompt) for prompt in range(len(self.jobs))]
+        return self._encoder.full_response(choices, self.generation.usage, prompts)
+
+    def _finished(self, choice: Choice, prompt: int, echo: list[TokenLogprob]) -> FinishedChoice:
+        return FinishedChoice(
+            choice.index,
+            prompt,
+            "".join(self._texts[choice.index]),
+            choice.finish_reason,
+            choice.token_ids.tolist() if self._return_token_ids else UNSET,
+            echo + self._logprobs[choice.index] if self._num_logprobs >= 0 else None,
+        )
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}

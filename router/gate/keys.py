@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -101,20 +101,17 @@ def _digest(text: str, field: str) -> bytes:
     return digest
 
 
-class KeyFile:
+class KeyFile(FileReloader):
     """The keys as of the last successful load."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError if the file cannot be used."""
         self._path = Path(path)
-        self._reloader = FileReloader([self._path])
+        super().__init__([self._path])
         self._keys = self._read()
 
     def client_of(self, key: bytes) -> Client | None:
         return self._keys.client_of(key)
-
-    async def watch(self, on_reload: Callable[[bool], None]) -> None:
-        await self._reloader.watch(self._load, on_reload)
 
     async def _load(self) -> None:
         self._keys = await asyncio.to_thread(self._read)
