@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
-from pdserve.records import KVRegion, NewSequence, StepOutput, StepPlan
+from pdserve.records import KVRegion, StepOutput, StepPlan
 from runner.attention.build import build_backend
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
@@ -23,21 +23,11 @@ from runner.loading.memory import layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.sampling.prompt_logprobs import PromptScoring
+from runner.sequence_rows import SequenceRows
 from runner.step_parts import StepFeature, StepPart, StepWithParts
 from runner.warmup import run_largest_steps, run_small_steps
 
 BatchT = TypeVar("BatchT")
-
-
-class SequenceStates(Protocol):
-    """A runner's state of live sequences."""
-
-    def add(self, new: NewSequence) -> None: ...
-
-    def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None: ...
-
-    def remove(self, seq: int) -> None:
-        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
 
 
 class BaseModelRunner(ABC, Generic[BatchT]):
@@ -46,7 +36,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     A subclass keeps the state of sequences, runs the forward pass and samples.
     """
 
-    _sequences: SequenceStates
+    _sequences: SequenceRows
 
     def __init__(
         self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None], max_in_flight: int

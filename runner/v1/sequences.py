@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from pdserve.config.parallel import DeferredMLPs
 from pdserve.kv import KVLayout
 from pdserve.records import NewSequence, ScheduledSequence
+from runner.sequence_rows import SequenceRows
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class HostBatch:
         return self.rows[self.sampling]
 
 
-class SequenceTable:
-    """Sequences by row. Rows are reused; the table doubles when it is full."""
-
+class SequenceTable(SequenceRows):
     def __init__(self, rows: int, max_model_len: int, layout: KVLayout) -> None:
+        super().__init__(rows)
         self._pages_per_block = layout.pages_per_block
         max_pages = (max_model_len // layout.block_size + 1) * layout.pages_per_block
         # Untouched memory costs nothing, and most sequences are much shorter than the limit.
@@ -45,29 +44,15 @@ class SequenceTable:
         self.num_tokens: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self.num_pages: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
-        self.records: list[NewSequence | None] = [None] * rows
-        self._row_of: dict[int, int] = {}
-        self._free = list(range(rows - 1, -1, -1))
 
-    def add(self, new: NewSequence) -> None:
-        assert new.seq not in self._row_of, f"sequence {new.seq} was added twice"
-        if not self._free:
-            self._grow()
-        row = self._free.pop()
-        self._row_of[new.seq] = row
-        self.records[row] = new
+    def add(self, new: NewSequence) -> int:
+        row = super().add(new)
         self.token_ids[row, : new.num_tokens] = np.frombuffer(new.token_ids, dtype=np.int32)
         self.num_tokens[row] = new.num_tokens
         self.num_computed[row] = new.num_computed
         self.num_pages[row] = 0
         self.add_blocks(new.seq, new.block_ids)
-
-    def remove(self, seq: int) -> None:
-        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
-        row = self._row_of.pop(seq, None)
-        if row is not None:
-            self.records[row] = None
-            self._free.append(row)
+        return row
 
     def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
         row = self._row_of[seq]
@@ -81,23 +66,6 @@ class SequenceTable:
     def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> NDArray[np.int64]:
         return np.array([self._row_of[s.seq] for s in scheduled], dtype=np.int64)
 
-    def record(self, row: int) -> NewSequence:
-        record = self.records[row]
-        assert record is not None
-        return record
-
     def append(self, row: int, token_id: int) -> None:
         self.token_ids[row, self.num_tokens[row]] = token_id
         self.num_tokens[row] += 1
-
-    def _grow(self) -> None:
-        rows = len(self.records)
-
-        def doubled(array: NDArray[Any]) -> NDArray[Any]:
-            return np.concatenate((array, np.zeros_like(array)))
-
-        self.token_ids, self.pages = doubled(self.token_ids), doubled(self.pages)
-        self.num_tokens, self.num_computed = doubled(self.num_tokens), doubled(self.num_computed)
-        self.num_pages = doubled(self.num_pages)
-        self.records += [None] * rows
-        self._free += range(2 * rows - 1, rows - 1, -1)

@@ -8,67 +8,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.records import NewSequence, ScheduledSequence
+from runner.sequence_rows import SequenceRows
 from runner.v2.device_state import DeviceState, StagedWrites
 from runner.v2.input_batch import BatchIndices, InputBatch
 
 
-class RequestStates:
-    """Rows of the device's state. A slot is free again as soon as its sequence is removed.
+class RequestStates(SequenceRows):
+    """Sequences by slot, which is a row of the device's state.
 
-    That is safe while a launched step still uses the slot: writes for the next owner are applied by a later step on the
-    same stream. A late result belongs to the plan of its launch, whose sequence numbers are never reused.
+    A slot may be reused while a launched step still uses it: a later step on the same stream applies the writes for its
+    next owner. A late result belongs to the plan of its launch, whose sequence numbers are never reused.
     """
 
     def __init__(self, state: DeviceState, writes: StagedWrites, microbatches: int, is_last_stage: bool) -> None:
         """The indices of the last ``microbatches`` steps are kept: so many batches alternate."""
         count = state.num_tokens.shape[0]
+        super().__init__(count)
         self._state = state
         self._writes = writes
         self._is_last_stage = is_last_stage
-        self._slot_of: dict[int, int] = {}
-        self._free = list(range(count - 1, -1, -1))
-        self._records: list[NewSequence | None] = [None] * count
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self._recent: deque[tuple[tuple[ScheduledSequence, ...], BatchIndices]] = deque(maxlen=microbatches)
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._row_of)
 
-    def add(self, new: NewSequence) -> None:
-        assert new.seq not in self._slot_of, f"sequence {new.seq} was added twice"
-        assert self._free, "more sequences than slots"
-        slot = self._free.pop()
-        self._slot_of[new.seq] = slot
+    def add(self, new: NewSequence) -> int:
+        slot = super().add(new)
         self._recent.clear()
-        self._records[slot] = new
         state, write = self._state, self._writes.write
         self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
         write(state.offset(state.token_ids, slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
         write(state.offset(state.num_computed, slot), self.num_computed[slot : slot + 1].copy())
         write(state.offset(state.num_tokens, slot), self.num_tokens[slot : slot + 1].copy())
         self.add_blocks(new.seq, new.block_ids)
+        return slot
 
     def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
-        slot = self._slot_of[seq]
+        slot = self._row_of[seq]
         first = int(self._num_blocks[slot])
         offset = self._state.offset(self._state.block_tables, slot, first)
         self._writes.write(offset, np.array(block_ids, dtype=np.int32))
         self._num_blocks[slot] += len(block_ids)
 
     def remove(self, seq: int) -> None:
-        """Forget a sequence. An unknown one is ignored: it was never scheduled."""
-        slot = self._slot_of.pop(seq, None)
-        if slot is not None:
-            self._records[slot] = None
-            self._recent.clear()
-            self._free.append(slot)
-
-    def record(self, slot: int) -> NewSequence:
-        record = self._records[slot]
-        assert record is not None
-        return record
+        super().remove(seq)
+        self._recent.clear()
 
     def schedule(self, scheduled: tuple[ScheduledSequence, ...]) -> InputBatch:
         """Send a batch with all staged writes, and count its tokens and samples as done."""
@@ -94,7 +81,7 @@ class RequestStates:
         sampling = np.flatnonzero(samples)
         samples_here = samples > 0 if self._is_last_stage else np.False_
         indices = BatchIndices(
-            slots=np.array([self._slot_of[seq] for seq in seqs], dtype=np.int32),
+            slots=np.array([self._row_of[seq] for seq in seqs], dtype=np.int32),
             lengths=lengths.astype(np.int32),
             query_starts=query_starts,
             sampling=sampling,

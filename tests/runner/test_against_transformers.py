@@ -151,7 +151,7 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
     directory = make_checkpoint(tmp_path / "model", "qwen3")
     reference = reference_model(directory)
     prompts = prompts_of(tuple(random.Random(3).randrange(1, 120) for _ in range(16)))
-    results = Stepper(build(directory, max_num_seqs=4)).generate(prompts, 12, chunk=32, stagger=1)
+    results = Stepper(build(directory, max_num_seqs=16)).generate(prompts, 12, chunk=32, stagger=1)
     assert [r.output for r in results] == [reference_greedy(reference, prompt, 12) for prompt in prompts]
 
 
