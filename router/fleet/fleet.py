@@ -71,14 +71,12 @@ class NodeCall:
 
 
 class Fleet:
-    """The nodes of one model."""
-
     def __init__(self, model: str, nodes: Nodes, policy: str, metrics: RouterMetrics) -> None:
         self._model = model
         self._nodes = nodes
         self._policy = policy
         self._metrics = metrics
-        self._members = Members({}, model)
+        self._members = _Members({}, model)
         self._typical = TYPICAL
         self._typical_until = 0.0  # time.monotonic
 
@@ -110,15 +108,16 @@ class Fleet:
         Raises Overloaded when no accepted decode node is ready.
         """
         views = self._nodes.views()
-        counter = self._nodes.placement_counter
-        snapshot = FleetSnapshot(self._model, views, counter, self._typical_throughput(views))
+        typical = self._typical_throughput(views)
         if accepts is not None:
-            snapshot = snapshot.accepting(accepts)
+            views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         prefix = prefix or PromptPrefix(message.token_ids, message.cache_salt)
-        if not worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
-            snapshot, request = snapshot.without("prefill"), PolicyRequest(prefix.num_tokens)
-        else:
+        if worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
             request = self._policy_request(prefix)
+        else:
+            views = tuple(view for view in views if view.role == "decode")
+            request = PolicyRequest(prefix.num_tokens)
+        snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter, typical)
         chosen = POLICIES[self._policy](snapshot, request)
         self._nodes.placement_counter += 1
         known = self._nodes.known()
@@ -154,10 +153,10 @@ class Fleet:
             cached.update((nodes[blocks], count * block_size) for blocks, count in found.items())
         return PolicyRequest(prefix.num_tokens, cached)
 
-    def _current_members(self) -> Members:
+    def _current_members(self) -> _Members:
         known = self._nodes.known()
         if self._members.known is not known:
-            self._members = Members(known, self._model)
+            self._members = _Members(known, self._model)
         return self._members
 
     def _typical_throughput(self, views: Sequence[NodeView]) -> Throughput:
@@ -168,7 +167,7 @@ class Fleet:
         return self._typical
 
 
-class Members:
+class _Members:
     """The nodes of a model, with values derived from them that hold until a node changes."""
 
     def __init__(self, known: Mapping[tuple[str, str], NodeClient], model: str) -> None:

@@ -80,7 +80,8 @@ class NodeClient:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._end_stream("the router is shutting down")
+        if self.stream is not None:
+            self.stream.close("the router is shutting down")
         self._forget()
         if self._dialer is not None:
             await self._dialer.close()
@@ -96,8 +97,23 @@ class NodeClient:
 
     def view(self) -> NodeView | None:
         """None until the node has described itself."""
-        if self._view is None and self.description is not None:
-            self._view = self._make_view(self.description)
+        node = self.description
+        if self._view is not None or node is None:
+            return self._view
+        throughput = throughput_from_pb(self._load.throughput)
+        age = asyncio.get_running_loop().time() - self._read_changed_at
+        self._view = NodeView(
+            node_id=node.node_id,
+            role=self.role,
+            model=node.model,
+            ready=self.ready,
+            compat_hash=node.compat_hash,
+            version=node.version,
+            connected_peers=self._peers,
+            in_flight=self.in_flight,
+            load=self._current_load(node.kv_layout.block_size),
+            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
+        )
         return self._view
 
     async def status(self, timeout: float) -> pb.NodeStatus:
@@ -117,22 +133,6 @@ class NodeClient:
         self._view = None
         if not self.in_flight:
             self._on_idle(self)
-
-    def _make_view(self, node: pb.NodeDescription) -> NodeView:
-        throughput = throughput_from_pb(self._load.throughput)
-        age = asyncio.get_running_loop().time() - self._read_changed_at
-        return NodeView(
-            node_id=node.node_id,
-            role=self.role,
-            model=node.model,
-            ready=self.ready,
-            compat_hash=node.compat_hash,
-            version=node.version,
-            connected_peers=self._peers,
-            in_flight=self.in_flight,
-            load=self._current_load(node.kv_layout.block_size),
-            throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
-        )
 
     def _current_load(self, block_size: int) -> RequestLoad:
         """The reported load plus the requests that reports do not include yet."""
@@ -201,10 +201,12 @@ class NodeClient:
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
         self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
+        assert self._dialer is not None, "it has been started"
+        assert self.description is not None, "the first report has a description"
         if self._usable and self.role == "decode" and self.stream is None:
-            self._open_stream()
+            self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
             changed = True
-        if self.stream is not None and self.description is not None and self.description.state == "draining":
+        if self.stream is not None and self.description.state == "draining":
             self.stream.drain()
         included = self._reported_at - REPORTED - self._pause
         while self._unreported and self._unreported[0][0] < included:
@@ -224,18 +226,14 @@ class NodeClient:
         if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
 
-    def _open_stream(self) -> None:
-        assert self._dialer is not None
-        assert self.description is not None
-        self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
-
     def _on_lost(self, reason: str) -> None:
         draining = self.description is not None and self.description.state == "draining"
         if self.description is not None and not draining:
             logger.warning("node at %s is lost: %s", self.address, reason)
         self._forget()
-        if not draining:  # a draining node ends the stream itself, after its requests or its time limit
-            self._end_stream("the node does not answer")
+        # A draining node ends the stream itself, after its requests or its time limit.
+        if self.stream is not None and not draining:
+            self.stream.close("the node does not answer")
         self._on_change()
 
     def _forget(self) -> None:
@@ -243,10 +241,6 @@ class NodeClient:
         if self.cached is not None:
             self._prefixes.close(self.cached)
             self.cached = None
-
-    def _end_stream(self, reason: str) -> None:
-        if self.stream is not None:
-            self.stream.close(reason)
 
     def _on_stream_change(self, stream: ServeStream) -> None:
         if stream.ended and self.stream is stream:

@@ -94,12 +94,11 @@ class Nodes:
 
     def listed(self, role: str, addresses: frozenset[str]) -> None:
         """Replace the listed addresses of a role."""
-        for (node_role, address), node in list(self._nodes.items()):
-            if node_role == role:
-                node.unlisted = address not in addresses
-                if node.unlisted:
-                    logger.info("%s node at %s is not listed any more", role, address)
-                    self._drop_if_idle(node)
+        for node in [node for node in self._nodes.values() if node.role == role]:
+            node.unlisted = node.address not in addresses
+            if node.unlisted:
+                logger.info("%s node at %s is not listed any more", role, node.address)
+                self._drop_if_idle(node)
         for address in sorted(addresses):
             if (role, address) not in self._nodes:
                 node = NodeClient(
@@ -122,16 +121,15 @@ class Nodes:
     def _changed(self) -> None:
         self._known = None
         for node in self:
-            if node.description is not None and node.description.model not in self._models:
-                self._warn_once(node.address, node.description.model)
+            if node.description is None or node.description.model in self._models:
+                continue
+            found = node.address, node.description.model
+            if found not in self._warned:
+                self._warned.add(found)
+                served = ", ".join(map(repr, self._models))
+                logger.warning("node at %s serves model %r, this router %s; it is not used", *found, served)
         for watcher in tuple(self._watchers):
             watcher()
-
-    def _warn_once(self, address: str, model: str) -> None:
-        if (address, model) not in self._warned:
-            self._warned.add((address, model))
-            served = ", ".join(map(repr, self._models))
-            logger.warning("node at %s serves model %r, this router %s; it is not used", address, model, served)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,8 +14,6 @@ from pdserve.request_cost import RequestLoad
 from pdserve.throughput import LinearCost, Throughput
 
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
-
-T = TypeVar("T")
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -51,14 +49,6 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     nodes: tuple[NodeView, ...]
     counter: int = 0
     typical: Throughput | None = None
-
-    def accepting(self, accepts: Callable[[NodeView], bool]) -> FleetSnapshot:
-        """Drop the decode nodes that are not accepted."""
-        nodes = tuple(node for node in self.nodes if node.role != "decode" or accepts(node))
-        return msgspec.structs.replace(self, nodes=nodes)
-
-    def without(self, role: str) -> FleetSnapshot:
-        return msgspec.structs.replace(self, nodes=tuple(node for node in self.nodes if node.role != role))
 
     def usable(self, role: str) -> list[NodeView]:
         return [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
@@ -112,7 +102,8 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
                 seconds = decoding + prefill.seconds + cost.handoff_cost(throughput, uncached)
                 candidates.append(_Candidate(seconds, decode, prefill.node))
                 break
-    best = _round_robin(_cheapest(candidates), snapshot.counter)
+    cheapest = _cheapest(candidates)
+    best = cheapest[snapshot.counter % len(cheapest)]
     return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
@@ -138,16 +129,12 @@ def _decode_nodes(snapshot: FleetSnapshot) -> list[NodeView]:
     return nodes
 
 
-def _round_robin(tied: Sequence[T], counter: int) -> T:
-    return tied[counter % len(tied)]
-
-
 def _cycle(
     snapshot: FleetSnapshot, decodes: list[NodeView], best: Callable[[list[NodeView]], list[NodeView]]
 ) -> NodeChoice:
-    decode = _round_robin(decodes, snapshot.counter)
+    decode = decodes[snapshot.counter % len(decodes)]
     prefills = best([node for node in snapshot.usable("prefill") if decode.reads_from(node)])
-    return NodeChoice(decode.node_id, _round_robin(prefills, snapshot.counter).node_id if prefills else None)
+    return NodeChoice(decode.node_id, prefills[snapshot.counter % len(prefills)].node_id if prefills else None)
 
 
 def _fewest_requests(nodes: list[NodeView]) -> list[NodeView]:
@@ -172,13 +159,13 @@ def _rank_prefills(
     prefills: list[NodeView], request: PolicyRequest, typical: Throughput, counter: int
 ) -> list[_Candidate]:
     """Rank P by the cost of the prompt, the cheapest first; those of equal cost rotate."""
+    if not prefills:
+        return []
     ranked = []
     for node in prefills:
         throughput, uncached = _filled(node.throughput, typical), request.uncached(node.node_id)
         seconds = cost.remote_prompt_cost(node.load, throughput, request.num_tokens, uncached)
         ranked.append(_Candidate(seconds, node))
-    if not ranked:
-        return []
     ranked.sort(key=lambda candidate: candidate.seconds)
     tied = len(_cheapest(ranked))
     first = counter % tied
@@ -187,12 +174,11 @@ def _rank_prefills(
 
 def typical_throughput(nodes: Sequence[NodeView]) -> Throughput:
     """The mean of the measured costs; a default where no node has measured one."""
-    means = []
+    means = {}
     for name in Throughput.__struct_fields__:
-        known = [line for node in nodes if (line := getattr(node.throughput, name))]
-        mean = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known)) if known else None
-        means.append(mean or getattr(cost.TYPICAL, name))
-    return Throughput(*means)
+        if known := [line for node in nodes if (line := getattr(node.throughput, name))]:
+            means[name] = LinearCost(fmean(line.base for line in known), fmean(line.slope for line in known))
+    return msgspec.structs.replace(cost.TYPICAL, **means)
 
 
 def _filled(measured: Throughput, typical: Throughput) -> Throughput:

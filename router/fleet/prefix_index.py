@@ -39,12 +39,8 @@ class PrefixIndex:
     """A bit mask of nodes per block hash (pdserve/hashing.py)."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}  # block hash → bits of nodes
+        self.holders: dict[int, int] = {}  # block hash → bits of nodes
         self._used_bits = 0
-
-    def __len__(self) -> int:
-        """The number of distinct blocks."""
-        return len(self._holders)
 
     def open(self, sample_bits: int) -> CachedBlocks:
         """Add a node that holds nothing yet."""
@@ -61,22 +57,19 @@ class PrefixIndex:
 
     def add(self, block_hash: int, bit: int) -> bool:
         """Return whether the node did not hold the block before."""
-        holders = self._holders.get(block_hash, 0)
-        self._holders[block_hash] = holders | bit
+        holders = self.holders.get(block_hash, 0)
+        self.holders[block_hash] = holders | bit
         return not holders & bit
 
     def remove(self, block_hash: int, bit: int) -> bool:
         """Return whether the node held the block."""
-        holders = self._holders.get(block_hash, 0)
+        holders = self.holders.get(block_hash, 0)
         rest = holders & ~bit
         if rest:
-            self._holders[block_hash] = rest
+            self.holders[block_hash] = rest
         elif holders:
-            del self._holders[block_hash]
+            del self.holders[block_hash]
         return rest != holders
-
-    def has(self, block_hash: int, bit: int) -> bool:
-        return bool(self._holders.get(block_hash, 0) & bit)
 
     def match(self, hashes: Sequence[int], nodes: Iterable[CachedBlocks]) -> dict[CachedBlocks, int]:
         """Return the number of leading blocks that each node holds; nodes with none are left out."""
@@ -95,7 +88,7 @@ class PrefixIndex:
         for index, block_hash in enumerate(hashes, 1):
             if block_hash & mask:
                 continue
-            holders = bits & self._holders.get(block_hash, 0)
+            holders = bits & self.holders.get(block_hash, 0)
             if holders != bits:
                 if count:
                     yield bits & ~holders, count
@@ -128,7 +121,8 @@ class CachedBlocks:
                 self._count += 1
                 self.hashes.append(block_hash)
         if len(self.hashes) > 2 * self._count + _SLACK:
-            held = (block_hash for block_hash in self.hashes if self._index.has(block_hash, self.bit))
+            holders = self._index.holders
+            held = (block_hash for block_hash in self.hashes if holders.get(block_hash, 0) & self.bit)
             self.hashes = array("Q", dict.fromkeys(held))
 
 

@@ -10,14 +10,13 @@ from typing import Protocol
 import msgspec
 
 from pdserve.errors import NodeError, PdserveError
-from pdserve.logs import request_fields
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
-from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
+from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.choice import Choice
-from router.generation.job import Job
+from router.generation.job import GenerationOptions, Job
 from router.generation.migration import Accepts, Migration
 from router.generation.prompt_scores import PromptScores
 from router.generation.usage import Usage
@@ -39,30 +38,6 @@ class Consumer(Protocol):
 
     def on_end(self, error: PdserveError | None) -> None:
         """Handle the end. Without an error every choice has a finish reason."""
-
-
-class GenerationOptions(msgspec.Struct, frozen=True):
-    """Options shared by all prompts of a request. ``arrived`` is of ``time.monotonic``."""
-
-    request_id: str
-    arrived: float
-    timeout: float  # seconds
-    migrations: int = 0  # node failures after which a prompt may still continue elsewhere
-    stops: tuple[str, ...] = ()
-    cache_salt: str = ""
-    priority: int = 0
-    continues_prompt: bool = True  # true for a completion; a chat message begins a new text
-    visible_special_tokens: tuple[str, ...] | None = ()  # None: all
-    span: Span = NO_SPAN  # the request's
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left of the timeout."""
-        return self.timeout - (monotonic() - self.arrived)
-
-    @property
-    def log_fields(self) -> dict[str, object]:
-        return request_fields(self.request_id, self.span.trace_id)
 
 
 class RequestGeneration:
@@ -141,15 +116,13 @@ class PromptRun:
         self.prefix = PromptPrefix(job.prompt.token_ids, options.cache_salt)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
-            Choice(first_index + choice, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops)
-            for choice in range(job.sampling.n)
+            Choice(index, tokenizer.detokenizer(context, options.visible_special_tokens), options.stops)
+            for index in range(first_index, first_index + job.sampling.n)
         ]
         self.scores = PromptScores(job.prompt.unpacked()) if job.sampling.prompt_logprobs >= 0 else None
         self._unfinished = len(self.choices)
         self._span = NO_SPAN  # of the present call
-        self._migration = Migration(
-            options.request_id, options.span, options.migrations, generation.metrics, self._send, generation.fail
-        )
+        self._migration = Migration(options, generation.metrics, self._send, generation.fail)
 
     def start(self, fleet: Fleet) -> None:
         """Raises PdserveError when no node takes the prompt."""
@@ -183,8 +156,7 @@ class PromptRun:
         self._migration.cancel()
         if self._call is not None:
             self._call.cancel()
-            self._span.end()
-            self._account()
+            self._end_call()
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
@@ -259,11 +231,12 @@ class PromptRun:
             self._call.cancel()
         else:
             self._call.finish()
-        self._span.end()
-        self._account()
+        self._end_call()
         self._generation.run_finished()
 
-    def _account(self) -> None:
+    def _end_call(self) -> None:
+        """End the span and count the output tokens. Idempotent."""
+        self._span.end()
         if not self._accounted:
             self._accounted = True
             self._generation.metrics.output_tokens.inc(sum(len(choice.token_ids) for choice in self.choices))

@@ -1,10 +1,14 @@
-"""One prompt with its sampling parameters, nothing left open."""
+"""A prompt to generate from, and the options of its request, nothing left open."""
 
 from __future__ import annotations
 
+from time import monotonic
+
 import msgspec
 
+from pdserve.logs import request_fields
 from pdserve.records import SamplingParams
+from pdserve.tracing.spans import NO_SPAN, Span
 from router.text.prompt import Prompt
 
 
@@ -14,3 +18,27 @@ class Job(msgspec.Struct, frozen=True):
     prompt: Prompt
     sampling: SamplingParams
     silent: bool = False
+
+
+class GenerationOptions(msgspec.Struct, frozen=True):
+    """Options shared by all prompts of a request. ``arrived`` is of ``time.monotonic``."""
+
+    request_id: str
+    arrived: float
+    timeout: float  # seconds
+    migrations: int = 0  # node failures after which a prompt may still continue elsewhere
+    stops: tuple[str, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    continues_prompt: bool = True  # true for a completion; a chat message begins a new text
+    visible_special_tokens: tuple[str, ...] | None = ()  # None: all
+    span: Span = NO_SPAN  # the request's
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left of the timeout."""
+        return self.timeout - (monotonic() - self.arrived)
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return request_fields(self.request_id, self.span.trace_id)

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
-from pdserve.logs import request_fields
-from pdserve.tracing.spans import Span
 from router.fleet.fleet import NodeCall
 from router.fleet.policy import NodeView
 from router.fleet.serve_stream import NodeLost
+from router.generation.job import GenerationOptions
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -37,23 +36,19 @@ Accepts = Callable[[NodeView], bool]
 
 
 class Migration:
-    """Moves one prompt, after at most ``limit`` node failures: a request that crashes nodes must not crash all of them.
+    """Moves one prompt. Failures are limited: a request that crashes nodes must not crash all of them.
 
     ``send`` starts the prompt on an accepted decode node or raises PdserveError; ``give_up`` takes the client's error.
     """
 
     def __init__(
         self,
-        request_id: str,
-        span: Span,
-        limit: int,
+        options: GenerationOptions,
         metrics: RouterMetrics,
         send: Callable[[Accepts], None],
         give_up: Callable[[PdserveError], None],
     ) -> None:
-        self._request_id = request_id
-        self._span = span  # the request's
-        self._limit = limit
+        self._options = options
         self._metrics = metrics
         self._send = send
         self._give_up = give_up
@@ -80,7 +75,7 @@ class Migration:
             return
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
-        elif isinstance(error, NodeError) and self._limit:
+        elif isinstance(error, NodeError) and self._options.migrations:
             self._on_node_failure(error, call.node, num_tokens)
         elif isinstance(error, Overloaded) and self._left:
             self._retry_later()  # a request that has begun waits for room
@@ -100,25 +95,19 @@ class Migration:
 
     def _on_node_failure(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
         self._num_failures += 1
-        if self._num_failures > self._limit:
-            text = f"{self._num_failures} decode nodes failed under this request, the limit is {self._limit + 1}"
+        limit = self._options.migrations
+        if self._num_failures > limit:
+            text = f"{self._num_failures} decode nodes failed under this request, the limit is {limit + 1}"
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
         self._leave(node, num_tokens, error, "lost" if isinstance(error, NodeLost) else "failed")
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
         level = logging.INFO if why == "drained" else logging.WARNING
-        fields = request_fields(self._request_id, self._span.trace_id)
         text = "request %s migrates with %d output tokens: %s"
-        logger.log(level, text, self._request_id, num_tokens, error, extra=fields)
-        self._span.event(
-            "migration",
-            {
-                "pdserve.decode_node": node.node_id,
-                "pdserve.migration.reason": why,
-                "pdserve.replayed_tokens": num_tokens,
-            },
-        )
+        logger.log(level, text, self._options.request_id, num_tokens, error, extra=self._options.log_fields)
+        where = {"pdserve.decode_node": node.node_id, "pdserve.migration.reason": why}
+        self._options.span.event("migration", {**where, "pdserve.replayed_tokens": num_tokens})
         self._metrics.migrations.labels(why).inc()
         self._metrics.replayed_tokens.inc(num_tokens)
         self._left.add(node.node_id)

@@ -21,7 +21,8 @@ from router.completions_api.response_writers import BodyResponse, EventStreamRes
 from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
 from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers
-from router.generation.generation import GenerationOptions, RequestGeneration
+from router.generation.generation import RequestGeneration
+from router.generation.job import GenerationOptions
 from router.http.authentication import client_of
 from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting

@@ -14,8 +14,8 @@ from router.completions_api.request_bodies import CompletionBody
 from router.completions_api.response_encoders import CompletionEncoder
 from router.completions_api.response_writers import StreamedResponse
 from router.generation.choice import Choice
-from router.generation.generation import GenerationOptions, RequestGeneration
-from router.generation.job import Job
+from router.generation.generation import RequestGeneration
+from router.generation.job import GenerationOptions, Job
 from router.metrics import RouterMetrics
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer

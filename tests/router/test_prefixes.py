@@ -43,7 +43,7 @@ def test_index_matches_the_blocks_of_each_node(
     assert [len(node) for position, node in enumerate(nodes) if position != gone] == [
         len(hashes) for position, hashes in enumerate(have) if position != gone
     ]
-    assert len(index) == len(set().union(*have))
+    assert len(index.holders) == len(set().union(*have))
     expected = [length(chain, hashes, node.sample_mask) for node, hashes in zip(nodes, have, strict=True)]
     found = index.match(chain, [node for position, node in enumerate(nodes) if position != gone])
     assert [0 if position == gone else found.get(node, 0) for position, node in enumerate(nodes)] == [
