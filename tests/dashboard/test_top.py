@@ -57,7 +57,7 @@ class Terminal:
         )
         os.close(theirs)
         self.said = ""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a signal may cut a character
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
