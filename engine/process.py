@@ -49,9 +49,8 @@ def main(argv: list[str]) -> int:
 
 def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     heartbeats.setblocking(False)
-    messages = channel.receive(wait=True)
-    while not messages:
-        messages = channel.receive(wait=True)
+    while not (messages := channel.receive(wait=True)):
+        pass
     configure, *rest = messages
     if isinstance(configure, Shutdown):
         return 0
@@ -71,10 +70,8 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     gc.collect()
     gc.freeze()
     channel.send(Ready(ranks.kv_layout, kv))
-    timeout = configure.config.peer_timing.answer_timeout
-    HeartbeatSender(
-        engine.loop_timer, partial(_send_heartbeat, heartbeats), timeout, ranks.monitors, ranks.waiting_for
-    ).start()
+    timeout, send = configure.config.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
+    HeartbeatSender(engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for).start()
     try:
         engine.handle(rest)
         engine.run()
@@ -95,9 +92,7 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
 
 
 def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, agent: str) -> Scheduler:
-    connector: ConnectorFactory = KVConnectorScheduler
-    if agent:
-        connector = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
+    peers: ConnectorFactory = partial(PeerConnectorScheduler, checksum=config.kv_checksum)
     return Scheduler(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -107,7 +102,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         max_waiting=config.max_waiting,
         stages=config.parallel.pp,
         eos_token_ids=config.model.eos_token_ids,
-        connector=connector,
+        connector=peers if agent else KVConnectorScheduler,
         grammars=grammars,
         clock=time.monotonic,
     )

@@ -23,10 +23,10 @@ class Constraint:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """``prompt`` is shared by all choices; ``sequences`` holds the live ones by choice."""
+    """The first fields are those of Submit. ``sequences`` holds the live choices."""
 
     rid: int
-    prompt: bytes  # token ids, uint32
+    token_ids: bytes  # of the prompt, uint32
     sampling: SamplingParams
     mode: Mode
     cache_salt: str
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        return len(self.prompt) // TOKEN_BYTES
+        return len(self.token_ids) // TOKEN_BYTES
 
     @property
     def max_length(self) -> int:
@@ -53,11 +53,6 @@ class Request:
         if self.mode is Mode.LEASE:
             most = min(most, 1 + self.decode_ahead) if self.sampling.n == 1 else 1
         return self.prompt_len + most
-
-    @property
-    def must_score(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be sent."""
-        return self.sampling.prompt_logprobs >= 0 and self.num_scored < self.prompt_len
 
 
 @dataclass(slots=True, eq=False)
@@ -117,11 +112,10 @@ class Sequence:
 
     @property
     def reusable(self) -> int:
-        """Tokens whose KV may come from the cache. The last token is computed for its logits, and so are the prompt
-        tokens whose logits give log-probabilities.
-        """
+        """Tokens whose KV may come from the cache: all but those whose logits are needed."""
         request = self.request
-        return request.num_scored - 1 if request.must_score else len(self.token_ids) - 1
+        must_score = request.sampling.prompt_logprobs >= 0 and request.num_scored < self.prompt_len
+        return (request.num_scored if must_score else len(self.token_ids)) - 1
 
     @property
     def in_flight(self) -> bool:
@@ -132,7 +126,7 @@ class Sequence:
     def can_decode_ahead(self) -> bool:
         """Whether a token for its peer may be decoded now: one at a time, so that the peer waits for one step at most.
 
-        The token after the first is the exception: it may be launched before the first is on the host.
+        Only the token after the first may be launched before the first is on the host.
         """
         return self.length == self.prompt_len + 1 or not self.in_flight
 
@@ -142,7 +136,6 @@ class Sequence:
         return self.request.sampling.n if self.length == self.prompt_len else 1
 
     def to_new_sequence(self) -> NewSequence:
-        """Return its description for a runner that does not know it."""
         return NewSequence(
             seq=self.seq,
             token_ids=self.token_ids.tobytes(),

@@ -6,9 +6,8 @@ The pages of a block are adjacent, so a block is one contiguous range of bytes t
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
     layer l = cache[:, :, l]                 a view [num_pages, num_kv_heads, planes, kernel_block_size, head_dim]
 
-``KVCacheSpec`` says what one layer keeps, ``KVLayout`` how many pages, blocks and layers a rank has. All sizes in bytes
-come from these two. On a node with several ranks, a rank's layout counts the layers and heads of that rank, and its
-``KVShare`` names them within the model.
+All sizes in bytes come from ``KVCacheSpec`` and ``KVLayout``. On a node with several ranks, a rank's layout counts the
+layers and heads of that rank, and its ``KVShare`` names them within the model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True):
-    """What one layer keeps per token: ``planes`` rows of ``head_dim`` elements for each KV head."""
+    """KV of one layer per token: ``planes`` rows of ``head_dim`` elements for each KV head."""
 
     num_kv_heads: int
     head_dim: int  # elements
@@ -152,7 +151,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.block_bytes * self.num_blocks
 
     def resized(self, num_layers: int, num_kv_heads: int) -> KVLayout:
-        """The same layout with other numbers of layers and KV heads, for another part of the model."""
+        """Return this layout for another part of the model."""
         spec = msgspec.structs.replace(self.spec, num_kv_heads=num_kv_heads)
         return msgspec.structs.replace(self, num_layers=num_layers, spec=spec)
 
@@ -160,8 +159,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 class KVShare(msgspec.Struct, frozen=True):
     """The part of the model's KV that a rank holds: consecutive layers and consecutive KV heads.
 
-    Pipeline stages split the layers, tensor shards the heads. With more shards than heads, neighbouring shards hold the
-    same head:
+    With more tensor shards than heads, neighbouring shards hold the same head:
 
                       2 shards                  8 shards
         heads         0 1 | 2 3                 0 | 0 | 1 | 1 | 2 | 2 | 3 | 3
@@ -184,15 +182,14 @@ class KVShare(msgspec.Struct, frozen=True):
 
     @classmethod
     def whole(cls, layout: KVLayout) -> KVShare:
-        """The whole model: the share of a node with one rank."""
+        """Return the share of a node with one rank."""
         return cls(0, layout.num_layers, 0, layout.num_kv_heads, layout.num_layers, layout.num_kv_heads)
 
     @classmethod
     def of_rank(cls, stage: int, stage_layers: Sequence[int], shard: int, num_shards: int, total_heads: int) -> KVShare:
-        """The share of one tensor shard of one pipeline stage.
+        """Return the share of one tensor shard of one pipeline stage; ``stage_layers`` has the layers of each stage.
 
-        ``stage_layers`` has the number of layers of each stage. Raises ConfigError unless the shards can split or
-        repeat the heads evenly.
+        Raises ConfigError unless the shards can split or repeat the heads evenly.
         """
         assert 0 <= stage < len(stage_layers)
         assert 0 <= shard < num_shards

@@ -15,22 +15,20 @@ class PendingStep(Protocol):
     def result(self) -> StepOutput:
         """Wait until the step's tokens are on the host, and return them. Called once per step, in launch order.
 
-        All KV of the step is then in the cache, also if the step sampled nothing: the engine announces it to peers and
-        reuses blocks that the step wrote to.
+        All KV of the step is then in the cache, also if it sampled nothing: peers may read it, its blocks be reused.
         """
 
 
 class ModelRunner(Protocol):
-    """Owns the weights, the KV cache and the state of running sequences on one rank.
-
-    The engine sees one difference between runners, ``max_in_flight``. A runner with one step per pipeline stage never
-    gets a plan that continues from a token of a step in flight (microbatch.py says why). A runner with one step more
-    does: it takes over sampled tokens on the device.
-    """
+    """Owns the weights, the KV cache and the state of running sequences on one rank."""
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be launched before a result is taken: one per pipeline stage, or one more."""
+        """Steps that may be launched before a result is taken: one per pipeline stage, or one more.
+
+        With one per stage, no plan continues from a token of a step in flight (engine/scheduler/microbatch.py). With
+        one more, the runner takes over sampled tokens on the device.
+        """
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -41,10 +39,7 @@ class ModelRunner(Protocol):
         """Memory of the registered KV cache."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Start one step. A plan without scheduled sequences only updates state.
-
-        If ``max_in_flight`` allows it, a sequence may be scheduled for the token that a step in flight samples.
-        """
+        """Start one step. A plan without scheduled sequences only updates state."""
 
     def reload_weights(self, model_dir: str) -> None:
         """Read another checkpoint of the same architecture and shape; no step may be in flight.

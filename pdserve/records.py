@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural log, of the model's raw distribution) at one output position."""
+    """Natural log-probabilities of the model's raw distribution at one output position."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class KVRegion(msgspec.Struct, frozen=True):
 
 
 class RankKV(msgspec.Struct, frozen=True):
-    """What a peer needs to read from one rank."""
+    """What a peer needs in order to read from one rank."""
 
     agent: str  # NIXL agent name, holds the epoch
     metadata: bytes  # NIXL agent metadata
@@ -125,12 +125,11 @@ class RankKV(msgspec.Struct, frozen=True):
 
     @property
     def part(self) -> KVShare:
-        """The part of the model on this rank."""
         return self.share or KVShare.whole(self.layout)
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A node to read from: its id, its epoch and its ranks."""
+    """A node to read from."""
 
     node_id: str
     epoch: str
@@ -149,8 +148,8 @@ class KVRead(msgspec.Struct, frozen=True):
 class ReadResult(msgspec.Struct, frozen=True):
     """A read that has ended: none of its bytes can land any more. ``error`` is empty if all bytes arrived.
 
-    ``seconds`` counts the time with reads in flight since the last read from this peer ended. So the seconds of all
-    reads add up to the time spent reading, however many overlapped.
+    ``seconds`` counts the time with reads in flight since the last read from this peer ended, so that the seconds of
+    overlapping reads add up to the time spent reading.
     """
 
     read_id: int
@@ -175,21 +174,16 @@ NO_ORDERS = KVConnectorPlan()
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence that the runner does not know, because it is new or was preempted.
-
-    ``token_ids`` holds the prompt (``prompt_len`` tokens) and the output so far. The KV of the first ``num_computed``
-    tokens is in ``block_ids`` already. ``choice`` is the index among the n choices of its request. Log-probabilities of
-    the first ``num_scored`` prompt tokens have been reported already.
-    """
+    """A sequence that the runner does not know, because it is new or was preempted."""
 
     seq: int  # unique in this engine
-    token_ids: bytes  # uint32, one buffer
+    token_ids: bytes  # uint32: prompt, then the output so far
     prompt_len: int
-    num_computed: int
+    num_computed: int  # leading tokens whose KV is in ``block_ids`` already
     block_ids: tuple[int, ...]
     sampling: SamplingParams
-    choice: int = 0
-    num_scored: int = 1
+    choice: int = 0  # index among the n choices of its request
+    num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +197,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's part of a step: its next ``num_tokens`` tokens are computed.
 
     ``num_samples`` is 0 for a prompt chunk that is not the last, 1 normally, and n at the end of a prompt shared by n
-    choices: choices ``0 … n-1`` are sampled from the same logits and the sequence goes on as choice 0.
+    choices: all are sampled from the same logits, and the sequence continues as choice 0.
     """
 
     seq: int
@@ -219,9 +213,7 @@ class NewBlocks(msgspec.Struct, frozen=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Compute a digest of each block. Only the last block may hold fewer than ``block_size`` of the ``num_tokens``
-    tokens; its other slots do not count.
-    """
+    """Compute a digest of each block. They hold ``num_tokens`` tokens; further slots of the last one do not count."""
 
     block_ids: tuple[int, ...]
     num_tokens: int
@@ -254,7 +246,6 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def has_orders(self) -> bool:
-        """Whether it has work for a runner or a connector."""
         return bool(self.scheduled or self.finished or self.digests) or self.connector != NO_ORDERS
 
     @property
@@ -278,7 +269,6 @@ class StepOutput(msgspec.Struct, frozen=True):
 class KVConnectorOutput(msgspec.Struct, frozen=True):
     """Events of one rank's connector since the last poll.
 
-    A failed read has one error and no list of invalid blocks: D drops the whole read and computes the prompt itself.
     ``connected`` and ``failed_peers`` answer connect orders. ``failed_peers`` also names a connection that broke later,
     so that the node connects again.
     """

@@ -18,7 +18,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """Frames over a Unix stream socket (see engine/ipc/messages.py). Any thread may call ``wake`` and ``send``."""
+    """Frames over a Unix stream socket. Any thread may call ``wake`` and ``send``."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -33,7 +33,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def wake(self) -> None:
-        """End a waiting ``receive`` early. Any thread may call it."""
+        """End a waiting ``receive`` early."""
         os.eventfd_write(self._wake_fd, 1)
 
     def receive(self, *, wait: bool) -> list[ToEngine]:

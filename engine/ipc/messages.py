@@ -94,7 +94,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
-    """The whole prompt has been read, and P has confirmed that the lease was valid until then."""
+    """P has confirmed that the lease was valid until the whole prompt had been read."""
 
     rid: int
     outputs: Outputs

@@ -28,12 +28,7 @@ class Use(IntEnum):
     QUARANTINED = 3
 
 
-_WEAKER = (
-    (),
-    (),
-    (Use.HELD,),
-    (Use.LEASED, Use.HELD),
-)  # [use] → weaker uses of a block, strongest first
+_WEAKER = ((), (), (Use.HELD,), (Use.LEASED, Use.HELD))  # [use] → weaker uses of a block, strongest first
 
 
 class BlockPool:
@@ -63,7 +58,6 @@ class BlockPool:
         return free, held, leased, quarantined
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """Count the free ones of ``blocks``."""
         return sum(self._use[block] is Use.FREE for block in blocks)
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:

@@ -23,14 +23,14 @@ sequence continues and may add to the last block. The two claims are independent
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from engine.ipc.messages import Batch, Leased, Mode, ReadEnded, Reserved, StartRead
-from engine.kv_cache.block_digests import BlockDigests
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.throughput_meter import LineFit
@@ -139,12 +139,19 @@ class _Lease:
 class PeerConnectorScheduler(KVConnectorScheduler):
     """Reads from peers on D and leases to peers on P.
 
-    With ``checksum``, P announces a digest of each block, and D reports a read as good only if its digests are equal.
+    With ``checksum``, P announces a digest of each block, and D reports a read as good only if its digests are equal:
+
+        P   leased   ──order──► digests come with a step's output ──► Leased, with digests ──frontend──► D
+        D   read     ──order──► digests come with a step's output ──► ReadEnded, with an error where they differ
+
+    Digests are ordered with the next plan and arrive in the order of their orders. No step waits for them.
     """
 
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
         super().__init__(pool, events, block_size)
-        self._digests = BlockDigests(block_size) if checksum else None
+        self._checksum = checksum
+        self._digest_orders: list[DigestOrder] = []
+        self._digest_callbacks: deque[Callable[[tuple[int, ...]], None]] = deque()  # each takes a digest per block
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
@@ -221,7 +228,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return f"the peer named blocks up to token {num_tokens} of a prompt of {prompt_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
-        if self._digests is not None and len(message.digests) != num_blocks:
+        if self._checksum and len(message.digests) != num_blocks:
             return f"the peer named {num_blocks} blocks with {len(message.digests)} digests"
         return ""
 
@@ -229,8 +236,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
 
     @property
     def has_orders(self) -> bool:
-        digests = self._digests is not None and self._digests.has_orders
-        return bool(self._connect or self._disconnect or self._orders or digests)
+        return bool(self._connect or self._disconnect or self._orders or self._digest_orders)
 
     def take_orders(self) -> KVConnectorPlan:
         if not (self._connect or self._disconnect or self._orders):
@@ -240,11 +246,13 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         return orders
 
     def take_digest_orders(self) -> tuple[DigestOrder, ...]:
-        return self._digests.take_orders() if self._digests is not None else ()
+        orders = tuple(self._digest_orders)
+        self._digest_orders.clear()
+        return orders
 
     def update(self, output: ModelRunnerOutput) -> None:
-        if self._digests is not None:
-            self._digests.arrived(output.step.digests)
+        for digests in output.step.digests:
+            self._digest_callbacks.popleft()(digests)
         self._end_reads(output.connector.finished_recving)
         self._events.connected += output.connector.connected
         self._events.failed_peers += output.connector.failed_peers
@@ -262,10 +270,18 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
-            if self._digests is None or read.load is None or result.error:
-                self._events.reads.append(ended)
+            if self._checksum and read.load is not None and not result.error:
+                self._order_digests(blocks, read.message.num_tokens, partial(self._compare, read, ended))
             else:
-                self._digests.order(blocks, read.message.num_tokens, partial(self._compare, read, ended))
+                self._events.reads.append(ended)
+
+    def _order_digests(
+        self, blocks: tuple[int, ...], num_tokens: int, callback: Callable[[tuple[int, ...]], None]
+    ) -> None:
+        """Order digests of blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
+        unused = -num_tokens % self._block_size
+        self._digest_orders.append(DigestOrder(blocks, len(blocks) * self._block_size - unused))
+        self._digest_callbacks.append(callback)
 
     def _compare(self, read: _Read, ended: ReadEnded, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
@@ -300,10 +316,10 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         lease.num_announced = end
         lease.blocks += blocks
         leased = Leased(sequence.rid, tuple(blocks), sequence.prompt_len if complete else end * size)
-        if self._digests is None:
-            self._events.leased.append(leased)
+        if self._checksum:
+            self._order_digests(leased.block_ids, leased.num_tokens, partial(self._announce, leased))
         else:
-            self._digests.order(blocks, leased.num_tokens, partial(self._announce, leased))
+            self._events.leased.append(leased)
 
     def free_lease(self, rid: int) -> None:
         lease = self._leases.pop(rid, None)

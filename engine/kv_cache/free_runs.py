@@ -49,13 +49,8 @@ class FreeRuns:
             candidates = [first for first in islice(fitting, _BEST_FIT_RUNS) if self._length[first] >= wanted]
             if candidates:
                 return min(candidates, key=self._length.__getitem__)
-        for runs in self._classes[size_class + 1 :]:
-            if runs:
-                return next(iter(runs))
-        for runs in reversed(self._classes):
-            if runs:
-                return next(iter(runs))
-        raise AssertionError("no free run although blocks are counted as free")
+        larger, all_from_largest = self._classes[size_class + 1 :], reversed(self._classes)
+        return next(first for runs in (*larger, *all_from_largest) for first in runs)
 
     def _take_from(self, first: int, count: int) -> list[int]:
         length = self._remove_run(first)

@@ -1,13 +1,12 @@
 """The n choices of a request: one sequence computes the prompt, the others branch off it.
 
-    prompt ──samples──► choice 0 goes on as the same sequence
+    prompt ──samples──► choice 0 continues as the same sequence
                   ├───► choice 1 ─┐ sequences of their own: they share the prompt's full blocks through the
                   └───► choice 2 ─┘ prefix cache, and compute the rest of its last block again
 
 If P has sampled the first tokens, choices may have ended before their KV is on D; the first live one continues the
 sequence. A single choice may decode ahead on P; D continues after the tokens that it received, and computes their KV.
-A request resumed from a failed node begins with the output of each choice: the first one computes the prompt and its
-own output, and the others branch off it.
+A request resumed from a failed node begins with the output of each choice.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
-from engine.ipc.messages import Batch, DecodeAheadEnded, Outputs, Prefilled
+from engine.ipc.messages import Batch, Outputs, Prefilled
 from engine.request import Request, Sequence, finish_reason
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from pdserve.hashing import BlockHashes
@@ -44,7 +43,7 @@ class ChoiceManager:
         return self._sequence(request, choice, request.branches.pop(choice, ()))
 
     def take_prompt_samples(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Emit the tokens sampled at the end of a prompt. Return whether the sequence goes on."""
+        """Emit the tokens sampled at the end of a prompt. Return whether the sequence continues."""
         if sequence.for_peer:
             return self._take_first_tokens_for_peer(sequence, samples)
         if sequence.num_outputs:  # it was preempted, or P has sampled its first token
@@ -52,7 +51,7 @@ class ChoiceManager:
         return self._take_first_tokens(sequence, samples)
 
     def take_token(self, sequence: Sequence, sample: Sample) -> bool:
-        """Emit a token after the first one. Return whether the sequence goes on."""
+        """Emit a token after the first one. Return whether the sequence continues."""
         request, token_ids = sequence.request, sequence.token_ids
         token_ids.append(sample.token_id)
         reason = None
@@ -67,9 +66,9 @@ class ChoiceManager:
         return True
 
     def _take_first_tokens(self, sequence: Sequence, samples: tuple[Sample, ...]) -> bool:
-        """Emit the first tokens of all choices. Return whether the sequence, which is choice 0, goes on.
+        """Emit the first tokens of all choices. Return whether the sequence, which is choice 0, continues.
 
-        Other choices that go on are left in ``request.branches``.
+        Other choices that continue are left in ``request.branches``.
         """
         request = sequence.request
         self._emit_prefilled(request)
@@ -97,17 +96,13 @@ class ChoiceManager:
         self._constraints.sampled(sequence)
         return True
 
-    def end_decode_ahead(self, sequence: Sequence) -> None:
-        self._events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
-
     def take_from_peer(self, sequence: Sequence, outputs: Outputs) -> bool:
-        """Continue after the tokens that P sampled and D's frontend has sent. Return whether any choice goes on.
+        """Continue after the tokens that P sampled and D's frontend has sent. Return whether any choice continues.
 
-        The first one that does is the sequence from now on; the others are left in ``request.branches``. A resumed
-        request has its own output already.
+        The sequence becomes the first that does; the others are left in ``request.branches``.
         """
         request = sequence.request
-        if sequence.num_outputs:
+        if sequence.num_outputs:  # a resumed request has its own
             return True
         live = {
             choice: array("I", tokens)
@@ -137,7 +132,7 @@ class ChoiceManager:
     def _sequence(
         self, request: Request, choice: int, output: Iterable[int], prompt_hashes: Collection[bytes] = ()
     ) -> Sequence:
-        token_ids = array("I", request.prompt)
+        token_ids = array("I", request.token_ids)
         token_ids.extend(output)
         hashes = BlockHashes(self._block_size, request.cache_salt, prompt_hashes)
         sequence = Sequence(self._next_seq, request, choice, token_ids, hashes, request.prompt_len, request.max_length)

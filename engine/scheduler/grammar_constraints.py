@@ -4,7 +4,7 @@
                                                           └─ not scheduled again until then ───┘
 
 A choice is scheduled only when the mask of its next token is ready, so never while its last token is in flight. All
-other sequences go on meanwhile: no step waits for a mask.
+other sequences are scheduled meanwhile: no step waits for a mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GrammarConstraints:
         self._advances: list[Advance] = []  # not sent to the workers yet
 
     @property
-    def num_waiting(self) -> int:
+    def num_compiling(self) -> int:
         """Requests whose grammar is being compiled."""
         return sum(map(len, self._compiling.values()))
 

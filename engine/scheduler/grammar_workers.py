@@ -12,8 +12,8 @@ import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.request import Constraint
 from pdserve.config.model_config import ModelConfig
@@ -25,23 +25,20 @@ _MASK_THREADS = 2
 _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(NamedTuple):
     """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens."""
 
     constraint: Constraint
     token_ids: Sequence[int]
-    forbidden: frozenset[int] = frozenset()
+    forbidden: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
+class Compiled(NamedTuple):
     text: str
     result: Grammar | RequestError
 
 
-@dataclass(frozen=True, slots=True)
-class Masked:
+class Masked(NamedTuple):
     constraint: Constraint
     result: bytes | RequestError
 

@@ -16,12 +16,12 @@ class LiveSequences:
         self.loading: dict[int, Sequence] = {}  # by rid: the connector loads the prompt into held blocks
         self.running: dict[int, Sequence] = {}  # by seq, in order of admission
         self._requests: dict[int, Request] = {}
-        self._finished: list[int] = []  # sequences that the runner must drop
+        self.finished: list[int] = []  # sequences that the runner must drop
         self._kv = kv
         self._events = events
 
     def queue(self, sequence: Sequence) -> None:
-        """Append the first sequence of a request to the queue."""
+        """Append the first sequence of a request."""
         self._requests[sequence.rid] = sequence.request
         self.waiting.append(sequence)
 
@@ -70,13 +70,9 @@ class LiveSequences:
         if not sequence.in_flight:
             self._free(sequence)
 
-    @property
-    def any_finished(self) -> bool:
-        return bool(self._finished)
-
     def take_finished(self) -> tuple[int, ...]:
         """Return the sequences that the runner must drop since the last call."""
-        finished, self._finished = tuple(self._finished), []
+        finished, self.finished = tuple(self.finished), []
         return finished
 
     def _free(self, sequence: Sequence) -> None:
@@ -85,5 +81,5 @@ class LiveSequences:
 
     def _drop_in_runner(self, sequence: Sequence) -> None:
         if sequence.sent_blocks >= 0:
-            self._finished.append(sequence.seq)
+            self.finished.append(sequence.seq)
             sequence.sent_blocks = -1

@@ -23,7 +23,7 @@ from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.messages import Batch, Mode, Outputs, Refused, Scored, Status, Submit, Totals
+from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Scored, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -87,13 +87,10 @@ class Scheduler:
 
     def submit(self, message: Submit) -> None:
         """Queue a request, or refuse it at once if the queue is full or it can never fit."""
-        sampling, mode, salt = message.sampling, message.mode, message.cache_salt
-        request = Request(
-            *(message.rid, message.token_ids, sampling, mode, salt),
-            *(message.priority, message.skip_tokens, message.decode_ahead),
-        )
-        request.branches = {choice: array("I", output) for choice, output in message.resume.items()}
-        longest_output = max(map(len, request.branches.values()), default=0)
+        values = msgspec.structs.asdict(message)
+        branches = {choice: array("I", output) for choice, output in values.pop("resume").items()}
+        request = Request(**values, branches=branches, waits_since=self._clock())
+        longest_output = max(map(len, branches.values()), default=0)
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
@@ -101,10 +98,8 @@ class Scheduler:
         elif self._num_waiting >= self._max_waiting:
             text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
             self.events.refused.append(Refused(request.rid, "Overloaded", text))
-        else:
-            request.waits_since = self._clock()
-            if not self._constraints.holds(request):
-                self._live.queue(self._choices.lead_sequence(request))
+        elif not self._constraints.holds(request):
+            self._live.queue(self._choices.lead_sequence(request))
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
@@ -120,7 +115,7 @@ class Scheduler:
         self._branch(sequence)
 
     def prefill_locally(self, rid: int, outputs: Outputs) -> None:
-        """Give up the handoff: drop the KV that was read and compute the prompt here, at the head of the queue."""
+        """Give up the handoff: drop the KV that was read and compute the prompt here, before waiting requests."""
         sequence = self._live.loading.pop(rid, None)
         if sequence is None:
             return
@@ -146,8 +141,9 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
-        orders = self._live.any_finished or self.connector.has_orders
-        return not (self._live.any_runnable or orders or (self._head is not None and self._kv.fits(self._head)))
+        if self._live.finished or self.connector.has_orders or self._live.any_runnable:
+            return False
+        return self._head is None or not self._kv.fits(self._head)
 
     def plan(self) -> StepPlan:
         """Plan the next step: decodes, then prompts one after the other, within the token budget."""
@@ -197,7 +193,7 @@ class Scheduler:
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._live.waiting) + self._constraints.num_waiting
+        return len(self._live.waiting) + self._constraints.num_compiling
 
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
@@ -251,7 +247,7 @@ class Scheduler:
         for sequence in runnable.ahead:
             # Without outputs, the end of its prompt is in flight and the peer waits for that.
             if sequence.num_outputs and sequence not in ahead:
-                self._choices.end_decode_ahead(sequence)
+                self.events.decode_ahead_ended.append(DecodeAheadEnded(sequence.rid))
                 self._live.finish(sequence)
         return ahead
 
@@ -263,7 +259,7 @@ class Scheduler:
 
     @property
     def _head(self) -> Sequence | None:
-        """The sequence to admit next; None if no waiting sequence can go on or ``max_num_seqs`` are running."""
+        """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
         free_slots = self._max_num_seqs - len(self._live.running) - len(self._live.loading)
         head = self._live.waiting.head if free_slots > 0 else None
         return None if head is None or head.blocked else head
@@ -330,10 +326,10 @@ class Scheduler:
 
     def _apply_prompt(self, sequence: Sequence, samples: tuple[Sample, ...]) -> None:
         """Apply a prompt chunk; ``samples`` is empty unless the prompt ended."""
-        goes_on = not samples or self._choices.take_prompt_samples(sequence, samples)
+        continues = not samples or self._choices.take_prompt_samples(sequence, samples)
         self.connector.computed(sequence)
         self._branch(sequence)
-        if not goes_on:
+        if not continues:
             self._live.finish(sequence)
 
     def _branch(self, sequence: Sequence) -> None:
