@@ -65,9 +65,9 @@ def main() -> int:
 
 
 def run(fleet: Fleet, args: argparse.Namespace) -> int:
-    chance = random.Random(args.seed)
-    load = Load([new_body(chance, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
-    asyncio.run(load.record_expected(fleet.url, chance))
+    rng = random.Random(args.seed)
+    load = Load([new_body(rng, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
+    asyncio.run(load.record_expected(fleet.url, rng))
     started = time.monotonic()
     ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
     with FaultInjector(fleet, random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)) as injector:

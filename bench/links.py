@@ -118,9 +118,9 @@ class Clients:
             self.expected = [await self._complete(client, prompt) for prompt in self.prompts]
 
     async def _run(self, stopping: threading.Event) -> None:
-        async def repeat(chance: random.Random) -> None:
+        async def repeat(rng: random.Random) -> None:
             while not stopping.is_set():
-                index = chance.randrange(len(self.prompts))
+                index = rng.randrange(len(self.prompts))
                 try:
                     tokens = await self._complete(client, self.prompts[index])
                 except (httpx.HTTPError, KeyError) as exc:
@@ -187,8 +187,8 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3, metavar="N")
     args = parser.parse_args()
     require_namespaces()
-    chance = random.Random(1)
-    prompts = [chance.choices(range(3, VOCABULARY), k=PROMPT) for _ in range(8)]
+    rng = random.Random(1)
+    prompts = [rng.choices(range(3, VOCABULARY), k=PROMPT) for _ in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         model = add_tokenizer(make_checkpoint(Path(folder) / "model", "qwen3", vocab_size=VOCABULARY))
         with Cluster("multi-node", Path(folder) / "hosts", model) as cluster:

@@ -68,7 +68,7 @@ class Traffic:
     """Sends random requests and counts their outcomes."""
 
     url: str
-    chance: random.Random
+    rng: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     failures: list[str] = field(default_factory=list)
@@ -94,21 +94,21 @@ class Traffic:
             while due < end:
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 group.create_task(self._send(client))
-                due += self.chance.expovariate(rate)
+                due += self.rng.expovariate(rate)
 
     def _client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
         return httpx.AsyncClient(base_url=self.url, timeout=120.0, trust_env=False, limits=limits)
 
     async def _send(self, shared: httpx.AsyncClient) -> None:
-        draw = self.chance.random
+        draw = self.rng.random
         if draw() < FRESH_CONNECTION:
             async with self._client() as own:
                 return await self._send_over(own)
         return await self._send_over(shared)
 
     async def _send_over(self, client: httpx.AsyncClient) -> None:
-        kind = self.chance.random()
+        kind = self.rng.random()
         try:
             if kind < INVALID:
                 outcome = await self._invalid(client)
@@ -122,19 +122,19 @@ class Traffic:
         self.outcomes[outcome] += 1
 
     async def _completion(self, client: httpx.AsyncClient) -> str:
-        body = new_body(self.chance, max_prompt=600, max_tokens=120)
-        disconnect_after = self.chance.randint(1, 20) if self.chance.random() < DISCONNECT_SHARE else float("inf")
+        body = new_body(self.rng, max_prompt=600, max_tokens=120)
+        disconnect_after = self.rng.randint(1, 20) if self.rng.random() < DISCONNECT_SHARE else float("inf")
         answer = await send_completion(client, body, disconnect_after)
         self.tokens += answer.num_tokens
         return "left" if answer.num_tokens >= disconnect_after else "completion"
 
     async def _chat(self, client: httpx.AsyncClient) -> str:
-        words = " ".join(self.chance.choices(("sun", "moon", "Grüße", "naïve", "数", "{}", "\n"), k=40))
+        words = " ".join(self.rng.choices(("sun", "moon", "Grüße", "naïve", "数", "{}", "\n"), k=40))
         body = {
             "model": MODEL_NAME,
             "messages": [{"role": "system", "content": "You are kind."}, {"role": "user", "content": words}],
-            "max_tokens": self.chance.randint(10, 100),
-            "stream": self.chance.random() < 0.7,
+            "max_tokens": self.rng.randint(10, 100),
+            "stream": self.rng.random() < 0.7,
         }
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             text = (await response.aread()).decode()
@@ -143,7 +143,7 @@ class Traffic:
         return "chat"
 
     async def _invalid(self, client: httpx.AsyncClient) -> str:
-        wrong = self.chance.choice(({"max_tokens": 10**9}, {"prompt": [10**9]}, {"model": "none"}, {"n": -1}))
+        wrong = self.rng.choice(({"max_tokens": 10**9}, {"prompt": [10**9]}, {"model": "none"}, {"n": -1}))
         response = await client.post("/v1/completions", json={"model": MODEL_NAME, "prompt": "a", **wrong})
         if response.status_code not in (400, 404):
             raise ErrorAnswer(f"{response.status_code} for {wrong}")

@@ -32,9 +32,9 @@ def migrations(fleet: Fleet, reason: str) -> float:
 
 def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> None:
     """Drain a node while clients send requests of all kinds: n, penalties, grammars, log-probabilities."""
-    chance = random.Random(3)
-    load = Load([new_body(chance, max_prompt=300, max_tokens=max_tokens) for _ in range(12)])
-    asyncio.run(load.record_expected(fleet.url, chance))
+    rng = random.Random(3)
+    load = Load([new_body(rng, max_prompt=300, max_tokens=max_tokens) for _ in range(12)])
+    asyncio.run(load.record_expected(fleet.url, rng))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
         fleet.wait_until(lambda: node.status().running > 0, 20.0)

@@ -116,24 +116,24 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
 
 def test_cancelled_requests_leave_no_blocks_or_leases(fleet: Fleet) -> None:
     """1,000 requests, of which 100 are cancelled at random times."""
-    chance = random.Random(11)
-    cancelled = set(chance.sample(range(1000), 100))
-    ended = asyncio.run(_many_requests(fleet.url, cancelled, chance))
+    rng = random.Random(11)
+    cancelled = set(rng.sample(range(1000), 100))
+    ended = asyncio.run(_many_requests(fleet.url, cancelled, rng))
     assert ended == 900
     for node in (*fleet.prefill, *fleet.decode):
         node.wait_idle(20.0)
 
 
-async def _many_requests(url: str, cancelled: set[int], chance: random.Random) -> int:
+async def _many_requests(url: str, cancelled: set[int], rng: random.Random) -> int:
     """Send the requests and return how many ran to their end."""
     at_once = asyncio.Semaphore(32)
     prefix = new_prompt(40)
     limits = httpx.Limits(max_connections=64, max_keepalive_connections=32)
 
     async def one(client: httpx.AsyncClient, index: int) -> bool:
-        prompt = (prefix if index % 2 else []) + chance.choices(range(3, VOCABULARY), k=chance.randint(1, 120))
-        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": chance.randint(1, 12), "stream": index % 3 > 0}
-        timeout = chance.uniform(0.0, 0.25) if index in cancelled else 60.0
+        prompt = (prefix if index % 2 else []) + rng.choices(range(3, VOCABULARY), k=rng.randint(1, 120))
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": rng.randint(1, 12), "stream": index % 3 > 0}
+        timeout = rng.uniform(0.0, 0.25) if index in cancelled else 60.0
         async with at_once:
             try:
                 async with asyncio.timeout(timeout):

@@ -28,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_load(seed: int, count: int, max_prompt: int, max_tokens: int) -> tuple[Load, random.Random]:
-    chance = random.Random(seed)
-    return Load([new_body(chance, max_prompt, max_tokens) for _ in range(count)]), chance
+    rng = random.Random(seed)
+    return Load([new_body(rng, max_prompt, max_tokens) for _ in range(count)]), rng
 
 
 def migrations(fleet: Fleet) -> float:
@@ -37,10 +37,10 @@ def migrations(fleet: Fleet) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdserve_migrations_total"))
 
 
-def check_fault(fleet: Fleet, load: Load, chance: random.Random, inject: Callable[[NodeProcess], None]) -> None:
+def check_fault(fleet: Fleet, load: Load, rng: random.Random, inject: Callable[[NodeProcess], None]) -> None:
     """Inject a fault into one of two busy decode nodes; all answers must be exact, and the other node idle after."""
     first, second = fleet.decode
-    asyncio.run(load.record_expected(fleet.url, chance))
+    asyncio.run(load.record_expected(fleet.url, rng))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=6, seconds=3.0, seed=0)))
         fleet.wait_until(lambda: first.status().running > 0, 20.0)
@@ -63,9 +63,9 @@ def test_requests_migrate_when_a_decode_node_dies(model: Path) -> None:
 def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> None:
     """A short version of bench/chaos.py."""
     simulated = ("--engine", "simulated")
-    load, chance = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
+    load, rng = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
     with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
-        asyncio.run(load.record_expected(fleet.url, chance))
+        asyncio.run(load.record_expected(fleet.url, rng))
         with FaultInjector(fleet, random_faults(7, num_prefill=2, num_decode=3, pause=0.7)):
             asyncio.run(load.run(fleet.url, clients=8, seconds=6.0, seed=4))
         assert not load.failures, load.failures[0]
@@ -80,8 +80,8 @@ def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> N
 @pytest.mark.parametrize("part", ["node", "frontend", "engine"])
 def test_requests_migrate_when_a_decode_node_hangs(model: Path, part: str) -> None:
     with start_fleet(model, 1, 2, True, (), ("--handoff-min-tokens", "1")) as fleet:
-        load, chance = new_load(seed=5, count=12, max_prompt=200, max_tokens=100)
-        check_fault(fleet, load, chance, lambda node: node.stop(part))
+        load, rng = new_load(seed=5, count=12, max_prompt=200, max_tokens=100)
+        check_fault(fleet, load, rng, lambda node: node.stop(part))
         fleet.decode[0].resume(part)
         fleet.decode[0].wait_idle(30.0)
 

@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def restart_all(model: Path, flags: Sequence[str], max_tokens: int) -> Load:
     """Restart 2 P, 2 D and 2 routers under load; return the load with its outcomes."""
-    chance = random.Random(1)
-    load = Load([new_body(chance, max_prompt=200, max_tokens=max_tokens) for _ in range(12)])
+    rng = random.Random(1)
+    load = Load([new_body(rng, max_prompt=200, max_tokens=max_tokens) for _ in range(12)])
     with Fleet() as fleet, ThreadPoolExecutor(1) as pool:
         prefill = [fleet.start_prefill(model, flags) for _ in range(2)]
         decode = [fleet.start_decode(model, [*flags, "--handoff-min-tokens", "1"]) for _ in range(2)]
@@ -45,7 +45,7 @@ def restart_all(model: Path, flags: Sequence[str], max_tokens: int) -> Load:
             return all_nodes_ready(urls, 2, 2) and all(len(node.describe().connected_peers) == 2 for node in decode)
 
         fleet.wait_until(settled, 20.0)
-        asyncio.run(load.record_expected(urls[0], chance))
+        asyncio.run(load.record_expected(urls[0], rng))
         handles = [FleetHandle(process) for process in (*prefill, *decode, *routers)]
         restarting = pool.submit(rolling_restart, handles, settled)
         asyncio.run(run_clients(load, urls, restarting.done))

@@ -48,12 +48,12 @@ class Up:
             time.sleep(0.05)
         return found[1]
 
-    def family(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
         return children
 
     def child(self, module: str) -> psutil.Process:
-        return next(p for p in self.family() if module in p.cmdline())
+        return next(p for p in self.descendants() if module in p.cmdline())
 
 
 @contextmanager
@@ -132,12 +132,12 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         chat = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4}
         assert post(f"{url}/v1/chat/completions", chat)["choices"][0]["message"]["role"] == "assistant"
         assert_curl_works(up.out.read_text().split("Try:")[1])
-        family = up.family()
-        assert len(family) >= 5  # P and D with an engine each, and the router
-        memory = shared_memory_of(family)
+        processes = up.descendants()
+        assert len(processes) >= 5  # P and D with an engine each, and the router
+        memory = shared_memory_of(processes)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(10) == 0
-        assert_gone(family)
+        assert_gone(processes)
         assert [file for file in memory if file.exists()] == []
     assert "Traceback" not in up.err.read_text()
 
@@ -156,13 +156,13 @@ def test_sigterm_lets_running_answers_finish(tmp_path: Path) -> None:
     with started(tmp_path, *costs) as up, ThreadPoolExecutor() as threads:
         body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 100, "temperature": 0, "ignore_eos": True}
         url = up.wait_served()
-        family = up.family()
+        processes = up.descendants()
         answer = threads.submit(post, f"{url}/v1/completions", body)
         wait_until(lambda: in_flight(url) == 1)
         up.process.terminate()
         assert answer.result(30)["usage"]["completion_tokens"] == 100
         assert up.process.wait(20) == 0
-        assert_gone(family)
+        assert_gone(processes)
     assert "Traceback" not in up.err.read_text()
 
 
@@ -188,10 +188,10 @@ def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
 def test_up_ends_when_a_child_dies(tmp_path: Path, module: str) -> None:
     with started(tmp_path) as up:
         up.wait_served()
-        family = up.family()
+        processes = up.descendants()
         up.child(module).kill()
         assert up.process.wait(20) != 0
-        assert_gone(family)
+        assert_gone(processes)
     last = up.err.read_text().strip().splitlines()[-1]
     assert last.startswith("pdserve: error: ")
     assert "Hint: " in last
@@ -200,10 +200,10 @@ def test_up_ends_when_a_child_dies(tmp_path: Path, module: str) -> None:
 def test_children_end_when_up_is_killed(tmp_path: Path) -> None:
     up = Up(tmp_path)
     up.wait_served()
-    family = up.family()
+    processes = up.descendants()
     up.process.kill()
     up.process.wait(5)
-    assert_gone(family)
+    assert_gone(processes)
 
 
 def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"layers.3.mlp.up_proj", b"layers.3.mlp.xx_proj"))
     with started(tmp_path, str(broken)) as up:
-        family = up.family()
+        processes = up.descendants()
         assert up.process.wait(90) == 2
-        assert_gone(family)
+        assert_gone(processes)
     last = up.err.read_text().strip().splitlines()[-1]
     assert last.startswith("pdserve: error: ")
     assert "layers.3.mlp" in last
@@ -223,10 +223,10 @@ def test_up_reports_a_broken_checkpoint_in_one_line(tmp_path: Path) -> None:
 def test_ctrl_c_during_start_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path) as up:
         end = time.monotonic() + 30
-        while not up.family():
+        while not up.descendants():
             assert time.monotonic() < end
             time.sleep(0.02)
-        family = up.family()
+        processes = up.descendants()
         os.killpg(up.process.pid, signal.SIGINT)
         assert up.process.wait(10) == 130
-        assert_gone(family)
+        assert_gone(processes)

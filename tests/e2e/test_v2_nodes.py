@@ -133,15 +133,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def disconnect_early(address: str, peer: str, seed: int) -> None:
     """Send random requests and close the stream while they run."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     with RouterClient(address) as client:
         for _ in range(3):
-            prompt = chance.choices(range(3, VOCABULARY), k=chance.randint(1, 60))
-            temperature = chance.choice([0.0, 1.0])
-            n = chance.choice([1, 1, 3]) if temperature else 1
-            sampling = SamplingParams(chance.randint(1, 8), n=n, temperature=temperature, seed=seed, ignore_eos=True)
-            client.send(prompt, sampling, peer if chance.random() < 0.8 else "")
-        time.sleep(chance.random())
+            prompt = rng.choices(range(3, VOCABULARY), k=rng.randint(1, 60))
+            temperature = rng.choice([0.0, 1.0])
+            n = rng.choice([1, 1, 3]) if temperature else 1
+            sampling = SamplingParams(rng.randint(1, 8), n=n, temperature=temperature, seed=seed, ignore_eos=True)
+            client.send(prompt, sampling, peer if rng.random() < 0.8 else "")
+        time.sleep(rng.random())
 
 
 def check_disconnects(nodes: Nodes, source: str, target: str, rounds: int) -> None:

@@ -25,11 +25,11 @@ class Traffic:
     """Random requests; their expected answers come from the undisturbed cluster."""
 
     def __init__(self, cluster: Cluster, seed: int, count: int) -> None:
-        chance = random.Random(seed)
-        bodies = [new_body(chance, LONGEST_PROMPT, LONGEST_ANSWER) | {"model": cluster.model} for _ in range(count)]
+        rng = random.Random(seed)
+        bodies = [new_body(rng, LONGEST_PROMPT, LONGEST_ANSWER) | {"model": cluster.model} for _ in range(count)]
         self._cluster = cluster
         self._load = Load(bodies, headers=cluster.headers)
-        asyncio.run(self._load.record_expected(cluster.url, chance))
+        asyncio.run(self._load.record_expected(cluster.url, rng))
 
     @contextmanager
     def running(self) -> Iterator[None]:
