@@ -1,4 +1,4 @@
-"""Incremental detokenizing says in pieces what a full decode says at once, and never half a character."""
+"""The joined texts of the incremental detokenizers equal a full decode; no text holds part of a character."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_byte_level_equals_decode_for_any_ids(token_ids: list[int]) -> None:
 
 
 @given(texts)
-def test_byte_level_never_sends_half_a_character(text: str) -> None:
+def test_byte_level_sends_whole_characters(text: str) -> None:
     token_ids = BYTE_LEVEL.encode(text).ids
     sent = pieces(BYTE_LEVEL, token_ids)
     assert "".join(sent) == BYTE_LEVEL.decode(token_ids, skip_special_tokens=True)
@@ -57,7 +57,7 @@ def test_byte_fallback_equals_decode_for_texts(text: str) -> None:
 
 
 @given(ids_of(BYTE_FALLBACK))
-def test_byte_fallback_keeps_every_character_around_broken_bytes(token_ids: list[int]) -> None:
+def test_byte_fallback_keeps_characters_around_invalid_bytes(token_ids: list[int]) -> None:
     # A whole decode replaces every byte of a run of byte tokens that holds a broken one; a stream has sent the valid
     # characters of it by then. Everything else is the same.
     sent = "".join(pieces(BYTE_FALLBACK, token_ids))
@@ -79,7 +79,7 @@ def test_metaspace_equals_decode(token_ids: list[int]) -> None:
 
 
 @given(texts, st.integers(0, 60))
-def test_a_completion_continues_its_prompt(text: str, split: int) -> None:
+def test_completion_text_continues_the_prompt(text: str, split: int) -> None:
     token_ids = BYTE_FALLBACK.encode("word " + text).ids
     split = min(max(split, 4), len(token_ids))
     tokenizer = Tokenizer(BYTE_FALLBACK, {}, None)
@@ -89,17 +89,17 @@ def test_a_completion_continues_its_prompt(text: str, split: int) -> None:
     assert whole.endswith(output)
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
+def test_character_is_emitted_with_its_last_byte() -> None:
     token_ids = [token_id(token) for token in ("ð", "Ł", "ļ", "Ģ")]  # the bytes of 🚀
     assert pieces(BYTE_LEVEL, token_ids) == ["", "", "", "🚀", ""]
 
 
-def test_an_unfinished_character_is_replaced_at_the_end() -> None:
+def test_incomplete_character_is_replaced_at_the_end() -> None:
     token_ids = [token_id(token) for token in ("ð", "Ł")]
     assert pieces(BYTE_LEVEL, token_ids) == ["", "", REPLACEMENT]
 
 
-def test_broken_bytes_do_not_hold_back_what_follows() -> None:
+def test_invalid_bytes_do_not_delay_later_text() -> None:
     broken = token_id("ÿ")  # 0xFF is never part of UTF-8
     sent = pieces(BYTE_LEVEL, [broken] * 1000)
     assert sent[:-1] == [REPLACEMENT] * 1000

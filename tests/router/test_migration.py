@@ -104,20 +104,20 @@ def resumed(conversation: Conversation) -> dict[int, list[int]]:
     return {each.choice: list(unpack_tokens(each.token_ids)) for each in conversation.message.resume}
 
 
-@pytest.mark.parametrize("told", [0, 1, 3])
-def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Nodes, told: int) -> None:
+@pytest.mark.parametrize("num_scored", [0, 1, 3])
+def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Nodes, num_scored: int) -> None:
     """Log-probabilities that arrived only in part are requested again; after the first token none are."""
-    asked: list[int] = []
+    requested: list[int] = []
 
     async def beginning(conversation: Conversation) -> None:
-        asked.append(conversation.message.sampling.prompt_logprobs)
-        if told:
-            conversation.score([-1.0] * told)
-        await saying([9] if told == 3 else [], then=None)(conversation)
+        requested.append(conversation.message.sampling.prompt_logprobs)
+        if num_scored:
+            conversation.score([-1.0] * num_scored)
+        await saying([9] if num_scored == 3 else [], then=None)(conversation)
 
     async def rest(conversation: Conversation) -> None:
-        asked.append(conversation.message.sampling.prompt_logprobs)
-        if told < 3:
+        requested.append(conversation.message.sampling.prompt_logprobs)
+        if num_scored < 3:
             conversation.score([-2.0])
             conversation.score([-2.0, -2.0], first=2)
         await saying([9, 9])(conversation)
@@ -126,9 +126,9 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
     (choice,) = nodes.client.post("/v1/completions", json=body).json()["choices"]
     first, *others = choice["prompt_logprobs"]
     assert first is None
-    expected = -1.0 if told == 3 else -2.0
+    expected = -1.0 if num_scored == 3 else -2.0
     assert [entry[str(token)]["logprob"] for token, entry in zip((6, 7, 8), others, strict=True)] == [expected] * 3
-    assert asked == ([0, -1] if told == 3 else [0, 0])
+    assert requested == ([0, -1] if num_scored == 3 else [0, 0])
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 12])
@@ -136,22 +136,22 @@ def test_migrated_text_continues_without_loss_or_repetition(nodes: Nodes, tokeni
     """Also between the bytes of a character; only the resumed tokens differ in the second request."""
     text = "one 日本 🙂 two"
     token_ids = tokenizer.encode(text)
-    asked: list[Conversation] = []
+    requested: list[Conversation] = []
 
     async def rest(conversation: Conversation) -> None:
-        asked.append(conversation)
+        requested.append(conversation)
         await saying(token_ids[cut:])(conversation)
 
     async def beginning(conversation: Conversation) -> None:
-        asked.append(conversation)
+        requested.append(conversation)
         await saying(token_ids[:cut], then=None)(conversation)
 
     before = nodes.metric("pdserve_replayed_tokens_total")
     events = stream(nodes.client, nodes.play(beginning, rest) | {"stream_options": {"include_usage": True}})
     assert text_of(events) == text
     assert events[-2]["usage"]["completion_tokens"] == len(token_ids)
-    first, second = (conversation.message for conversation in asked)
-    assert resumed(asked[1]) == ({0: token_ids[:cut]} if cut else {})
+    first, second = (conversation.message for conversation in requested)
+    assert resumed(requested[1]) == ({0: token_ids[:cut]} if cut else {})
     assert (second.sampling, second.token_ids) == (first.sampling, first.token_ids)
     assert 0 < second.timeout_ms <= first.timeout_ms
     assert nodes.metric("pdserve_replayed_tokens_total") == before + cut
@@ -168,7 +168,7 @@ def test_stop_string_is_found_across_a_migration(nodes: Nodes, tokenizer: Tokeni
 
 def test_only_unfinished_choices_migrate(nodes: Nodes, tokenizer: Tokenizer) -> None:
     (a,), (b,), (c,) = (tokenizer.encode(letter) for letter in "abc")
-    asked: list[dict[int, list[int]]] = []
+    requested: list[dict[int, list[int]]] = []
 
     async def beginning(conversation: Conversation) -> None:
         conversation.token(a, choice=0)
@@ -178,13 +178,13 @@ def test_only_unfinished_choices_migrate(nodes: Nodes, tokenizer: Tokenizer) -> 
         conversation.fail(pb.Failure.NODE_FAILED)
 
     async def rest(conversation: Conversation) -> None:
-        asked.append(resumed(conversation))
+        requested.append(resumed(conversation))
         conversation.token(b, choice=2, finish="length")
         conversation.token(c, choice=0, finish="length")
 
     events = stream(nodes.client, nodes.play(beginning, rest) | {"n": 3})
     assert [text_of(events, choice) for choice in range(3)] == ["ac", "b", "ccb"]
-    assert asked == [{0: [a], 2: [c, c]}]
+    assert requested == [{0: [a], 2: [c, c]}]
 
 
 def test_cached_tokens_are_counted_at_the_first_node(nodes: Nodes, tokenizer: Tokenizer) -> None:
@@ -275,22 +275,22 @@ def test_request_migrates_from_lost_nodes(tokenizer_dir: Path, tokenizer: Tokeni
 def test_request_migrates_only_to_compatible_nodes(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
     """A different compatibility hash means other weights or another precision."""
     (a,) = tokenizer.encode("a")
-    asked: list[ScriptedNode] = []
+    requested: list[ScriptedNode] = []
 
     def noted(script: Script) -> Script:
         async def play(conversation: Conversation) -> None:
             salt = conversation.message.cache_salt
-            asked.append(next(node for node in fleet.all if node.seen.get(salt) is conversation))
+            requested.append(next(node for node in fleet.all if node.seen.get(salt) is conversation))
             await script(conversation)
 
         return play
 
     with start_nodes(tokenizer_dir, hashes=["a", "b", "a", "b"]) as fleet:
         for _ in range(4):
-            asked.clear()
+            requested.clear()
             body = fleet.play(noted(saying([a], then=None)), noted(saying([a])))
             assert text_of(stream(fleet.client, body)) == "aa"
-            first, second = asked
+            first, second = requested
             assert first is not second
             assert first.description.compat_hash == second.description.compat_hash
 

@@ -56,7 +56,7 @@ def complete(sdk: openai.OpenAI, prompt: Any = PROMPT, extra: dict[str, Any] | N
     return sdk.completions.create(prompt=prompt, extra_body={**FOREVER, **(extra or {})}, **fields)
 
 
-def test_a_completion(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+def test_completion(sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
     answer = complete(sdk, extra={"return_token_ids": True})
     choice = answer.choices[0]
     assert answer.object == "text_completion"

@@ -1,4 +1,4 @@
-"""Stop strings cut exactly before the first complete one, however the text arrives."""
+"""Text ends before the first complete stop string, independent of how it was split."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reference(stops: list[str], text: str) -> tuple[str, bool]:
 
 
 @given(stop_lists, letters, st.lists(st.integers(0, 30), max_size=6))
-def test_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], text: str, cuts: list[int]) -> None:
+def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
     sent, stopped = run(stops, parts)
@@ -42,7 +42,7 @@ def test_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], text: s
 
 
 @given(stop_lists, letters)
-def test_nothing_is_held_back_that_cannot_become_a_stop(stops: list[str], text: str) -> None:
+def test_only_a_possible_stop_string_is_held_back(stops: list[str], text: str) -> None:
     matcher = StopMatcher(stops)
     sent, stopped = matcher.push(text)
     if not stopped:
@@ -50,7 +50,7 @@ def test_nothing_is_held_back_that_cannot_become_a_stop(stops: list[str], text: 
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_text_is_held_until_it_is_decided() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["</end>"])
     assert matcher.push("Hello <") == ("Hello ", False)
     assert matcher.push("/e") == ("", False)

@@ -1,4 +1,4 @@
-"""Streaming, stopping and failing at the edges: a real router before a node that follows a script."""
+"""Streams, stop strings, cancellation and failures: a real router with a scripted node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokenizer(tokenizer_dir: Path) -> Tokenizer:
 
 @pytest.fixture
 def play(request: pytest.FixtureRequest, scripted_node: ScriptedNode) -> Callable[[Script], dict[str, Any]]:
-    """Registers a script and returns a body that asks for it."""
+    """Register a script and return a body that selects it."""
 
     def register(script: Script) -> dict[str, Any]:
         salt = request.node.name
@@ -70,7 +70,7 @@ def saying(token_ids: list[int], finish: str = "length") -> Script:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("code", "status", "kind"), FAILURES)
-def test_an_early_failure_is_a_real_status(
+def test_failure_before_the_first_token_sets_the_status(
     client: httpx.Client, play: Any, code: Any, status: int, kind: str, streaming: bool
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -83,7 +83,9 @@ def test_an_early_failure_is_a_real_status(
     assert response.headers.get("retry-after") == ("3" if status == 503 else None)
 
 
-def test_a_late_failure_is_an_error_event_and_no_done(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_failure_in_a_stream_is_an_error_event_without_done(
+    client: httpx.Client, play: Any, tokenizer: Tokenizer
+) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.token(tokenizer.encode("a")[0])
         conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
@@ -94,7 +96,7 @@ def test_a_late_failure_is_an_error_event_and_no_done(client: httpx.Client, play
     assert "[DONE]" not in received
 
 
-def test_a_late_failure_without_streaming_is_a_status(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_late_failure_without_streaming_sets_the_status(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     async def script(conversation: Conversation) -> None:
         conversation.token(tokenizer.encode("a")[0])
         conversation.fail(pb.Failure.NODE_FAILED, "the engine died")
@@ -102,9 +104,7 @@ def test_a_late_failure_without_streaming_is_a_status(client: httpx.Client, play
     assert client.post("/v1/completions", json=play(script)).status_code == 502
 
 
-def test_the_status_line_waits_for_the_first_token(
-    client: httpx.Client, play: Any, scripted_node: ScriptedNode
-) -> None:
+def test_status_line_is_sent_with_the_first_token(client: httpx.Client, play: Any, scripted_node: ScriptedNode) -> None:
     go = asyncio.Event()
 
     async def script(conversation: Conversation) -> None:
@@ -117,7 +117,7 @@ def test_the_status_line_waits_for_the_first_token(
     go.set()
 
 
-def test_a_stop_string_cuts_the_text_and_cancels_the_request(
+def test_stop_string_ends_the_text_and_cancels_the_request(
     client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -135,7 +135,7 @@ def test_a_stop_string_cuts_the_text_and_cancels_the_request(
     assert (choice["text"], choice["finish_reason"]) == ("one two ", "stop")
 
 
-def test_with_several_choices_the_request_ends_with_the_last(
+def test_request_ends_with_its_last_choice(
     client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -152,7 +152,7 @@ def test_with_several_choices_the_request_ends_with_the_last(
     scripted_node.wait_cancelled(body["cache_salt"])
 
 
-def test_characters_are_never_cut(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_chunks_hold_whole_characters(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     text = "日本語 🙂👩‍👩‍👧 ünï €"
     received = stream(client, play(saying(tokenizer.encode(text))))
     texts = [chunk["choices"][0]["text"] for chunk in received[:-1]]
@@ -161,7 +161,7 @@ def test_characters_are_never_cut(client: httpx.Client, play: Any, tokenizer: To
     assert not any("\ufffd" in piece for piece in texts)
 
 
-def test_the_token_that_stops_has_no_text(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_stop_token_has_no_text(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     body = play(saying(tokenizer.encode("ab!"), finish="stop"))
     choice = client.post("/v1/completions", json={**body, "return_token_ids": True}).json()["choices"][0]
     assert choice["text"] + "!" == "ab!"
@@ -169,7 +169,7 @@ def test_the_token_that_stops_has_no_text(client: httpx.Client, play: Any, token
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_leaves_cancels_its_request(
+def test_disconnect_cancels_the_request(
     client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode, streaming: bool
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_cancels_its_request(
     scripted_node.wait_cancelled(body["cache_salt"])
 
 
-def test_a_client_that_does_not_read_is_cut_off(
+def test_client_that_does_not_read_is_disconnected(
     client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
 ) -> None:
     token_id = tokenizer.encode("a")[0]
@@ -205,7 +205,7 @@ def test_a_client_that_does_not_read_is_cut_off(
         scripted_node.wait_cancelled(body["cache_salt"])
 
 
-def test_usage_and_finish_of_a_stream(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_stream_ends_with_finish_reason_and_usage(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     body = play(saying(tokenizer.encode("abc")))
     options = {"include_usage": True, "continuous_usage_stats": True}
     received = stream(client, {**body, "stream_options": options})
@@ -232,7 +232,7 @@ def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokeni
     assert len({chunk["id"] for chunk in received[:-1]}) == 1
 
 
-def test_unseeded_requests_get_seeds_of_their_own(
+def test_requests_without_seed_get_different_seeds(
     client: httpx.Client, play: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer
 ) -> None:
     body = play(saying(tokenizer.encode("a")[:1]))
@@ -246,7 +246,7 @@ def test_unseeded_requests_get_seeds_of_their_own(
     assert scripted_node.seen[body["cache_salt"]].message.sampling.seed == 2**64 - 1
 
 
-def test_parameters_arrive_at_the_node(
+def test_sampling_parameters_reach_the_node(
     client: httpx.Client, play: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer
 ) -> None:
     body = play(saying(tokenizer.encode("a")[:1]))
@@ -273,7 +273,7 @@ def test_parameters_arrive_at_the_node(
     assert 0 < message.timeout_ms <= 20_000
 
 
-def test_logprobs_in_both_formats(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+def test_logprobs_of_completions_and_chats(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("🙂", add_special_tokens=False)
     logprobs = pb.TokenLogprobs(logprob=-0.5, top_ids=[smile[0], 7], top_logprobs=[-0.5, float("-inf")])
 
@@ -300,7 +300,7 @@ def test_logprobs_in_both_formats(client: httpx.Client, play: Any, tokenizer: To
     assert streamed == content
 
 
-def test_a_stream_that_goes_on_too_long_ends_with_an_error(
+def test_stream_beyond_its_timeout_ends_with_an_error(
     tokenizer_dir: Path, scripted_node: ScriptedNode, play: Any, tokenizer: Tokenizer
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -317,7 +317,7 @@ def test_a_stream_that_goes_on_too_long_ends_with_an_error(
     scripted_node.wait_cancelled(body["cache_salt"])
 
 
-def test_a_node_that_dies_fails_its_requests_and_comes_back(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
+def test_lost_node_fails_its_requests_and_is_used_after_its_restart(tokenizer_dir: Path, tokenizer: Tokenizer) -> None:
     node = ScriptedNode("small")
     token_id = tokenizer.encode("a")[0]
 
@@ -351,7 +351,7 @@ def test_a_node_that_dies_fails_its_requests_and_comes_back(tokenizer_dir: Path,
         node.close()
 
 
-def test_more_requests_than_allowed_are_refused(
+def test_requests_beyond_the_limit_are_refused(
     tokenizer_dir: Path, scripted_node: ScriptedNode, play: Any, tokenizer: Tokenizer
 ) -> None:
     async def script(conversation: Conversation) -> None:
@@ -381,7 +381,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_tokenizer_of_another_kind_streams_too(tmp_path: Path, scripted_node: ScriptedNode, play: Any) -> None:
+def test_tokenizer_without_byte_table_streams(tmp_path: Path, scripted_node: ScriptedNode, play: Any) -> None:
     directory = small_tokenizers.write(tmp_path, small_tokenizers.byte_fallback())
     tokenizer = Tokenizer.load(directory)
     text = "Hello 日本 🙂 world"

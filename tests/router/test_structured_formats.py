@@ -1,4 +1,4 @@
-"""Grammars of requests: what the fields ask for, and what becomes of grammars that cannot be compiled in time."""
+"""Grammars of request fields, and the errors of grammars that do not compile in time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(questions: Callable[[GrammarChecker], Coroutine[Any, Any, None]]) -> Non
 
 
 def follows(vocabulary: GrammarVocabulary, grammar: str, text: str) -> bool:
-    """Whether the grammar may end with this text. Where that is forced its masks may want it in other tokens."""
+    """Whether the grammar may end with this text."""
     matcher = Grammar(grammar, vocabulary).matcher()
     matcher.consume(TOKENIZER.encode(text).ids)
     try:
@@ -69,7 +69,7 @@ json_values = st.recursive(
 
 @settings(max_examples=30, deadline=None)
 @given(value=json_values)
-def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: GrammarVocabulary, value: Any) -> None:
+def test_constant_schema_allows_only_its_value(vocabulary: GrammarVocabulary, value: Any) -> None:
     grammar = json_schema_grammar({"const": value}, whitespace="")
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     assert follows(vocabulary, grammar, text)
@@ -78,14 +78,14 @@ def test_a_constant_schema_allows_that_value_and_no_other(vocabulary: GrammarVoc
 
 @settings(max_examples=30, deadline=None)
 @given(choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=4, unique=True))
-def test_each_choice_is_allowed_and_nothing_before_its_end(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
+def test_only_complete_choices_are_allowed(vocabulary: GrammarVocabulary, choices: list[str]) -> None:
     grammar = choice_grammar(choices)
     for choice in choices:
         assert follows(vocabulary, grammar, choice)
         assert follows(vocabulary, grammar, choice[:-1]) == (choice[:-1] in choices)
 
 
-def test_a_structural_tag_leaves_text_free_and_structures_not(vocabulary: GrammarVocabulary) -> None:
+def test_structural_tag_constrains_only_structures(vocabulary: GrammarVocabulary) -> None:
     structure = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}
     grammar = structural_tag_grammar({"structures": [structure], "triggers": ["<f"], "type": "structural_tag"})
     assert follows(vocabulary, grammar, "well: <f=add>12</f> done")
