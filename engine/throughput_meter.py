@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.throughput import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope

@@ -10,11 +10,37 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.throughput import LinearCost, Throughput
-
+HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 3e-3  # from P's first token to confirmed KV, without the read of the last part
 _OUTPUT_TOKENS = 32  # assumed length of an answer
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
+
+
+class LinearCost(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds as ``base + slope × count``. All zeros: nothing has been measured."""
+
+    base: float = 0.0
+    slope: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.base > 0.0 or self.slope > 0.0
+
+    def at(self, count: float) -> float:
+        return self.base + self.slope * count
+
+    def aged(self, seconds: float) -> LinearCost:
+        """The cost after so many seconds without a measurement: it decays, so that a slow path is tried again."""
+        share = 0.5 ** min(seconds / HALF_LIFE, 10.0)
+        return LinearCost(self.base * share, self.slope * share)
+
+
+class Throughput(msgspec.Struct, frozen=True, array_like=True):
+    """Measured costs of a node's steps and reads, as the node reports them to routers."""
+
+    prompt: LinearCost = LinearCost()  # a step, by the prompt tokens that it computes
+    decode: LinearCost = LinearCost()  # a step that only decodes, by sequences
+    read: LinearCost = LinearCost()  # a KV read, by tokens
+
 
 #: Assumed for a node without measurements: an 8B model on an H200.
 TYPICAL = Throughput(prompt=LinearCost(4.8e-3, 24e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))

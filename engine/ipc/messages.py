@@ -35,7 +35,7 @@ from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, Sample, SamplingParams, TokenLogprobs
-from pdserve.throughput import Throughput
+from pdserve.request_cost import Throughput
 from pdserve.transports import Connected
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.

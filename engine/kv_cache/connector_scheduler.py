@@ -35,7 +35,7 @@ from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.throughput_meter import LineFit
 from pdserve.records import NO_ORDERS, DigestOrder, KVConnectorPlan, KVRead, ModelRunnerOutput, Peer, ReadResult
-from pdserve.throughput import LinearCost
+from pdserve.request_cost import LinearCost
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 

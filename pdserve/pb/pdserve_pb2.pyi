@@ -248,7 +248,7 @@ Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
 class Throughput(_message.Message):
-    """Measured seconds, each base + slope × count; zeros mean not measured. See pdserve/throughput.py."""
+    """Measured seconds, each base + slope × count; zeros mean not measured. See pdserve/request_cost.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

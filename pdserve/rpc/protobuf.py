@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
-from pdserve.throughput import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, Throughput
 
 _SAMPLING_SCALARS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in ("logit_bias", "stop_token_ids")

@@ -1,1 +1,1 @@
-"""``pdserve top``: the router's dashboard for terminals. ``command.py`` is its loop, ``screen.py`` its layout."""
+"""``pdserve top``: the dashboard for terminals. ``command.py``: loop; ``screen.py``: layout; ``live.py``: report."""

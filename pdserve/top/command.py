@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pdserve.errors import ConfigError, NodeError
-from pdserve.live import STATE_PATH, LiveHistory, LiveReport
+from pdserve.top.live import STATE_PATH, LiveHistory, LiveReport
 from pdserve.top.screen import screen
 
 KEY_VARIABLE = "PDSERVE_API_KEY"

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.live import LiveConnection, LiveHistory, LiveModel, LiveNode, LiveNow, LiveReport, Quantiles
+from pdserve.top.live import LiveConnection, LiveHistory, LiveModel, LiveNode, LiveNow, LiveReport, Quantiles
 from pdserve.top.numbers import UNKNOWN, age, bytes_per_second, count, percent, rate, seconds
 
 # State marks differ in shape, not only in colour.

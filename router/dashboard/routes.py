@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
 
-from pdserve.live import STATE_PATH
+from pdserve.top.live import STATE_PATH
 from router.dashboard.dashboard_state import DashboardState
 
 PAGE_PATH = "/dashboard"

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.request_cost import TYPICAL, worth_handoff
-from pdserve.throughput import Throughput
+from pdserve.request_cost import TYPICAL, Throughput, worth_handoff
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (

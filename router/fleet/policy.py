@@ -10,8 +10,7 @@ import msgspec
 
 from pdserve import request_cost as cost
 from pdserve.errors import Overloaded
-from pdserve.request_cost import RequestLoad
-from pdserve.throughput import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, RequestLoad, Throughput
 
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
 

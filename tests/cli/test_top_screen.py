@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pdserve.live import LiveConnection, LiveHistory, LiveModel, LiveNode, LiveNow, LiveReport, LiveTraffic, Quantiles
+from pdserve.top.live import (
+    LiveConnection,
+    LiveHistory,
+    LiveModel,
+    LiveNode,
+    LiveNow,
+    LiveReport,
+    LiveTraffic,
+    Quantiles,
+)
 from pdserve.top.screen import clean, fit, screen, sparkline
 
 TRAFFIC = LiveTraffic(0, 0, 0.0, 0.0, 0.0, 0.0, None, {}, Quantiles(), Quantiles())

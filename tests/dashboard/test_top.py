@@ -25,7 +25,7 @@ from http_stub import http_stub
 from watched_fleet import Streams
 
 from pdserve.cli import main
-from pdserve.live import STATE_PATH
+from pdserve.top.live import STATE_PATH
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HOME = "\x1b[H"  # where a frame begins

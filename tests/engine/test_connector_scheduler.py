@@ -20,7 +20,7 @@ from pdserve.records import (
     SamplingParams,
     StepOutput,
 )
-from pdserve.throughput import LinearCost
+from pdserve.request_cost import LinearCost
 
 
 def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.throughput_meter import LineFit, ThroughputMeter
-from pdserve.throughput import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, Throughput
 
 
 @given(

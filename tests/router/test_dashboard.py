@@ -13,8 +13,8 @@ from router_process import MODEL, RouterProcess, router_process
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.live import STATE_PATH, LiveNode, LiveReport
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.top.live import STATE_PATH, LiveNode, LiveReport
 
 PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
 

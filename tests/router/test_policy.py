@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
-from pdserve.request_cost import RequestLoad
-from pdserve.throughput import LinearCost, Throughput
+from pdserve.request_cost import LinearCost, RequestLoad, Throughput
 from router.fleet.policy import (
     POLICIES,
     FleetSnapshot,
