@@ -33,6 +33,7 @@ _LAYOUT = pb.KVLayout(
     num_kv_heads=2,
     head_dim=64,
     dtype="bfloat16",
+    spec="full_attention",
 )
 _THROUGHPUT = pb.Throughput(
     prompt=pb.LinearCost(base=4.8e-3, slope=24e-6),
