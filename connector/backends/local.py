@@ -3,125 +3,68 @@
 from __future__ import annotations
 
 import ctypes
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 
-from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import SINGLE_RANK, LocalRank, SourceRank, check_region
 from connector.planning.transfer_plan import ReadChunk, plan_read
+from connector.serial_connector import SerialConnector
 from pdserve.errors import PeerError
 from pdserve.kv import KVLayout
-from pdserve.records import KVConnectorOutput, KVRead, KVRegion, Peer, RankKV, ReadResult
+from pdserve.records import KVRead, KVRegion, Peer, RankKV, ReadResult
 from pdserve.transports import Connected
 
 _registry: dict[str, LocalConnector] = {}  # by agent
 _registry_lock = threading.Lock()
 
 
-class LocalConnector:
-    """Copies blocks from connectors of this process, found by agent name. A read starts once no command is waiting."""
+class LocalConnector(SerialConnector):
+    """Copies blocks from connectors of this process, found by agent name."""
 
     def __init__(self, agent: str, rank: LocalRank = SINGLE_RANK) -> None:
-        self._agent = agent
+        super().__init__(agent, b"local", rank.share)
         self._local_rank = rank
-        self._completions = CompletionQueue()
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"kv-{agent}", daemon=True)
         self._memory = threading.Lock()  # held during copies out of our region
-        self._rank: RankKV | None = None
-        self._peers: dict[str, tuple[SourceRank, ...]] = {}  # by epoch
-        self._pending: deque[KVRead] = deque()
+        self._sources: dict[str, tuple[SourceRank, ...]] = {}  # by epoch; of the connector's thread
 
     def register(self, region: KVRegion, layout: KVLayout, on_progress: Callable[[], None]) -> RankKV:
         check_region(region, layout)
         if region.device != "cpu":
             raise PeerError(f"the local connector copies host memory, not {region.device}; use the nixl connector")
-        self._completions.on_progress = on_progress
-        self._rank = RankKV(self._agent, b"local", region, layout, self._local_rank.share)
         with _registry_lock:
             _registry[self._agent] = self
-        self._thread.start()
-        return self._rank
-
-    def connect(self, peer: Peer) -> None:
-        self._commands.put(partial(self._connect, peer))
-
-    def disconnect(self, epoch: str) -> None:
-        self._commands.put(partial(self._disconnect, epoch))
-
-    def read(self, read: KVRead) -> None:
-        self._commands.put(partial(self._read, read))
-
-    def poll(self) -> KVConnectorOutput:
-        return self._completions.drain()
+        return super().register(region, layout, on_progress)
 
     def close(self) -> None:
         with _registry_lock:
             if _registry.get(self._agent) is self:
                 del _registry[self._agent]
-        with self._memory:
-            self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        with self._memory:  # no copy out of our region is under way, and none begins any more
+            pass
+        super().close()
 
-    # ------------------------------------------------------------ on the connector's thread
+    def _connect_to(self, peer: Peer) -> Connected:
+        sources = self._local_rank.source_ranks(self._rank.layout, peer)
+        for source in sources:
+            _find(source.rank.agent)
+        self._sources[peer.epoch] = sources
+        return Connected(peer.epoch, "shm", "memmove")
 
-    def _run(self) -> None:
-        while True:
-            try:
-                command = self._commands.get(block=not self._pending)
-            except queue.Empty:
-                self._copy(self._pending.popleft())
-                continue
-            if command is None:
-                return
-            command()
+    def _due_at(self, read: KVRead) -> float:
+        return 0.0
 
-    def _connect(self, peer: Peer) -> None:
-        assert self._rank is not None
-        try:
-            sources = self._local_rank.source_ranks(self._rank.layout, peer)
-            for source in sources:
-                _find(source.rank.agent)
-        except PeerError as error:
-            self._completions.peer_failed(peer.epoch, str(error))
-            return
-        self._peers[peer.epoch] = sources
-        self._completions.connected(Connected(peer.epoch, "shm", "memmove"))
-
-    def _disconnect(self, epoch: str) -> None:
-        self._peers.pop(epoch, None)
-        for read in [read for read in self._pending if read.epoch == epoch]:
-            self._pending.remove(read)
-            self._completions.read_refused(read, f"the connection to epoch {epoch} was given up")
-
-    def _read(self, read: KVRead) -> None:
-        if read.epoch not in self._peers:
-            self._completions.read_refused(read, f"no connection to epoch {read.epoch}; connect to it first")
-        else:
-            self._pending.append(read)
-
-    def _copy(self, read: KVRead) -> None:
-        assert self._rank is not None
+    def _execute(self, read: KVRead) -> ReadResult:
         start = time.monotonic()
-        limit, sources = self._rank.layout.total_bytes, self._peers[read.epoch]
-        try:
-            chunks = [(source, chunk) for source in sources for chunk in plan_read(read, source.slices, limit)]
-            for source, chunk in chunks:
-                self._move(source, chunk)
-        except PeerError as error:
-            self._completions.read_refused(read, str(error))
-            return
+        limit, sources = self._rank.layout.total_bytes, self._sources[read.epoch]
+        chunks = [(source, chunk) for source in sources for chunk in plan_read(read, source.slices, limit)]
+        for source, chunk in chunks:
+            self._move(source, chunk)
         num_bytes = sum(source.slices.num_bytes * len(chunk.local) for source, chunk in chunks)
         num_ranges = sum(chunk.num_ranges for _, chunk in chunks)
-        self._completions.read_ended(ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start))
+        return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
     def _move(self, source: SourceRank, chunk: ReadChunk) -> None:
-        assert self._rank is not None
         target_base, source_base = self._rank.region.address, source.rank.region.address
         ranges = source.slices.byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:

@@ -23,10 +23,20 @@ def connected(costs: SimulatedCosts) -> Iterator[SimulatedConnector]:
     rank = connector.register(KVRegion(0, LAYOUT.total_bytes, "cpu", 0), LAYOUT, lambda: None)
     try:
         connector.connect(Peer("there", "epoch", (rank,)))
-        assert [connection.epoch for connection in connector.poll().connected] == ["epoch"]
+        assert wait_for_connection(connector) == "epoch"
         yield connector
     finally:
         connector.close()
+
+
+def wait_for_connection(connector: SimulatedConnector) -> str:
+    """Return the epoch of the next connection."""
+    end = time.monotonic() + 5.0
+    while not (connected := connector.poll().connected):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    (connection,) = connected
+    return connection.epoch
 
 
 def wait_for_reads(connector: SimulatedConnector, num_reads: int) -> KVConnectorOutput:

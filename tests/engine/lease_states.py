@@ -265,8 +265,7 @@ def moves(s: State) -> Iterator[Callable[[State], None]]:
     """Yield the possible next events without faults."""
     if s.computed is not None:
         yield p_computes
-    when = s.table.next_expiry()
-    if when is not None and when <= s.now:
+    if len(s.table):  # P may check its clock at any time
         yield p_looks
     if s.handoff is not None and s.handoff.wake_at <= s.d_now:
         yield d_looks
