@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable
 
-from decode_node.generation import NodeGeneration
+from decode_node.generation import NodeGeneration, RouterStream
 from decode_node.handoff_driver import HandoffContext, HandoffDriver
 from decode_node.request_trace import RequestTrace
 from engine.frontend.drain import Streams
 from engine.frontend.node_context import NodeContext
 from engine.frontend.request_checks import check_request, check_resume
-from engine.frontend.stream_writer import Context, StreamWriter, serve
+from engine.frontend.stream_writer import Context, serve
 from engine.ipc.messages import Mode
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.request_cost import worth_handoff
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
-
-
-class RouterStream:
-    """The requests of one router. All outputs of a step travel in one message."""
-
-    def __init__(self) -> None:
-        self.generations: dict[int, NodeGeneration] = {}
-        self.writer = StreamWriter(pb.OutputBatch)
-
-    def is_idle(self) -> bool:
-        return not self.generations and self.writer.empty
-
-    def add(self, request: int, bulk: int = 0) -> pb.Output:
-        """Append an output, to be filled in at once; ``bulk`` is a large output's size in bytes."""
-        output = self.writer.put(bulk).outputs.add()
-        output.request = request
-        return output
-
-    def forget(self, generation: NodeGeneration) -> None:
-        self.generations.pop(generation.number, None)
-        self.writer.wake()
 
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
@@ -101,8 +79,8 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             self._count_failure(exc)
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
-        trace, on_end = self._begin_trace(message, len(tokens)), self._on_end(stream)
-        generation = NodeGeneration(message, len(tokens), sampling, node.engine, stream, on_end, trace)
+        trace = self._begin_trace(message, len(tokens))
+        generation = NodeGeneration(message, len(tokens), sampling, node.engine, stream, self._on_end, trace)
         stream.generations[message.request] = generation
         self._submit(generation, message.prefill_node)
 
@@ -112,14 +90,10 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         span = node.tracer.continue_span("decode node", message.traceparent, message.tracestate, attributes)
         return RequestTrace(message.request_id, span, self._handoffs.metrics, bool(message.resume), node.log_requests)
 
-    def _on_end(self, stream: RouterStream) -> Callable[[NodeGeneration], None]:
-        def on_end(generation: NodeGeneration) -> None:
-            if generation.error is not None:
-                self._count_failure(generation.error)
-            stream.forget(generation)
-            self._streams.changed()
-
-        return on_end
+    def _on_end(self, generation: NodeGeneration) -> None:
+        if generation.error is not None:
+            self._count_failure(generation.error)
+        self._streams.changed()
 
     def _count_failure(self, error: PdserveError) -> None:
         handed_over = isinstance(error, Draining)
@@ -128,16 +102,16 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
 
     def _submit(self, generation: NodeGeneration, prefill_node: str) -> None:
         """Hand the prompt off to a prefill node, or prefill it on this node."""
-        handoffs, num_tokens = self._handoffs, generation.num_tokens
-        min_tokens, prompt_logprobs = handoffs.settings.handoff_min_tokens, generation.sampling.prompt_logprobs
-        if not prefill_node or not worth_handoff(num_tokens, prompt_logprobs, min_tokens):
+        handoffs = self._handoffs
+        if not prefill_node:
             handoffs.counters["pdserve_local_prefills_total"] += 1
+        if not prefill_node or not handoffs.worth(generation, generation.num_tokens):
             generation.submit(Mode.LOCAL)
             return
         try:
             peer = handoffs.peers.get(prefill_node)
         except PdserveError as exc:
-            if handoffs.recomputes(num_tokens):
+            if handoffs.recomputes(generation.num_tokens):
                 generation.submit(Mode.LOCAL)
             else:
                 generation.fail(exc)

@@ -1,4 +1,4 @@
-"""One request of a router on D, from its submission to the engine to its last output."""
+"""A router's stream on D, and each of its requests from the submission to the engine to the last output."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
+from engine.frontend.stream_writer import StreamWriter
 from engine.ipc.messages import Cancel, Mode, Prefilled, ReadEnded, Refused, Reserved, Scored, Submit
 from engine.request import finish_reason
 from pdserve.errors import DeadlineExceeded, PdserveError
@@ -20,11 +21,25 @@ from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-class OutputSink(Protocol):
-    """The stream to the router of a request."""
+class RouterStream:
+    """The requests of one router. All outputs of a step travel in one message."""
+
+    def __init__(self) -> None:
+        self.generations: dict[int, NodeGeneration] = {}
+        self.writer = StreamWriter(pb.OutputBatch)
+
+    def is_idle(self) -> bool:
+        return not self.generations and self.writer.empty
 
     def add(self, request: int, bulk: int = 0) -> pb.Output:
         """Append an output, to be filled in at once; ``bulk`` is a large output's size in bytes."""
+        output = self.writer.put(bulk).outputs.add()
+        output.request = request
+        return output
+
+    def forget(self, generation: NodeGeneration) -> None:
+        self.generations.pop(generation.number, None)
+        self.writer.wake()
 
 
 class HandoffEvents(Protocol):
@@ -47,7 +62,7 @@ class NodeGeneration:
         num_tokens: int,
         sampling: SamplingParams,
         engine: EngineClient,
-        sink: OutputSink,
+        stream: RouterStream,
         on_end: Callable[[NodeGeneration], None],
         trace: RequestTrace,
     ) -> None:
@@ -61,7 +76,7 @@ class NodeGeneration:
         self.handoff: HandoffEvents | None = None  # set before ``submit(Mode.HANDOFF)``
         self.rid = engine.open(self)
         self._engine = engine
-        self._sink = sink
+        self._stream = stream
         self._on_end = on_end
         self._has_output = False  # of the engine
         self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
@@ -108,7 +123,7 @@ class NodeGeneration:
         if self.ended:
             return
         self.error = error
-        self._sink.add(self.number).failure.CopyFrom(failure_to_pb(error))
+        self._stream.add(self.number).failure.CopyFrom(failure_to_pb(error))
         self.cancel()
 
     def cancel(self) -> None:
@@ -131,7 +146,7 @@ class NodeGeneration:
             case Prefilled():
                 self._prefilled = event
             case Scored(_, found):
-                output = self._sink.add(self.number, len(found.table))
+                output = self._stream.add(self.number, len(found.table))
                 output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(found))
             case Reserved(_, cached_tokens) if self.handoff is not None:
                 self.handoff.on_reserved(cached_tokens)
@@ -150,7 +165,7 @@ class NodeGeneration:
     ) -> None:
         if choice not in self._choices:
             return
-        output = self._sink.add(self.number)
+        output = self._stream.add(self.number)
         if choice:
             output.choice = choice
         output.token_id, output.has_token = token_id, True
@@ -177,4 +192,5 @@ class NodeGeneration:
             self.handoff.abandon()
         self._engine.close(self.rid)
         self.trace.on_end(outcome, self.error)
+        self._stream.forget(self)
         self._on_end(self)

@@ -52,6 +52,13 @@ class HandoffContext:
     def counters(self) -> dict[str, float]:
         return self.metrics.counters
 
+    def worth(self, generation: NodeGeneration, uncached_tokens: int) -> bool:
+        """Return whether to hand off so many tokens; if not, count a local prefill."""
+        prompt_logprobs, min_tokens = generation.sampling.prompt_logprobs, self.settings.handoff_min_tokens
+        worth = worth_handoff(uncached_tokens, prompt_logprobs, min_tokens)
+        self.counters["pdserve_local_prefills_total"] += not worth
+        return worth
+
     def recomputes(self, uncached_tokens: int) -> bool:
         """Count a failed handoff; return whether the failure policy is to prefill its prompt on D."""
         self.counters["pdserve_handoff_failures_total"] += 1
@@ -111,10 +118,7 @@ class HandoffDriver:
         context, generation = self._context, self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_tokens - cached_tokens
-        if not worth_handoff(
-            self._uncached_tokens, generation.sampling.prompt_logprobs, context.settings.handoff_min_tokens
-        ):
-            context.counters["pdserve_local_prefills_total"] += 1
+        if not context.worth(generation, self._uncached_tokens):
             context.engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
