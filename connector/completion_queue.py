@@ -40,7 +40,6 @@ class CompletionQueue:
         self.on_progress()
 
     def drain(self) -> KVConnectorOutput:
-        """Return all events since the last call."""
         with self._lock:
             if not (self._results or self._connected or self._failed):
                 return EMPTY_CONNECTOR_OUTPUT

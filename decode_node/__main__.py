@@ -10,7 +10,6 @@ from engine.frontend.node_command import role_parser, run_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:
-    """Run until stopped; return the exit status."""
     parser = role_parser(prog, "Produce tokens from KV caches that are read from prefill nodes.")
     add_flags(parser)
     return run_role(parser, argv, make_role)

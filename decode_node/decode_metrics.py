@@ -79,11 +79,9 @@ class DecodeMetrics:
         return self._peers[-1]
 
     def drop_peer(self, address: str) -> None:
-        """Remove the series of a peer."""
         self._peers = [peer for peer in self._peers if peer.address != address]
 
     def observe_ttft(self, parts: Mapping[str, float]) -> None:
-        """Observe the seconds of each part (``TTFT_PARTS``) of a time to first token."""
         for part, seconds in parts.items():
             self._ttft.observe(part, seconds)
 

@@ -101,7 +101,6 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         self._handoffs.counters[name] += 1
 
     def _submit(self, generation: NodeGeneration, prefill_node: str) -> None:
-        """Hand the prompt off to a prefill node, or prefill it on this node."""
         handoffs = self._handoffs
         if not prefill_node:
             handoffs.counters["pdserve_local_prefills_total"] += 1

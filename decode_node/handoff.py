@@ -155,7 +155,6 @@ class Handoff:
     # ------------------------------------------------------------ events
 
     def _on_event_after_giving_up(self, event: Event) -> list[Action]:
-        """Release the lease as soon as P names it."""
         if isinstance(event, PeerError):
             self.done = True
         if not isinstance(event, pb.PrefillEvent):
@@ -241,7 +240,6 @@ class Handoff:
 
     @property
     def _complete(self) -> bool:
-        """All blocks of the prompt have been announced."""
         return self.announced >= self._num_tokens
 
     @property

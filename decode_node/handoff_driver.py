@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HandoffContext:
-    """Dependencies of all handoffs of a node."""
-
     engine: EngineClient
     peers: PrefillPeers
     settings: DecodeSettings
@@ -126,7 +124,7 @@ class HandoffDriver:
         self._prefill_at(self._peer)
 
     def _prefill_at(self, peer: PrefillPeer) -> None:
-        """Send the prompt to a prefill node. Raises PdserveError when it cannot be sent."""
+        """Raises PdserveError when the prompt cannot be sent."""
         assert self._handoff is None or self._handoff.done, "a drained P's events would reach the next handoff"
         self._handoff, self._peer, generation = None, peer, self._generation
         stream = self._stream = peer.stream
@@ -222,7 +220,6 @@ class HandoffDriver:
         self._free_if_ended()
 
     def _free_if_ended(self) -> None:
-        """Free the KV blocks on D of a request that P's tokens have ended."""
         if self._generation.ended:
             self._context.engine.send(Cancel(self._generation.rid))
 

@@ -48,7 +48,6 @@ class PrefillStream:
 
     @property
     def idle(self) -> bool:
-        """No handler waits for an event."""
         return not self._handlers
 
     def prefill(self, request: pb.PrefillRequest, handler: Handler) -> int:
@@ -61,9 +60,8 @@ class PrefillStream:
         if self.ended:
             raise PeerError(self.ended)
         if self._unsent.qsize() >= _MAX_UNSENT:
-            raise Overloaded(
-                f"{self.peer.name} does not read: {self._unsent.qsize()} messages to it wait; try again later"
-            )
+            waiting = self._unsent.qsize()
+            raise Overloaded(f"{self.peer.name} does not read: {waiting} messages to it wait; try again later")
         request.request, request.epoch = next(self._numbers), self.peer.epoch
         self._handlers[request.request] = handler
         self._unsent.put_nowait(pb.HandoffRequest(prefill=request))

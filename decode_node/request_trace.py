@@ -59,11 +59,9 @@ class RequestTrace:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """``extra`` of log lines about the request."""
         return request_fields(self.request_id, self.span.trace_id)
 
     def on_reserve(self) -> None:
-        """The request waits for KV blocks."""
         self._stage = TraceStage.RESERVE
 
     def on_reserved(self) -> None:

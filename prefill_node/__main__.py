@@ -10,7 +10,6 @@ from prefill_node.prefill_role import add_flags, make_role
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "pdserve prefill") -> int:
-    """Run until stopped; return the exit status."""
     parser = role_parser(prog, "Compute the KV caches of prompts and lease them to decode nodes.")
     parser.set_defaults(shared_mlps="on")
     add_flags(parser)

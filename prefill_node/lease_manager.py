@@ -28,7 +28,6 @@ class LeaseManager:
 
     @property
     def idle(self) -> bool:
-        """Nothing is leased."""
         return not len(self.table)
 
     def accept(self, lease: int, on_end: Callable[[], None], trace: PrefillTrace) -> None:
@@ -61,7 +60,6 @@ class LeaseManager:
             self._free(lease, LeaseState.ABORTED)
 
     def close(self) -> None:
-        """End all leases with the node."""
         if self._timer is not None:
             self._timer.cancel()
         for trace in self._traces.values():
@@ -69,7 +67,6 @@ class LeaseManager:
         self._traces.clear()
 
     def _set_timer(self) -> None:
-        """Start the one timer if anything is leased."""
         when = self.table.next_expiry()
         if self._timer is None and when is not None:
             delay = max(0.0, when - time.monotonic())

@@ -9,14 +9,9 @@
 A lease is granted with the first announced blocks of a prompt, and grows with later ones. Its time runs from the grant
 or the latest extension. A broken stream does not end it: D may go on reading over the data network.
 
-    P    └ grant ────────── lease ───── guard ──┤ expire: the blocks are free
-              ┌ extend ─────────── lease ───── guard ──┤
-    D  └ Prefill sent ───── lease − margin ┤ limit of reading
-           └ Extend sent ───── lease − margin ┤
-
 D counts from when it sent a request that P has answered, P from when it received that request, which is later. So D has
-stopped reading before P frees anything, whatever the delay of messages. Margin and guard cover clock drift. See
-docs/leases.md.
+stopped reading before P frees anything, whatever the delay of messages. Margin and guard cover clock drift. The times
+are drawn in docs/leases.md.
 """
 
 from __future__ import annotations

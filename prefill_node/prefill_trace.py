@@ -30,7 +30,6 @@ class PrefillTrace:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """``extra`` of log lines about the request."""
         return request_fields(self.request_id, self._span.trace_id)
 
     def on_part(self, num_tokens: int, num_blocks: int) -> None:
@@ -53,7 +52,6 @@ class PrefillTrace:
             _log.info(text, self.request_id, self._num_tokens, cached_tokens, queued, now - begun, extra=extra)
 
     def on_failed(self, error: PdserveError) -> None:
-        """The prompt ends without first tokens."""
         self._span.child("prefill", start=self._arrived_at).end()
         self._span.fail(error)
         if self._log:

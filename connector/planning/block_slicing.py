@@ -43,7 +43,6 @@ class BlockRanges(NamedTuple):
 
     @classmethod
     def whole(cls, block_bytes: int, num_blocks: int) -> BlockRanges:
-        """One range per block."""
         return cls(np.zeros(1, np.int64), np.array([block_bytes], np.int64), block_bytes, num_blocks)
 
     def starts(self, block_ids: NDArray[np.int32]) -> Offsets:

@@ -153,10 +153,8 @@ def _heads(share: KVShare) -> slice:
 
 
 def _overlap(one: KVShare, other: KVShare) -> bool:
-    return all(
-        max(mine.start, its.start) < min(mine.stop, its.stop)
-        for mine, its in ((_layers(one), _layers(other)), (_heads(one), _heads(other)))
-    )
+    pairs = (_layers(one), _layers(other)), (_heads(one), _heads(other))
+    return all(max(mine.start, its.start) < min(mine.stop, its.stop) for mine, its in pairs)
 
 
 def _check_cover(ours: KVShare, needed: Sequence[KVShare], peer: Peer) -> None:

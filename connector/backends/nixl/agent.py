@@ -89,7 +89,6 @@ class NixlAgent:
             return int(self._agent.prepXferDlist(owner, self._memory_type(region), strided, [self._backend]))
 
     def release(self, prepared: int) -> None:
-        """Free descriptors made by ``prepare``."""
         with self._translated("releasing block descriptors"):
             self._agent.releasedDlistH(prepared)
 

@@ -138,7 +138,6 @@ class PeerConnection:
             rank.submit(pending, chunks)
 
     def advance(self) -> bool:
-        """Advance all ranks. Return whether anything moved."""
         moved = [rank.advance() for rank in self._ranks]  # a list: any() would stop at the first
         return any(moved)
 
@@ -151,7 +150,6 @@ class PeerConnection:
             rank.fail(reason)
 
     def abort(self) -> None:
-        """Make the transfers in flight end now."""
         for rank in self._ranks:
             rank.abort()
 

@@ -70,8 +70,6 @@ class _PostedChunk:
 
 
 class TransferContext(NamedTuple):
-    """Resources that all connections of a connector share."""
-
     agent: NixlAgent
     region: KVRegion
     scratch: int  # one prepared descriptor of TEST_READ_BYTES

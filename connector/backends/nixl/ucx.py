@@ -21,11 +21,8 @@ DEBUG_SIGNAL_OFF = {"UCX_DEBUG_SIGNO": "0"}  # otherwise UCX handles SIGHUP
 
 _LOG_LINE = re.compile(r"\[[\d.]+\] \[[^\]]*\] +\S+ +UCX +(?P<level>[A-Z]+) +(?P<text>.*)")
 _LANES = re.compile(r"(?P<worker>.*) (intra|inter)-node cfg#\d+ (?P<lanes>.*)")
-_LEVELS = {
-    "FATAL": logging.CRITICAL,
-    "ERROR": logging.WARNING,
-    "WARN": logging.WARNING,
-}  # errors reach callers as exceptions
+# Errors reach callers as exceptions.
+_LEVELS = {"FATAL": logging.CRITICAL, "ERROR": logging.WARNING, "WARN": logging.WARNING}
 
 
 class UcxLog:
@@ -80,7 +77,6 @@ _log_lock = threading.Lock()
 
 
 def log() -> UcxLog:
-    """Return the log of this process."""
     global _log
     with _log_lock:
         if _log is None:
