@@ -1,7 +1,7 @@
 """Selects the sequences of a step, and tracks the steps that were planned and not applied.
 
 A node of pp stages computes as many steps at a time, one on each stage. A sequence that samples a token at the last
-stage cannot go on before the token is back at the first one, so decoding sequences are split among successive steps:
+stage cannot continue before the token is back at the first one, so decoding sequences are split among successive steps:
 
     stage 0   A  B  C  A  B  C          a microbatch is a third of the decoding sequences
     stage 1      A  B  C  A  B

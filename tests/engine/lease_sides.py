@@ -80,7 +80,7 @@ class Call:
     events: deque[StreamEvent] = field(default_factory=deque)
     announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
     num_reads: int = 0  # in flight
-    expired_early: bool = False  # P has broken its promise, and D must notice
+    expired_early: bool = False  # P has freed it before the agreed time, and D must notice
     given_back: list[str] = field(default_factory=list)  # "cancel" and "release" that D has sent
 
 
@@ -88,7 +88,7 @@ class Call:
 class Request:
     """A message in flight to P; without ``message``, the prompt or the end of the stream."""
 
-    kind: str  # prefill, cancel, extend, release, hang up
+    kind: str  # prefill, cancel, extend, release, close (the end of the stream)
     call: Call
     message: ToPeer | None = None
 
@@ -132,7 +132,7 @@ class PrefillSide:
             self._free(lease)
         return kept
 
-    def hang_up(self, call: Call) -> None:
+    def close_stream(self, call: Call) -> None:
         for lease in [lease for lease, mine in self._calls.items() if mine is call]:
             del self._calls[lease]
             self.node.obey(Cancel(lease))
@@ -270,7 +270,7 @@ class DecodeSide:
         call.num_reads += 1
         self.node.obey(order)
 
-    def hear(self, call: Call, event: StreamEvent, now: float) -> None:
+    def receive(self, call: Call, event: StreamEvent, now: float) -> None:
         """Receive the next event of a stream."""
         if isinstance(event, tuple):
             if call.handoff.active:
@@ -291,7 +291,7 @@ class DecodeSide:
             if call.handoff.wake_at <= now:
                 self.on(call, None, now)
         for call in self.calls.values():
-            assert now < call.handoff.limit or not call.num_reads, "D goes on reading after its limit"
+            assert now < call.handoff.limit or not call.num_reads, "D keeps reading after its limit"
 
     def _act(self, call: Call, actions: list[Action], now: float) -> None:
         for action in actions:

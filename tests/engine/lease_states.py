@@ -41,7 +41,7 @@ class State:
     now: float = 0.0
     epoch: str = "first"
     table: LeaseTable = field(default_factory=lambda: LeaseTable("first", SECONDS, GUARD, remember=1))
-    computed: int | None = None  # parts of the prompt on P; None: nobody wants it there
+    computed: int | None = None  # parts of the prompt on P; None: not requested there
     leased: frozenset[int] = frozenset()  # parts
     handoff: Handoff | None = field(default_factory=lambda: Handoff(1, 1, PEER, PARTS, 0.0))  # None: it is done
     open: bool = True  # D's stream to P
@@ -113,8 +113,8 @@ def p_hears(index: int, again: bool, s: State) -> None:
             s.stream.append(ACCEPTED)
         case "prefill":
             s.stream.append(FAILED)
-        case "cancel" | "hang up" if s.epoch == "first":
-            if kind == "hang up":
+        case "cancel" | "close" if s.epoch == "first":
+            if kind == "close":
                 s.to_p = [message for message in s.to_p if message[0] != "prefill"]
             s.computed = None
             if s.table.cancel(LEASE):
@@ -225,12 +225,12 @@ def d_fails_to_read(part: int, s: State) -> None:
 
 def d_looks(s: State) -> None:
     d_decides(None, s)
-    assert s.handoff is None or s.d_now < s.handoff.limit or not s.reads, "D goes on reading after its limit"
+    assert s.handoff is None or s.d_now < s.handoff.limit or not s.reads, "D keeps reading after its limit"
 
 
 def d_restarts(s: State) -> None:
     s.handoff, s.reads, s.to_d, s.stream = None, frozenset(), [], []
-    s.to_p.append(("hang up", 0))
+    s.to_p.append(("close", 0))
     s.open, s.lost = False, True
 
 
@@ -244,7 +244,7 @@ def time_passes(s: State) -> None:
 def stream_breaks(s: State) -> None:
     """P notices at any later time."""
     s.stream, s.lost = [ENDED], True
-    s.to_p.append(("hang up", 0))
+    s.to_p.append(("close", 0))
 
 
 def request_is_lost(index: int, s: State) -> None:
@@ -295,7 +295,7 @@ def faults(s: State) -> Iterator[Callable[[State], None]]:
     for index, (kind, _) in enumerate(s.to_p):
         if kind in ("extend", "release"):
             yield partial(p_hears, index, True)
-        if kind != "hang up":  # P notices the end of the stream sooner or later
+        if kind != "close":  # P notices the end of the stream sooner or later
             yield partial(request_is_lost, index)
     yield from (partial(answer_is_lost, index) for index in range(len(s.to_d)))
 

@@ -109,13 +109,13 @@ class World:
                 p.prefill(call)
             case "prefill":
                 call.events.append(pb.PrefillEvent(failed=pb.Failure(message="another epoch")))
-            case "hang up":  # the end of the stream: the prompt cannot come later
+            case "close":  # the end of the stream: the prompt cannot come later
                 self.requests = [r for r in self.requests if r.call is not call or r.kind != "prefill"]
-                p.hang_up(call)
+                p.close_stream(call)
             case "cancel":  # one stream: the prompt arrives first
                 for prompt in [r for r in self.requests if r.call is call and r.kind == "prefill"]:
                     self.deliver(prompt)
-                p.hang_up(call)
+                p.close_stream(call)
         match request.message:
             case pb.ExtendRequest(epoch=epoch, lease=lease, ask=ask):
                 lease_ms = int(p.table.extend(epoch, lease, self.now) * 1000)
@@ -125,7 +125,7 @@ class World:
                 self.replies.append(Reply(call, pb.PrefillEvent(released=pb.Released(stood=stood))))
         self.check()
 
-    def talk(self) -> None:
+    def deliver_all(self) -> None:
         """Deliver everything in flight except KV."""
         for request in list(self.requests):
             if request in self.requests:  # an ended call may have removed its prompt
@@ -136,8 +136,8 @@ class World:
             while call.events:
                 self.announce(call)
 
-    def lose(self, request: Request) -> None:
-        """Lose a request. A lost prompt ends its stream; D notices a missing answer by its clock."""
+    def drop(self, request: Request) -> None:
+        """Drop a request. A dropped prompt ends its stream; D notices a missing answer by its clock."""
         self.requests.remove(request)
         if request.kind == "prefill":
             request.call.events.append(PeerError("the connection was lost"))
@@ -148,19 +148,19 @@ class World:
         self.d.on(reply.call, reply.event, self.d_now)
         self.check()
 
-    def lose_answer(self, reply: Reply) -> None:
+    def drop_answer(self, reply: Reply) -> None:
         self.replies.remove(reply)
         self.check()
 
     def announce(self, call: Call) -> None:
         """Deliver the next event of a call to D."""
-        self.d.hear(call, call.events.popleft(), self.d_now)
+        self.d.receive(call, call.events.popleft(), self.d_now)
         self.check()
 
     def break_call(self, call: Call, arrived: int) -> None:
         """Break a call after ``arrived`` of its events in flight; P notices later."""
         call.events = deque([*list(call.events)[:arrived], PeerError("the connection was lost")])
-        self.requests.append(Request("hang up", call))
+        self.requests.append(Request("close", call))
         self.check()
 
     def land(self, read_id: int) -> None:
@@ -197,7 +197,7 @@ class World:
         """Restart D: reads and handoffs are lost; its messages in flight still arrive."""
         for call in self.calls:
             if call.open:
-                self.requests.append(Request("hang up", call))
+                self.requests.append(Request("close", call))
         self.calls.clear()
         self.replies.clear()
         self.d.node.close()
@@ -215,10 +215,10 @@ class World:
                 self.calls.append(request.call)
         self.d.sent.clear()
         self.calls = [call for call in self.calls if call.open or call.events]
-        self._check_promises()
+        self._check_announced_blocks()
         self._check_quarantine()
 
-    def _check_promises(self) -> None:
+    def _check_announced_blocks(self) -> None:
         """Announced blocks are leased and unchanged at P until D's limit or until D gives up."""
         if self.rate < SLOWEST:
             return
@@ -252,7 +252,7 @@ class World:
             for _ in range(100):
                 if not (self.requests or self.replies or any(call.events for call in self.calls)):
                     break
-                self.talk()
+                self.deliver_all()
             for read_id in list(self.transfers):
                 while read_id in self.transfers:
                     self.land(read_id)

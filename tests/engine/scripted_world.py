@@ -43,13 +43,13 @@ class ScriptedDecodeSide(DecodeSide):
         super().start(rid, cached, now)
         self._world.reached(rid, "reserved")
 
-    def hear(self, call: Call, event: StreamEvent, now: float) -> None:
+    def receive(self, call: Call, event: StreamEvent, now: float) -> None:
         if not isinstance(event, pb.PrefillEvent) or not event.HasField("kv_ready"):
-            super().hear(call, event, now)
+            super().receive(call, event, now)
             return
         part = "" if event.kv_ready.num_tokens == len(call.job.prompt) else "part "
         self._world.reached(call.rid, part.strip() or "leased")
-        super().hear(call, event, now)
+        super().receive(call, event, now)
         self._world.reached(call.rid, part + "reading")
 
     def on(self, call: Call, event: Event, now: float) -> None:
@@ -151,9 +151,9 @@ class ScriptedWorld(World):
         else:
             self.wait(TICK)
         self.step()
-        self.talk()
+        self.deliver_all()
         self.tick_d()
 
-    def _check_promises(self) -> None:
+    def _check_announced_blocks(self) -> None:
         if not self._checksum:  # P's blocks may change, and with digests Node does not know which are leased
-            super()._check_promises()
+            super()._check_announced_blocks()

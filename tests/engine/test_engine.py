@@ -32,7 +32,7 @@ def test_connector_orders_are_carried_out_without_tokens_to_compute(depth: int) 
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.submit(1, [2] * 10, SamplingParams(max_tokens=1), Mode.LOCAL)
     node.step()
-    node.obey(StartRead(0, "nobody", (1, 2, 3), 10))
+    node.obey(StartRead(0, "unknown", (1, 2, 3), 10))
     reads = [read for _ in range(3) for read in node.step().reads]
     while not reads:
         time.sleep(0.001)  # the connector's thread is at work

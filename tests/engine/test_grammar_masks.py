@@ -1,4 +1,4 @@
-"""Choices under a grammar: the step loop goes on without their masks, and a mask that becomes ready wakes it."""
+"""Choices under a grammar: no step waits for their masks, and a mask that becomes ready wakes it."""
 
 from __future__ import annotations
 

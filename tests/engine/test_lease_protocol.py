@@ -36,7 +36,7 @@ class LeaseProtocol(RuleBasedStateMachine):
     def go_on(self, steps: int) -> None:
         for _ in range(steps):
             self.world.step()
-            self.world.talk()
+            self.world.deliver_all()
 
     @precondition(lambda self: self.world.requests)
     @rule(pick=picks)
@@ -48,10 +48,10 @@ class LeaseProtocol(RuleBasedStateMachine):
     def answer(self, pick: int) -> None:
         self.world.answer(self.world.replies[pick % len(self.world.replies)])
 
-    @precondition(lambda self: self._talking)
+    @precondition(lambda self: self._with_events)
     @rule(pick=picks, events=st.integers(1, 4))
     def announce(self, pick: int, events: int) -> None:
-        call = self._talking[pick % len(self._talking)]
+        call = self._with_events[pick % len(self._with_events)]
         for _ in range(min(events, len(call.events))):
             self.world.announce(call)
 
@@ -81,15 +81,15 @@ class LeaseProtocol(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.requests)
     @rule(pick=picks)
-    def lose(self, pick: int) -> None:
+    def drop(self, pick: int) -> None:
         request = self._request(pick)
-        if request.kind != "hang up":  # P always notices the end of a call
-            self.world.lose(request)
+        if request.kind != "close":  # P always notices the end of a call
+            self.world.drop(request)
 
     @precondition(lambda self: self.world.replies)
     @rule(pick=picks)
-    def lose_answer(self, pick: int) -> None:
-        self.world.lose_answer(self.world.replies[pick % len(self.world.replies)])
+    def drop_answer(self, pick: int) -> None:
+        self.world.drop_answer(self.world.replies[pick % len(self.world.replies)])
 
     @precondition(lambda self: self.world.calls)
     @rule(pick=picks, arrived=st.integers(0, 3))
@@ -136,7 +136,7 @@ class LeaseProtocol(RuleBasedStateMachine):
         return [request for request in self.world.requests if request.kind in ("extend", "release")]
 
     @property
-    def _talking(self) -> list[Call]:
+    def _with_events(self) -> list[Call]:
         return [call for call in self.world.calls if call.events]
 
     @property

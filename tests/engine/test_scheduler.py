@@ -145,7 +145,7 @@ def test_read_with_too_few_blocks_from_the_peer_is_refused(make: Make) -> None:
     node = make(16)
     node.submit(0, [1] * 10, SamplingParams(max_tokens=3), Mode.HANDOFF)
     assert [r.rid for r in node.step().reserved] == [0]
-    node.obey(StartRead(0, "nobody", (1, 2), 10))
+    node.obey(StartRead(0, "unknown", (1, 2), 10))
     (ended,) = node.step().reads
     assert "2 blocks where 3" in ended.error
     node.obey(PrefillLocally(0, ((5,),)))
@@ -239,7 +239,7 @@ def test_announced_parts_that_do_not_fit_are_not_read(make: Make, parts: list[tu
     node.submit(0, [1] * 13, SamplingParams(max_tokens=3), Mode.HANDOFF)
     node.step()
     for num_blocks, num_tokens in parts:
-        node.obey(StartRead(0, "nobody", tuple(range(num_blocks)), num_tokens))
+        node.obey(StartRead(0, "unknown", tuple(range(num_blocks)), num_tokens))
     node.step()
     assert sum(len(plan.connector.reads) for plan in node.runner.launched) == len(parts) - 1
     node.obey(PrefillLocally(0))

@@ -191,7 +191,7 @@ class ToyRunner:
         steps = [step for step in self._in_flight if step.work]
         just_before = steps[max(0, len(steps) - self.stages + 1) :]
         drawn = {work.state.seq for step in just_before for work in step.work if work.num_samples}
-        assert not drawn & {item.seq for item in plan.scheduled}, "a step goes on with a token that is not there yet"
+        assert not drawn & {item.seq for item in plan.scheduled}, "a step continues from a token that has not arrived"
         for item in plan.scheduled if self.max_in_flight == self.stages else ():
             state = self._states[item.seq]
             assert state.num_launched + item.num_tokens <= len(state.token_ids), "a token is not on the host yet"

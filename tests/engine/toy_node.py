@@ -80,7 +80,7 @@ class Node:
         self.leased: dict[
             int, tuple[int, ...]
         ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
-        self._promised: dict[int, set[Slot]] = {}  # slots of these that must not change
+        self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
         self._kv_checksum = kv_checksum
 
     def submit(
@@ -101,7 +101,7 @@ class Node:
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):
             self.leased.pop(message.rid, None)
-            self._promised.pop(message.rid, None)
+            self._leased_slots.pop(message.rid, None)
         self.engine.handle([message])
         self._check()
 
@@ -130,8 +130,8 @@ class Node:
         for leased in batch.leased if not self._kv_checksum else ():
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
             slots = [(block, offset) for block in leased.block_ids for offset in range(BLOCK)]
-            unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may go on there
-            self._promised.setdefault(leased.rid, set()).update(slots[: len(slots) - unused])
+            unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may continue there
+            self._leased_slots.setdefault(leased.rid, set()).update(slots[: len(slots) - unused])
         self._check()
         return batch
 
@@ -159,8 +159,8 @@ class Node:
         assert all(plan.num_tokens <= BATCH_TOKENS for plan in self.runner.launched[-1:])
         blocks = self.runner.writing.keys()
         assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"
-        for rid, promised in self._promised.items():
-            assert not self.runner.slots_writing & promised, f"a step in flight writes to what is leased for {rid}"
+        for rid, slots in self._leased_slots.items():
+            assert not self.runner.slots_writing & slots, f"a step in flight writes to what is leased for {rid}"
 
     # ------------------------------------------------------------ the frontend's end of the socket
 
