@@ -31,7 +31,7 @@ class LineFit:
 
     @property
     def line(self) -> LinearCost:
-        """Of zeros while there are no points."""
+        """The fitted line; zeros while there are no points."""
         if self._x <= 0.0:
             return LinearCost()
         steepest = self._y / self._x

@@ -88,10 +88,7 @@ class GrammarVocabulary:
     """A model's tokens in the form that grammars need. Its constructor holds the GIL: 1.3 s for 150,000 tokens."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
-        """``vocab_size`` is the model's, which may be padded. Raises ValueError if it is too small.
-
-        The default for ``eos_token_ids`` is the tokenizer's own.
-        """
+        """``vocab_size`` may be padded; ValueError if it is too small. Default end tokens are the tokenizer's."""
         from llguidance import LLTokenizer
 
         eos = list(eos_token_ids) or None
@@ -132,9 +129,7 @@ class Matcher:
 
         Raises RequestError if the grammar takes too much time or memory, or allows no token.
         """
-        words = b""
-        if not self._matcher.is_error():
-            words = self._matcher.compute_bitmask()
+        words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise RequestError(f"the grammar cannot go on: {_one_line(self._matcher.get_error())}", "grammar")
         if words.count(0) == len(words):

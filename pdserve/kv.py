@@ -120,13 +120,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.block_size // self.kernel_block_size
 
     @property
-    def num_pages(self) -> int:
-        return self.num_blocks * self.pages_per_block
-
-    @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        page, spec = self.kernel_block_size, self.spec
-        return (self.num_pages, spec.num_kv_heads, self.num_layers, spec.planes, page, spec.head_dim)
+        pages, page, spec = self.num_blocks * self.pages_per_block, self.kernel_block_size, self.spec
+        return (pages, spec.num_kv_heads, self.num_layers, spec.planes, page, spec.head_dim)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -173,10 +169,9 @@ class KVShare(msgspec.Struct, frozen=True):
     total_heads: int  # KV heads of the model
 
     def __post_init__(self) -> None:
-        for what, first, count, total in (
-            ("layers", self.first_layer, self.num_layers, self.total_layers),
-            ("KV heads", self.first_head, self.num_heads, self.total_heads),
-        ):
+        layers = ("layers", self.first_layer, self.num_layers, self.total_layers)
+        heads = ("KV heads", self.first_head, self.num_heads, self.total_heads)
+        for what, first, count, total in (layers, heads):
             if not (0 <= first < first + count <= total):
                 raise ConfigError(f"{count} {what} from {first} on are no part of a model with {total} {what}")
 
@@ -200,14 +195,9 @@ class KVShare(msgspec.Struct, frozen=True):
             )
         num_heads = max(1, total_heads // num_shards)
         shards_per_head = max(1, num_shards // total_heads)
-        return cls(
-            sum(stage_layers[:stage]),
-            stage_layers[stage],
-            shard // shards_per_head * num_heads,
-            num_heads,
-            sum(stage_layers),
-            total_heads,
-        )
+        layers = (sum(stage_layers[:stage]), stage_layers[stage])
+        heads = (shard // shards_per_head * num_heads, num_heads)
+        return cls(*layers, *heads, sum(stage_layers), total_heads)
 
 
 def divisors(number: int) -> list[int]:

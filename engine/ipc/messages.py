@@ -108,7 +108,7 @@ class PrefillLocally(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a request without further outputs; its leased blocks stay leased. Unknown and finished rids are ignored."""
+    """End a request without further outputs; its leased blocks stay leased. Unknown rids are ignored."""
 
     rid: int
 

@@ -11,8 +11,6 @@ from engine.request import Sequence
 
 
 class KVCacheManager:
-    """The blocks that each sequence holds of the pool."""
-
     def __init__(self, pool: BlockPool, connector: KVConnectorScheduler, block_size: int) -> None:
         self._pool = pool
         self._connector = connector
@@ -60,7 +58,7 @@ class KVCacheManager:
         sequence.hashes.upto(sequence.token_ids, sequence.prompt_len)
 
     def look_up(self, sequence: Sequence) -> None:
-        """Record how much of a waiting prompt is cached. The hashes computed for it are kept."""
+        """Record how much of a waiting prompt is cached. Its hashes are kept."""
         most = min(sequence.prompt_len - 1, sequence.reusable)
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
         sequence.cached_at_lookup = len(cached) * self._block_size

@@ -14,22 +14,22 @@ class KVEvents:
         return bool(self._added or self._removed)
 
     def add(self, block_hash: bytes) -> None:
-        _move(block_hash, self._removed, self._added)
+        _record(block_hash, self._added, opposite=self._removed)
 
     def remove(self, block_hash: bytes) -> None:
-        _move(block_hash, self._added, self._removed)
+        _record(block_hash, self._removed, opposite=self._added)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return and forget the added and the removed block hashes."""
-        changes = list(self._added), list(self._removed)
+        added, removed = list(self._added), list(self._removed)
         self._added.clear()
         self._removed.clear()
-        return changes
+        return added, removed
 
 
-def _move(block_hash: bytes, source: dict[bytes, None], target: dict[bytes, None]) -> None:
-    """Undo an opposite change that was not reported yet, or record this one."""
-    if block_hash in source:
-        del source[block_hash]
+def _record(block_hash: bytes, changes: dict[bytes, None], opposite: dict[bytes, None]) -> None:
+    """Record a change, or undo the opposite one if it was not reported yet."""
+    if block_hash in opposite:
+        del opposite[block_hash]
     else:
-        target[block_hash] = None
+        changes[block_hash] = None

@@ -60,13 +60,10 @@ class GrammarWorkers:
     def load(self) -> None:
         """Build the vocabulary now, while no step waits for the GIL; otherwise the first grammar does."""
         if self._vocabulary is None:
-            try:
-                self._vocabulary = _load_vocabulary(Path(self._model_dir), self._model)
-            except RequestError as exc:
-                self._vocabulary = exc
+            self._vocabulary = _load_vocabulary(Path(self._model_dir), self._model)
 
     def find(self, text: str) -> Grammar | None:
-        """Return a grammar from the cache of compiled ones."""
+        """Return a compiled grammar from the cache."""
         grammar = self._cache.get(text)
         if grammar is not None:
             self._cache.move_to_end(text)
@@ -82,8 +79,7 @@ class GrammarWorkers:
         self._to_compile.put(text)
 
     def advance(self, steps: Sequence[Advance]) -> None:
-        """Compute the next masks. A Masked for each follows among the results."""
-        self._start_threads()
+        """Compute the next masks of compiled grammars. A Masked for each follows among the results."""
         share = -(-len(steps) // _MASK_THREADS)
         for start in range(0, len(steps), share):
             self._to_mask.put(list(steps[start : start + share]))
@@ -97,8 +93,7 @@ class GrammarWorkers:
         return results
 
     def _store(self, found: Compiled) -> None:
-        timer = self._timers.pop(found.text, None)
-        if timer is not None:
+        if (timer := self._timers.pop(found.text, None)) is not None:
             timer.cancel()
         if isinstance(found.result, Grammar):
             self._cache[found.text] = found.result
@@ -154,13 +149,13 @@ def _masked(step: Advance) -> Masked:
         return Masked(constraint, RequestError(f"the grammar cannot go on: {exc}", "grammar"))
 
 
-def _load_vocabulary(model_dir: Path, model: ModelConfig) -> GrammarVocabulary:
-    """Raises RequestError if grammars cannot be compiled against the checkpoint's tokenizer."""
+def _load_vocabulary(model_dir: Path, model: ModelConfig) -> GrammarVocabulary | RequestError:
+    """Return the tokenizer's vocabulary, or why no grammar can be compiled against it."""
     path = model_dir / "tokenizer.json"
     if not model.eos_token_ids:
-        raise RequestError("the model has no end-of-sequence token to end a grammar with; leave it out", "grammar")
+        return RequestError("the model has no end-of-sequence token to end a grammar with; leave it out", "grammar")
     try:
         return GrammarVocabulary(path.read_text(encoding="utf-8"), model.vocab_size, model.eos_token_ids)
     except (OSError, ValueError) as exc:
         reason = " ".join(str(exc).split())
-        raise RequestError(f"the node's {path.name} cannot be used for grammars: {reason}", "grammar") from exc
+        return RequestError(f"the node's {path.name} cannot be used for grammars: {reason}", "grammar")

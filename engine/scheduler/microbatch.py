@@ -34,9 +34,7 @@ class RunnableSequences:
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of a step, in plan order. A decode computes one token and samples the next; all others count as
-    prompts.
-    """
+    """The sequences of a step, in plan order. A decode computes one token and samples one; the rest are prompts."""
 
     decodes: tuple[Sequence, ...]
     prompts: tuple[Sequence, ...]
@@ -82,7 +80,6 @@ class StepsInFlight:
 
     @property
     def newest_prompts(self) -> Collection[Sequence]:
-        """Prompts in the last step."""
         return self._steps[-1][1].prompts if self._steps else ()
 
     def select(self, running: Iterable[Sequence]) -> RunnableSequences:

@@ -102,7 +102,7 @@ def test_the_registered_memory_has_the_resolved_layout(
         assert (region.address, region.num_bytes) == (cache.data_ptr(), layout.total_bytes)
         assert layout.page_bytes == cache.stride(0) * cache.itemsize
         with torch.inference_mode():
-            for page in range(layout.num_pages):
+            for page in range(layout.shape[0]):
                 cache[page] = page
         for block in range(NUM_BLOCKS):
             first = block * layout.pages_per_block
