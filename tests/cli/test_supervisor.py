@@ -31,7 +31,7 @@ elif args.what == "fails":
     sys.exit(2)
 elif args.what == "crashes":
     print("a first line")
-    raise ValueError("what nobody foresaw")
+    raise ValueError("an unexpected error")
 elif args.what == "talks":
     for _ in range(20000):
         print("x" * 100)
@@ -77,7 +77,7 @@ def test_error_of_a_dead_child_has_its_last_line(supervisor: Supervisor) -> None
         events_until(supervisor, crashing, "ended")
     assert failing.last_error == "the disk is on fire; buy another"
     assert failing.process.returncode == 2
-    assert crashing.last_error == "ValueError: what nobody foresaw"
+    assert crashing.last_error == "ValueError: an unexpected error"
 
 
 def test_all_child_output_is_relayed(supervisor: Supervisor) -> None:
