@@ -1,1 +1,1 @@
-"""HTTP: endpoints, request bodies, responses and errors."""
+"""HTTP: the ASGI application, its endpoints, authentication and errors."""
