@@ -12,7 +12,7 @@ from pdserve.rpc.timeouts import PeerTiming
 def test_every_failure_detection_fits_the_peer_timeout(timeout: float) -> None:
     timing = PeerTiming(timeout)
     assert timing.probe_after + timing.answer_timeout <= timeout, (
-        "gRPC keepalive, Describe, and a front that says stuck"
+        "gRPC keepalive, Describe, and a frontend that reports a stuck engine"
     )
     assert timing.stall_timeout <= timeout
     ucx = {name.removeprefix("UCX_TCP_"): float(value.removesuffix("s")) for name, value in timing.ucx_settings.items()}

@@ -31,7 +31,7 @@ def scripted_node() -> Iterator[ScriptedNode]:
 
 @pytest.fixture(scope="session")
 def router(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
-    """A router in front of the scripted node. There is no other one that requests could go on at."""
+    """A router in front of the scripted node. No other node could continue its requests."""
     flags = ["--decode", scripted_node.address, "--request-timeout", "20", "--migrations", "0"]
     with router_process(tokenizer_dir, flags) as process:
         yield process
