@@ -35,7 +35,7 @@ PAUSE = 0.1  # seconds between two reports of a node at least; the node's own li
 
 
 class NodeClient:
-    """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open.
+    """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open. Starts at once.
 
     The connection ends with the node's process, and keepalive (channel.py) detects a lost host. Reports show restarts
     and changed peers, and their absence a process that hangs with its connection open.
@@ -62,7 +62,6 @@ class NodeClient:
         self._on_change = on_change
         self._on_idle = on_idle
         self._find_pause = pause
-        self._tls = tls
         self._load = pb.NodeLoad()
         self._unreported: deque[tuple[float, int, int]] = deque()  # requests: time sent, uncached tokens, tokens
         self._view: NodeView | None = None  # None: to be computed
@@ -70,21 +69,15 @@ class NodeClient:
         self._pause = PAUSE  # of the present report stream
         self._reported_at = 0.0
         self._read_changed_at = 0.0  # time of the latest new read throughput
-        self._dialer: Dialer | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._dialer = Dialer(self.address, tls=self._tls)
-        self._task = asyncio.create_task(self._watch(self._dialer), name=f"watch {self.address}")
+        self._dialer = Dialer(address, tls=tls)
+        self._task = asyncio.create_task(self._watch(), name=f"watch {address}")
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
         if self.stream is not None:
             self.stream.close("the router is shutting down")
         self._forget()
-        if self._dialer is not None:
-            await self._dialer.close()
+        await self._dialer.close()
 
     @property
     def ready(self) -> bool:
@@ -118,7 +111,6 @@ class NodeClient:
 
     async def status(self, timeout: float) -> pb.NodeStatus:
         """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds."""
-        assert self._dialer is not None, "it has been started"
         stub: NodeAsyncStub = NodeStub(self._dialer.channel)
         return await stub.Status(pb.StatusRequest(), timeout=timeout)
 
@@ -149,10 +141,10 @@ class NodeClient:
 
     # ------------------------------------------------------------ reports
 
-    async def _watch(self, dialer: Dialer) -> None:
+    async def _watch(self) -> None:
         while True:
             reason = "it ends"
-            stub: NodeAsyncStub = NodeStub(await dialer.renew())
+            stub: NodeAsyncStub = NodeStub(await self._dialer.renew())
             self._pause = max(PAUSE, self._find_pause())
             call = stub.Watch(pb.WatchRequest(pause_ms=int(1000 * self._pause)), wait_for_ready=True)
             watchdog = asyncio.create_task(self._cancel_when_silent(call))
@@ -201,7 +193,6 @@ class NodeClient:
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
         self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
-        assert self._dialer is not None, "it has been started"
         assert self.description is not None, "the first report has a description"
         if self._usable and self.role == "decode" and self.stream is None:
             self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)

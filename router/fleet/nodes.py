@@ -101,11 +101,9 @@ class Nodes:
                 self._drop_if_idle(node)
         for address in sorted(addresses):
             if (role, address) not in self._nodes:
-                node = NodeClient(
+                self._nodes[role, address] = NodeClient(
                     address, role, self.prefixes, self._changed, self._drop_if_idle, self._pause, self._tls
                 )
-                self._nodes[role, address] = node
-                node.start()
         self._changed()
 
     def _pause(self) -> float:

@@ -68,10 +68,6 @@ class ServeStream:
         """Whether the stream takes new requests."""
         return not (self.ended or self.draining or self._full)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._handlers)
-
     def generate(self, message: pb.Generate, handler: OutputHandler) -> int:
         """Send a request and return its number. Raises NodeLost after the end, Overloaded if the node does not read."""
         if self.ended:
@@ -94,7 +90,7 @@ class ServeStream:
             self._end_if_drained()
 
     def finished(self, number: int) -> None:
-        """Forget a request whose choices have all ended."""
+        """Forget a request that has ended. Unknown numbers are ignored."""
         if self._handlers.pop(number, None) is not None:
             self._end_if_drained()
 
@@ -135,8 +131,7 @@ class ServeStream:
         if handler is None:  # cancelled while these outputs were under way
             return
         if output.HasField("failure"):
-            self._handlers.pop(output.request, None)
-            self._end_if_drained()
+            self.finished(output.request)
             handler.on_failure(failure_from_pb(output.failure))
         else:
             handler.on_output(output)

@@ -57,8 +57,8 @@ class PromptEncoder:
         """Raises RequestTooLong, before the cost of tokenizing, for text that cannot fit with the longest tokens."""
         limit = self._max_tokens() * self._tokenizer.longest_token
         if len(text) > limit:
-            what = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
-            raise RequestTooLong(f"{what} {limit}; shorten it", field, "context_length_exceeded")
+            found = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
+            raise RequestTooLong(f"{found} {limit}; shorten it", field, "context_length_exceeded")
 
     def _encode_one(self, prompt: str | bytes, add_special_tokens: bool) -> Prompt:
         if isinstance(prompt, str):

@@ -44,8 +44,6 @@ def byte_table(backend: tokenizers.Tokenizer) -> ByteTable | None:
 def _rule_of(decoder: dict[str, Any] | None) -> tuple[Callable[[str], bytes], int] | None:
     if decoder is None:
         return None
-    if decoder["type"] == "ByteLevel":
-        return _byte_level, 0
     parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if [part["type"] for part in parts] == ["ByteLevel"]:
         return _byte_level, 0

@@ -54,10 +54,6 @@ class Tokenizer:
         """Characters of the longest token: an upper bound of characters per token."""
         return max(map(len, self._backend.get_vocab()))
 
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size())
-
     def to_json(self) -> str:
         """Return tokenizer.json, with the tokens that only the configuration names."""
         return str(self._backend.to_str())

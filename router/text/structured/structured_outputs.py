@@ -37,8 +37,6 @@ class OutputGrammar(msgspec.Struct, frozen=True):
     field: str = ""
 
 
-NO_GRAMMAR = OutputGrammar()
-
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -101,9 +99,7 @@ class _StructuralTag(msgspec.Struct, frozen=True):
 
 
 def requested_grammar(
-    response_format: dict[str, Any],
-    structured_outputs: StructuredOutputs | None,
-    guided: dict[str, Any],
+    response_format: dict[str, Any], structured_outputs: StructuredOutputs | None, guided: dict[str, Any]
 ) -> OutputGrammar:
     """Return the grammar of a request. ``guided`` holds the given guided_* fields by name without that prefix.
 
@@ -117,7 +113,7 @@ def requested_grammar(
     for name, value in guided.items():
         given.append((f"guided_{name}", partial(_structured_outputs_grammar, StructuredOutputs(**{name: value}))))
     if not given:
-        return NO_GRAMMAR
+        return OutputGrammar()
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)
         raise RequestError(f"{names} exclude each other; give one of them", given[-1][0])
