@@ -44,7 +44,10 @@ def file_addresses(
         lines = map(str.strip, path.read_text(encoding="utf-8").splitlines())
         return frozenset(check(line) for line in lines if line and not line.startswith("#"))
 
-    return _poll(str(path), lambda: asyncio.to_thread(read), interval)
+    async def query() -> frozenset[str]:
+        return read()
+
+    return _poll(str(path), query, interval)
 
 
 async def _poll(
