@@ -35,6 +35,18 @@ def _interpret_triton_kernels() -> None:
     del os.environ["TRITON_INTERPRET"]
 
 
+def _disable_grpc_fork_support() -> None:
+    """Load gRPC as a router does: its fork handlers may abort the processes that uvloop starts.
+
+    gRPC reads the variable while it is imported. The processes that tests start must set it themselves.
+    """
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    import grpc  # noqa: F401
+
+    del os.environ["GRPC_ENABLE_FORK_SUPPORT"]
+
+
 _clear_shell_variables()
+_disable_grpc_fork_support()
 if not torch.cuda.is_available():
     _interpret_triton_kernels()
