@@ -30,7 +30,7 @@ class RequestOutcome(StrEnum):
 
 
 class TraceStage(StrEnum):
-    """What the request waits for; the name of the part where there is one."""
+    """The event that a request waits for. The values name the parts of a trace."""
 
     RESERVE = "reserve"
     REMOTE = "remote"  # first tokens of P; the parts queue and prefill

@@ -24,7 +24,7 @@ MAX_PROMPT_LOGPROBS = 20
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to sample tokens. The router has filled in all defaults.
+    """Parameters for sampling. The router has filled in all defaults.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off. ``seed`` keys the noise together with the choice
     index, the position and the token id, so a request samples the same tokens whatever else is in the batch.
@@ -115,7 +115,7 @@ class KVRegion(msgspec.Struct, frozen=True):
 
 
 class RankKV(msgspec.Struct, frozen=True):
-    """What a peer needs in order to read from one rank."""
+    """The address and layout of one rank's KV cache, for peers that read from it."""
 
     agent: str  # NIXL agent name, holds the epoch
     metadata: bytes  # NIXL agent metadata

@@ -1,4 +1,4 @@
-"""What all endpoints share: models, nodes, admission, keys and metrics."""
+"""The state that all endpoints share: models, nodes, admission, keys and metrics."""
 
 from __future__ import annotations
 

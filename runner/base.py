@@ -1,4 +1,4 @@
-"""What model runners on torch share: building, the order of a launch, reloading weights, closing."""
+"""The base of model runners on torch: building, the order of a launch, reloading weights, closing."""
 
 from __future__ import annotations
 

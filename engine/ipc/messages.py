@@ -43,7 +43,7 @@ Outputs = tuple[tuple[int, ...], ...]
 
 
 class Mode(StrEnum):
-    """What happens to a request's KV."""
+    """Use of a request's KV."""
 
     LOCAL = "local"  # prefill and decode here
     HANDOFF = "handoff"  # D: reserve blocks, wait for StartRead or PrefillLocally

@@ -105,12 +105,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> KVShare:
-        """What this rank holds of the model's KV."""
+        """The layers and KV heads that this rank holds."""
         return self.shares[self.rank]
 
     @property
     def shares(self) -> tuple[KVShare, ...]:
-        """What each rank holds of the model's KV, by rank."""
+        """The layers and KV heads that each rank holds, by rank."""
         return self.parallel.shares(self.model.num_kv_heads)
 
     def whole_layout(self, layout: KVLayout) -> KVLayout:

@@ -38,7 +38,7 @@ def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> Ou
 
 
 def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputParsing | None:
-    """How to parse reasoning and tool calls; None where the output is sent as plain text."""
+    """Select the parsing of reasoning and tool calls; None for plain text."""
     if not isinstance(body, ChatBody):
         return None
     use = ToolUse() if body.structure.text else body.tool_use  # output under another grammar holds no calls

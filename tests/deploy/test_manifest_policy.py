@@ -170,7 +170,7 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMES
 
 @each_pod
 def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
-    stranger = {COMPONENT: "somebody"}
+    stranger = {COMPONENT: "stranger"}
     if not pod.is_node:
         expected: set[range | None] = set() if pod.role.endswith("-ranks") else {range(HTTP, HTTP + 1)}
         assert opened(overlay, stranger, pod) == expected

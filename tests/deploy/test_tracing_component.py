@@ -1,4 +1,4 @@
-"""What the tracing components add to an overlay."""
+"""The tracing components of an overlay: flags of the programs and network policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node refuses, and that the refusal says value and limit."""
+"""Requests that a node refuses; each refusal states value and limit."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_handshake_that_lies(alter: Callable[[pb.HandshakeReply], None], pair:
 
 
 def assert_served(pair: Pair) -> None:
-    """With the right tokens, whoever computed them; and nobody keeps a block."""
+    """The tokens are exact on either path, and no node keeps a block."""
     with RouterClient(pair.decode.address) as client:
         assert send_prompt(client, pair).wait().tokens == pair.expected
     for node in (pair.prefill, pair.decode):
@@ -261,7 +261,7 @@ def test_announcements_that_lie(what: str, pair: Pair) -> None:
 
 
 def test_next_tokens_that_were_not_asked_for(pair: Pair) -> None:
-    """Of a request that was resumed P draws one token, for nothing."""
+    """For a resumed request P samples one token, which D ignores."""
     done, failures = pair.expected[:5], pair.decode.counter("handoff_failures")
     pair.proxy.alter_event = _next_tokens(5, behind=1)
     resume = [pb.ResumedChoice(choice=0, token_ids=pack_tokens(done))]

@@ -15,7 +15,7 @@ from router.text.chat.tools import ToolUse
 
 
 class OutputParsing(msgspec.Struct, frozen=True):
-    """How the outputs of a request are parsed."""
+    """The parsers for the outputs of a request."""
 
     new_parser: Callable[[], OutputParser]
     new_call_id: Callable[[], str]
