@@ -12,6 +12,7 @@ from pdserve.metrics import FastHistogram
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.5, 10.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_LAG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 disable_created_metrics()  # no creation timestamps
 
@@ -47,8 +48,11 @@ class RouterMetrics:
         self.itl = FastHistogram(
             "pdserve_inter_token_latency_seconds", "Time between two tokens of a choice, as received.", _ITL_BUCKETS
         )
-        self.registry.register(self.ttft)
-        self.registry.register(self.itl)
+        self.loop_lag = FastHistogram(
+            "pdserve_router_loop_lag_seconds", "How late the event loop ran a timer of 10 ms.", _LAG_BUCKETS
+        )
+        for fast in (self.ttft, self.itl, self.loop_lag):
+            self.registry.register(fast)
         self.prepared = histogram(
             "pdserve_prepare_seconds",
             "Time from a request's arrival to its tokenized prompts, when it starts to wait for a slot.",

@@ -16,6 +16,7 @@ from router.fleet.nodes import Nodes
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile
 from router.generation.generation import RequestGeneration
+from router.loop_lag import LoopLag
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.text.chat.parsers import select_parsers
@@ -64,10 +65,12 @@ class Service:
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
         self.draining = False  # /health fails
         self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
+        self._loop_lag = LoopLag(self.metrics.loop_lag)
         self._key_watch: asyncio.Task[None] | None = None
         self._generations: set[RequestGeneration] = set()
 
     def start(self) -> None:
+        self._loop_lag.start()
         self.nodes.start()
         if self.dashboard is not None:
             self.dashboard.start()
@@ -75,6 +78,7 @@ class Service:
             self._key_watch = asyncio.create_task(self.keys.watch(self._count_key_reload), name="API keys")
 
     async def close(self) -> None:
+        self._loop_lag.close()
         if self._key_watch is not None:
             self._key_watch.cancel()
         if self.dashboard is not None:
