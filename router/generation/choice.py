@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 from pdserve.pb import pdserve_pb2 as pb
 from router.text.detokenizer import Detokenizer
-from router.text.stop_strings import StopMatcher
+from router.text.stop_strings import StopMatcher, StopStrings
 
 
 class Choice:
@@ -24,7 +23,7 @@ class Choice:
         "token_offset",
     )
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopStrings) -> None:
         self.index = index
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)

@@ -10,6 +10,7 @@ from pdserve.logs import request_fields
 from pdserve.records import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
 from router.text.prompt import Prompt
+from router.text.stop_strings import StopStrings
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     arrived: float
     timeout: float  # seconds
     migrations: int = 0  # node failures after which a prompt may still continue elsewhere
-    stops: tuple[str, ...] = ()
+    stops: StopStrings = StopStrings()
     cache_salt: str = ""
     priority: int = 0
     continues_prompt: bool = True  # true for a completion; a chat message begins a new text

@@ -28,6 +28,7 @@ from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
 from router.service import Service
+from router.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class GenerateEndpoint:
             arrived=accounting.arrived,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
-            stops=body.stops,
+            stops=StopStrings(body.stops),
             cache_salt=body.cache_salt,
             priority=admission.clamp_priority(body.priority),
             continues_prompt=body.continues_prompt,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.stop_strings import StopMatcher
+from router.text.stop_strings import StopMatcher, StopStrings
 
-letters = st.text(alphabet="ab", max_size=30)
-stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
+ALPHABET = "ab\N{GRINNING FACE}"
+letters = st.text(ALPHABET, max_size=30)
+stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=4) | st.text("ab", min_size=1, max_size=12), max_size=4)
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops))
     sent = []
     for piece in pieces:
         text, stopped = matcher.push(piece)
@@ -42,17 +45,28 @@ def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: l
 
 
 @given(stop_lists, letters)
-def test_only_a_possible_stop_string_is_held_back(stops: list[str], text: str) -> None:
-    matcher = StopMatcher(stops)
+def test_longest_possible_beginning_of_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
+    matcher = StopMatcher(StopStrings(stops))
     sent, stopped = matcher.push(text)
     if not stopped:
-        held = text[len(sent) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
+        beginnings = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+        assert sent == text[: len(text) - max(beginnings, default=0)]
 
 
 def test_possible_stop_string_is_held_back() -> None:
-    matcher = StopMatcher(["</end>"])
+    matcher = StopMatcher(StopStrings(["</end>"]))
     assert matcher.push("Hello <") == ("Hello ", False)
     assert matcher.push("/e") == ("", False)
     assert matcher.push("x") == ("</ex", False)
     assert matcher.push("</end>never") == ("", True)
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "ab" * 50_000, ("a" * 4094 + "c") * 25])
+def test_text_is_matched_in_linear_time(text: str) -> None:
+    """A second suffices many times over; comparing all prefixes of the stop strings after each token takes an hour."""
+    stops = StopStrings([*("b" + "a" * 4000 + chr(0x4E00 + i) * 90 for i in range(15)), "a" * 4095 + "b"])
+    matcher = StopMatcher(stops)
+    started = time.process_time()
+    sent = "".join(matcher.push(letter)[0] for letter in text)
+    assert time.process_time() - started < 20
+    assert sent + matcher.flush() == text
