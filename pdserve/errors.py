@@ -6,6 +6,18 @@ with ``raise … from exc``.
 
 from __future__ import annotations
 
+MAX_SHOWN = 100  # characters of a name or value from outside in a message
+
+
+def cut(text: str, limit: int = MAX_SHOWN) -> str:
+    """Return the text, cut at ``limit`` characters."""
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def shown(value: object) -> str:
+    """Return ``repr`` of a name or value from outside, cut at MAX_SHOWN characters."""
+    return cut(repr(value[: MAX_SHOWN + 1] if isinstance(value, str) else value))
+
 
 class PdserveError(Exception):
     """Base of all errors raised on purpose. ``str(error)`` is a sentence for users."""

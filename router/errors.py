@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.errors import DeadlineExceeded, ModelNotFound, NodeError, Overloaded, PdserveError, RequestError
+from pdserve.errors import DeadlineExceeded, ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, cut
+
+_MAX_MESSAGE = 1000  # characters; messages quote clients and templates
 
 
 class Unauthorized(PdserveError):
@@ -85,4 +87,5 @@ def error_body(error: PdserveError) -> bytes:
 
 
 def encode_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    return msgspec.json.encode(ErrorResponse(ErrorInfo(message, kind, param, code)))
+    param = None if param is None else cut(param)
+    return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, _MAX_MESSAGE), kind, param, code)))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from pdserve.errors import ModelNotFound, NodeError, RequestError
+from pdserve.errors import ModelNotFound, NodeError, RequestError, shown
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.dashboard_state import DashboardState
@@ -102,7 +102,7 @@ class Service:
                 raise RequestError(f"the request names no model; use {served}", "model")
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise ModelNotFound(f"model {name!r} is not served here; use {served}", "model", "model_not_found")
+            raise ModelNotFound(f"model {shown(name)} is not served here; use {served}", "model", "model_not_found")
         return self.models[name]
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, cut
 
 MAX_NESTING = 100  # levels of objects and lists
 MAX_ITEMS = 200_000  # values in all objects and lists, token ids excluded
@@ -27,6 +27,7 @@ MAX_LENGTHS = {  # by field
 }
 _TOKEN_IDS = ("prompt", "tokens")  # lists of token ids; their types bound the nesting
 MAX_STOP_CHARS = 4096  # per stop string
+_MAX_PROBLEM = 130  # characters of msgspec's words, which may quote a value
 
 # OpenAI fields without effect here.
 _IGNORED = frozenset(
@@ -84,6 +85,7 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
             raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if name in _REPLACED:
             raise RequestError(f"{name} is not supported; use {_REPLACED[name]} instead", name, "unsupported_parameter")
+        name = cut(name)
         nearest = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
         raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
@@ -126,18 +128,18 @@ def _equal(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-_AT_FIELD = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.(?P<field>[^`.\[]+)(?P<rest>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_MISSING = "Object missing required field `"
+_FIELD = re.compile(r"[^.\[]+")
 
 
 def _validation_error(message: str) -> RequestError:
-    """msgspec's message with the field in front and as ``param``."""
-    missing = _MISSING.match(message)
-    if missing:
-        field = missing["field"]
-        return RequestError(f"{field} is missing", field, "missing_required_parameter")
-    match = _AT_FIELD.match(message)
-    if match is None or match["field"] is None:
-        return RequestError(message)
-    what = match["what"].replace("`", "")
-    return RequestError(f"{match['field']}{match['rest'] or ''}: {what[:1].lower()}{what[1:]}", match["field"])
+    """msgspec's message with the field in front and as ``param``. Only the path at its end has a bounded length."""
+    what, _, path = message.removesuffix("`").rpartition(" - at `$.")
+    if message.startswith(_MISSING):
+        name = message.removeprefix(_MISSING).partition("`")[0]
+        return RequestError(f"{name} is missing", name, "missing_required_parameter")
+    field = _FIELD.match(path)
+    if not what or field is None:
+        return RequestError(cut(message, _MAX_PROBLEM))
+    what = cut(what.replace("`", ""), _MAX_PROBLEM)
+    return RequestError(f"{path}: {what[:1].lower()}{what[1:]}", field[0])

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from pdserve.errors import RequestError, RequestTooLong
+from pdserve.errors import RequestError, RequestTooLong, cut
 from pdserve.records import SamplingParams
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
 from router.fleet.fleet import ModelLimits
@@ -59,7 +59,9 @@ def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: s
     check_vocabulary("logit_bias", list(bias), limits)
     max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len)
     if body.min_tokens > max_tokens:
-        raise RequestError(f"min_tokens {body.min_tokens} exceeds max_tokens {max_tokens}; lower it", "min_tokens")
+        raise RequestError(
+            f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
+        )
     sampling = SamplingParams(
         **{name: getattr(body, name) for name in _UNCHANGED},
         max_tokens=max_tokens,
@@ -86,7 +88,7 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
     if wanted > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
         raise RequestTooLong(
-            f"prompt {prompt_len} tokens + max_tokens {wanted} > limit {limit}; {remedy}",
+            f"prompt {prompt_len} tokens + max_tokens {cut(str(wanted))} > limit {limit}; {remedy}",
             "max_tokens" if room > 0 else _prompt_field(body),
             "context_length_exceeded",
         )
@@ -101,12 +103,12 @@ def check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) 
     for token_id in token_ids:
         if not 0 <= token_id < limits.vocab_size:
             last = limits.vocab_size - 1
-            raise RequestError(f"token id {token_id} is outside the vocabulary 0 … {last}", field)
+            raise RequestError(f"token id {cut(str(token_id))} is outside the vocabulary 0 … {last}", field)
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     try:
-        ids = {int(token_id): value for token_id, value in bias.items()}
+        ids = {int(cut(token_id)): value for token_id, value in bias.items()}
     except ValueError as exc:
         raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from exc
     if not all(math.isfinite(value) for value in ids.values()):

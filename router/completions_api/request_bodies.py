@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, cut
 from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
 from router.text.chat.messages import check_messages
@@ -251,4 +251,4 @@ def _within(name: str, value: float, low: float, high: float, *, above: bool = F
         return
     floor = f"above {low:g}" if above else f"at least {low:g}"
     ceiling = "" if high == math.inf else f" and at most {high:g}"
-    raise RequestError(f"{name} is {value:g}; it must be {floor}{ceiling}", param or name)
+    raise RequestError(f"{name} is {cut(str(value))}; it must be {floor}{ceiling}", param or name)

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, cut, shown
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
 from router.errors import ClientDisconnected, ResponseNotStored, encode_error
@@ -86,7 +86,7 @@ def _add_stored_responses(app: FastAPI) -> None:
     @app.get("/v1/responses/{name}/input_items")
     @app.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])
     async def stored_response(name: str) -> Response:
-        raise ResponseNotStored(f"no response {name!r}: responses are not stored", "response_id")
+        raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -100,9 +100,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_exception(request: Request, exc: HTTPException) -> Response:
+        path = cut(request.url.path)
         messages = {
-            404: f"unknown path {request.url.path}; the endpoints are under /v1",
-            405: f"{request.method} is not allowed at {request.url.path}; use another method",
+            404: f"unknown path {path}; the endpoints are under /v1",
+            405: f"{request.method} is not allowed at {path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))
         body = encode_error(message, "invalid_request_error")

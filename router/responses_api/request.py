@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, shown
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.request_bodies import ChatBody, check_chat
 
@@ -93,7 +93,7 @@ def _check(request: ResponsesRequest) -> None:
             raise RequestError(f"{name} is not supported; {remedy}", name, "unsupported_parameter")
     unknown = next((name for name in request.include if name not in _INCLUDES), None)
     if unknown is not None:
-        raise RequestError(f"include {unknown!r} is not supported; use {LOGPROBS!r}", "include")
+        raise RequestError(f"include {shown(unknown)} is not supported; use {LOGPROBS!r}", "include")
 
 
 def _as_chat(request: ResponsesRequest) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _as_chat(request: ResponsesRequest) -> dict[str, Any]:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A function in chat form, with a nested ``function`` object."""
     if tool.get("type") != "function":
-        raise RequestError(f"{where} has type {tool.get('type')!r}; only 'function' is supported", where)
+        raise RequestError(f"{where} has type {shown(tool.get('type'))}; only 'function' is supported", where)
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
@@ -159,7 +159,7 @@ def _add(messages: list[Message], item: dict[str, Any], where: str) -> None:
             raise RequestError(f"{where}: responses are not stored; send the item itself", where)
         case _:
             kinds = "message, reasoning, function_call, function_call_output"
-            raise RequestError(f"{where} has type {kind!r}; use one of {kinds}", where)
+            raise RequestError(f"{where} has type {shown(kind)}; use one of {kinds}", where)
 
 
 def _add_message(messages: list[Message], item: dict[str, Any], where: str) -> None:

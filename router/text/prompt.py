@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, cut
 from pdserve.records import TOKEN_BYTES
 from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
 
@@ -52,4 +52,4 @@ def pack_prompt(token_ids: Any) -> bytes:
         ) from exc
     except OverflowError as exc:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 2**32)
-        raise RequestError(f"token id {wrong} is outside the vocabulary; ids begin at 0", "prompt") from exc
+        raise RequestError(f"token id {cut(str(wrong))} is outside the vocabulary; ids begin at 0", "prompt") from exc

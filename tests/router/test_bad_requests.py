@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,63 @@ def test_job_fits_the_model_or_is_rejected(prompt_len: int, max_tokens: int | No
     job = make_job(Prompt(pack_tokens([1] * prompt_len)), body, limits)
     default = LIMIT - prompt_len if chat else min(16, LIMIT - prompt_len)
     assert job.sampling.max_tokens == (max_tokens or default)
+
+
+LONG = "y" * 40_000  # a regex that backtracks over it took seconds
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def with_message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a", **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": [1], LONG: 1}),
+        ("completions", {"prompt": [1], "model": LONG}),
+        ("completions", {"prompt": [1], "structured_outputs": {LONG: 1}}),
+        ("completions", {"prompt": [1], "structured_outputs": {" - at `$.x" + LONG: 1}}),
+        ("completions", {"prompt": [1], "response_format": {"type": LONG}}),
+        ("completions", {"prompt": [10**4000]}),
+        ("completions", {"prompt": [1], "seed": 10**4000}),
+        ("completions", {"prompt": [1], "priority": -(10**4000)}),
+        ("completions", {"prompt": [1], "max_tokens": 10**4000}),
+        ("completions", {"prompt": [1], "min_tokens": 10**4000}),
+        ("completions", {"prompt": [1], "temperature": 10**4000}),
+        ("completions", {"prompt": [1], "logit_bias": {"1" * 4000: 1}}),
+        ("completions", {"prompt": [1], "stop_token_ids": [10**4000]}),
+        ("chat/completions", {**with_message(), "reasoning_effort": LONG}),
+        ("chat/completions", {**with_message(), "tool_choice": LONG}),
+        ("chat/completions", {**with_message(), "tools": [{"type": LONG}]}),
+        ("chat/completions", {**with_message(), "tools": [{"type": [LONG] * 9}]}),
+        ("chat/completions", {**with_message(), "tools": [{"type": "function", "function": {"name": LONG}}]}),
+        (
+            "chat/completions",
+            {**with_message(), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": LONG}}},
+        ),
+        ("chat/completions", with_message(content=[{"type": LONG}])),
+        ("chat/completions", with_message(content=[{"type": {"a": LONG}}])),
+        ("responses", {"input": "a", "include": [LONG]}),
+        ("responses", {"input": "a", "tools": [{"type": LONG}]}),
+        ("responses", {"input": [{"type": LONG}]}),
+    ],
+)
+def test_long_values_are_cut_in_errors(client: httpx.Client, path: str, fields: dict[str, Any]) -> None:
+    response = client.post(f"/v1/{path}", content=json_with_long_numbers(fields))
+    refused(response, 404 if "model" in fields else 400)
+    assert len(response.content) < 2000, response.text[:3000]
+
+
+def json_with_long_numbers(fields: Any) -> bytes:
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(fields).encode()
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def test_long_path_is_cut_in_the_error(client: httpx.Client) -> None:
+    for path in (f"/v1/models/{LONG}", f"/{LONG}", f"/v1/responses/{LONG}"):
+        assert len(client.get(path).content) < 2000

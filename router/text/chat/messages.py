@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, shown
 
 Message = dict[str, Any]
 
@@ -72,7 +72,7 @@ def join_parts(content: Any, where: str = "messages") -> str | None:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in _TEXT_PARTS:
-            raise RequestError(f"{where}.content has a part of type {kind!r}; only 'text' is supported", where)
+            raise RequestError(f"{where}.content has a part of type {shown(kind)}; only 'text' is supported", where)
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise RequestError(f"{where}.content has a text part without text", where)

@@ -7,11 +7,13 @@ import signal
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, cut
 from pdserve.process import end_with_parent
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import RendererConfig, RenderResult
 from router.text.worker_process import read_message, write_message
+
+_MAX_ERROR = 1000  # characters; a template may quote a message
 
 
 def main() -> None:
@@ -29,11 +31,11 @@ def _render(template: ChatTemplate, message: bytes) -> RenderResult:
     try:
         return RenderResult(template.render(msgspec.json.decode(message, type=RenderRequest)))
     except RequestError as exc:
-        return RenderResult(error=str(exc), param=exc.param)
+        return RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
     except MemoryError:
         return RenderResult(error="the chat template takes too much memory with these messages", param="messages")
     except Exception as exc:  # a template may raise anything
-        text = f"the chat template fails with these messages: {type(exc).__name__}: {exc}"
+        text = f"the chat template fails with these messages: {type(exc).__name__}: {cut(str(exc))}"
         return RenderResult(error=text, param="messages")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, shown
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -44,7 +44,7 @@ def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel
     if not tools and (named or choice == "required"):
         raise RequestError("tool_choice needs tools; give at least one", "tool_choice")
     if named and named not in names:
-        raise RequestError(f"tool_choice names {named!r}, which is not in tools; use {names[0]!r}", "tool_choice")
+        raise RequestError(f"tool_choice names {shown(named)}, which is not in tools; use {names[0]!r}", "tool_choice")
     if choice == "none":
         return ToolUse()
     return ToolUse(tuple(tools), choice == "required", named, parallel)
@@ -52,14 +52,14 @@ def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel
 
 def _checked_name(tool: dict[str, Any], where: str) -> str:
     if tool.get("type", "function") != "function":
-        raise RequestError(f"{where} has type {tool['type']!r}; only 'function' is supported", where)
+        raise RequestError(f"{where} has type {shown(tool['type'])}; only 'function' is supported", where)
     function = tool.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{where}.function is missing", where)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         remedy = "use up to 64 letters, digits, '_', '-' and '.'"
-        raise RequestError(f"{where}.function.name {name!r} is not a valid name; {remedy}", where)
+        raise RequestError(f"{where}.function.name {shown(name)} is not a valid name; {remedy}", where)
     if not isinstance(function.get("description"), str | None):
         raise RequestError(f"{where}.function.description must be a string", where)
     if not isinstance(function.get("strict"), bool | None):
@@ -75,7 +75,7 @@ def _named(choice: str | dict[str, Any]) -> str:
     if isinstance(choice, str):
         if choice not in _MODES:
             raise RequestError(
-                f"tool_choice {choice!r} is not known; use {', '.join(_MODES)} or a function", "tool_choice"
+                f"tool_choice {shown(choice)} is not known; use {', '.join(_MODES)} or a function", "tool_choice"
             )
         return ""
     function = choice.get("function")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pdserve import grammar as grammars
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, shown
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
     for structure in spec.structures:
         trigger = next((trigger for trigger in spec.triggers if trigger and structure.begin.startswith(trigger)), None)
         if trigger is None:
-            raise RequestError(f"no trigger is the beginning of the structure {structure.begin!r}; add one")
+            raise RequestError(f"no trigger is the beginning of the structure {shown(structure.begin)}; add one")
         parts.append((trigger, structure.begin, structure.schema or ANY_OBJECT, structure.end))
     if not parts:
         raise RequestError("the structural tag has no structures; give at least one")
@@ -135,7 +135,7 @@ def _response_format_grammar(value: dict[str, Any]) -> str:
         case {"type": "structural_tag"}:
             return structural_tag_grammar(value)
         case _:
-            raise RequestError(f"type {value['type']!r} is not known; use text, json_object or json_schema")
+            raise RequestError(f"type {shown(value['type'])} is not known; use text, json_object or json_schema")
 
 
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
