@@ -108,6 +108,7 @@ class NodeGeneration:
             Submit(
                 *(self.rid, request.token_ids, self.sampling, mode, request.cache_salt, request.priority),
                 resume=self.resume,
+                client=request.client,
             )
         )
 

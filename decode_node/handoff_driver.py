@@ -245,6 +245,7 @@ def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span)
         timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
         traceparent=span.traceparent,
         tracestate=span.tracestate,
+        client=request.client,
     )
 
 

@@ -33,6 +33,7 @@ class Request:
     priority: int = 0  # lower is more urgent
     skip_tokens: int = 0
     decode_ahead: int = 0  # LEASE: tokens that may be sampled after the first, before the peer takes over
+    client: int = 0
     cached_tokens: int | None = None  # found in the prefix cache at the first admission
     waits_since: float = 0.0  # scheduler clock
     queued: float = 0.0  # seconds of waiting for blocks and for a step that computes its prompt
@@ -77,6 +78,7 @@ class Sequence:
     num_computed: int = 0  # tokens with KV
     num_launched: int = 0  # tokens with KV after the steps in flight
     cached_at_lookup: int = -1  # cached prompt tokens at the last prefix-cache lookup; -1 if never looked up
+    charged: int = 0  # tokens that its client has been charged for
     ended: bool = False  # its results are dropped, but steps in flight still write to its blocks
     blocks: list[int] = field(default_factory=list)
     sent_blocks: int = -1  # blocks that the runner knows; -1: it does not know the sequence

@@ -60,6 +60,7 @@ class PendingPrefill:
             Submit(
                 *(self.rid, request.token_ids, sampling, Mode.LEASE, request.cache_salt),
                 *(request.priority, request.skip_tokens, decode_ahead),
+                client=request.client,
             )
         )
 

@@ -53,7 +53,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         log_config=None,
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
-        proxy_headers=False,  # client addresses are not used
+        proxy_headers=False,  # they would let a client pose as any address
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )

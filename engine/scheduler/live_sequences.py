@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 from engine.ipc.messages import Batch
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
@@ -35,19 +38,26 @@ class LiveSequences:
         """Whether a running sequence does not wait for a mask."""
         return any(not sequence.blocked for sequence in self.running.values())
 
+    def counts(self) -> Counter[int]:
+        """Count the sequences with blocks by client."""
+        return Counter(sequence.request.client for sequence in chain(self.running.values(), self.loading.values()))
+
     @property
-    def least_urgent(self) -> Sequence:
-        """The sequence to preempt: of the least urgent running ones, the last admitted.
+    def least_urgent(self) -> Sequence | None:
+        """The sequence to preempt: of the least urgent ones, the last admitted of the client with the most sequences.
 
         A sequence for a peer is not preempted: its leased blocks would not become free.
         """
+        counts = self.counts()
         preemptible = [sequence for sequence in reversed(self.running.values()) if not sequence.for_peer]
-        return max(preemptible, key=lambda sequence: sequence.request.priority)  # the first of equals
+        order = lambda s: (s.request.priority, counts[s.request.client])  # noqa: E731
+        return max(preemptible, key=order, default=None)  # the first of equals
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Free the blocks of a running or loading sequence and put it at the head of the queue."""
+        """Free the blocks of a running or loading sequence and queue it before the others of its client."""
         if self.running.pop(sequence.seq, None) is not None:
             self._drop_in_runner(sequence)
+            self.waiting.charge_output(sequence)
         self._free(sequence)
         sequence.request.waits_since = now
         self.waiting.appendleft(sequence)
@@ -57,6 +67,7 @@ class LiveSequences:
         request = sequence.request
         if self.running.pop(sequence.seq, None) is not None:
             self._drop_in_runner(sequence)
+            self.waiting.charge_output(sequence)
         elif self.loading.pop(request.rid, None) is None:
             self.waiting.remove(sequence)
         sequence.ended = True

@@ -29,6 +29,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request, Sequence
 from engine.scheduler.choices import ChoiceManager
+from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.live_sequences import LiveSequences
@@ -79,6 +80,7 @@ class Scheduler:
         self._constraints = GrammarConstraints(grammars, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
+        self._fair_share = FairShare(self._live)
         self._in_flight = StepsInFlight(stages)
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
@@ -95,11 +97,23 @@ class Scheduler:
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
-        elif self._num_waiting >= self._max_waiting:
-            text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
-            self.events.refused.append(Refused(request.rid, "Overloaded", text))
+        elif self._num_waiting >= self._max_waiting and not self._refuse_for(request):
+            self._refuse_overload(request.rid)
         elif not self._constraints.holds(request):
             self._live.queue(self._choices.lead_sequence(request))
+
+    def _refuse_for(self, request: Request) -> bool:
+        """Refuse a waiting request so that ``request`` may wait, if that is fairer."""
+        sequence = self._live.waiting.to_refuse(request)
+        if sequence is None:
+            return False
+        self._refuse_overload(sequence.rid)
+        self.cancel(sequence.rid)
+        return True
+
+    def _refuse_overload(self, rid: int) -> None:
+        text = f"{self._num_waiting} requests are waiting, the limit is {self._max_waiting}; come back later"
+        self.events.refused.append(Refused(rid, "Overloaded", text))
 
     def kv_confirmed(self, rid: int, outputs: Outputs) -> None:
         """Decode on the KV that was read, after the tokens that P has sampled: P has confirmed that it is unchanged."""
@@ -150,7 +164,7 @@ class Scheduler:
         self._take_grammar_results()
         self._num_plans += 1
         builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step)
-        if self._add_running(builder):
+        if self._make_room() and self._add_running(builder):
             self._admit(builder)
         self._in_flight.add(self._num_plans, builder.sequences())
         finished = self._live.take_finished()
@@ -223,12 +237,16 @@ class Scheduler:
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
             if self._in_flight:
                 return False
-            self._preempt()
+            self._preempt(self._live.least_urgent)
             runnable = self._in_flight.select(self._live.running.values())
-        self._prompts = list(runnable.prompts)
+        self._prompts = []
         builder.add_decodes(runnable.decodes)
         if runnable.ahead:
             builder.add_decodes(self._decode_ahead(runnable))
+        if runnable.prompts and self._live.waiting:
+            running = {sequence.request.client for sequence in runnable.prompts}
+            self._admit(builder, lambda head: head.request.client not in running and builder.has_room_beside(head))
+        self._prompts += runnable.prompts
         for sequence in runnable.prompts:
             if builder.takes_prompts:
                 builder.add_prompt(sequence)
@@ -251,27 +269,42 @@ class Scheduler:
                 self._live.finish(sequence)
         return ahead
 
-    def _preempt(self) -> None:
-        sequence = self._live.least_urgent
+    def _make_room(self) -> bool:
+        """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
+        sequence = self._fair_share.to_preempt(
+            self._num_plans, lambda head: not self._free_slots or not self._kv.fits(head)
+        )
+        if sequence is not None:
+            if self._in_flight:
+                return False
+            self._preempt(sequence)
+            self._fair_share.made_room(self._num_plans)
+        return True
+
+    def _preempt(self, sequence: Sequence | None) -> None:
+        assert sequence is not None, "blocks ran out, and no sequence can be preempted"
         self.totals.preemptions += 1
         self.totals.preempted_tokens += sequence.num_computed
         self._live.preempt(sequence, self._clock())
 
     @property
+    def _free_slots(self) -> int:
+        return self._max_num_seqs - len(self._live.running) - len(self._live.loading)
+
+    @property
     def _head(self) -> Sequence | None:
         """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
-        free_slots = self._max_num_seqs - len(self._live.running) - len(self._live.loading)
-        head = self._live.waiting.head if free_slots > 0 else None
+        head = self._live.waiting.head if self._free_slots > 0 else None
         return None if head is None or head.blocked else head
 
-    def _admit(self, builder: StepBuilder) -> None:
+    def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> None:
         """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step."""
-        while (sequence := self._head) is not None:
+        while (sequence := self._head) is not None and accepts(sequence):
             request = sequence.request
             loads = self.connector.loadable(sequence) > 0
             if not (loads or builder.takes_prompts) or not self._kv.allocate(sequence):
                 return
-            self._live.waiting.remove(sequence)
+            self._live.waiting.admit(sequence, sequence.num_computed)
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
                 self.totals.prefix_cached_tokens += sequence.num_computed

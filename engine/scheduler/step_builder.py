@@ -17,7 +17,8 @@ class StepBuilder:
 
     The first prompt may use the whole budget. Others only fill the step up to ``full_step`` prompt tokens: with that
     many the device is busy, so one prompt more would not end earlier, but all prompts of the step would get their first
-    tokens later. So short prompts share a step, and long ones follow each other.
+    tokens later. So short prompts share a step, and long ones follow each other. Half of a step is first offered to
+    waiting prompts of clients without a running one.
     """
 
     def __init__(self, step: int, max_tokens: int, full_step: int) -> None:
@@ -35,6 +36,11 @@ class StepBuilder:
     @property
     def takes_prompts(self) -> bool:
         return self._tokens_left > 0 and self._prompt_tokens < self._full_step
+
+    def has_room_beside(self, sequence: Sequence) -> bool:
+        """Whether the sequence fits into half of the step; running prompts get the other half."""
+        room = min(self._tokens_left + self._prompt_tokens, self._full_step) // 2 - self._prompt_tokens
+        return len(sequence.token_ids) - max(0, sequence.cached_at_lookup) <= room
 
     def add_decodes(self, sequences: Collection[Sequence]) -> None:
         """Add one token of each sequence; called before any prompt is added. A step has room for all that may run."""

@@ -1,52 +1,63 @@
-"""Queue of sequences that wait for blocks: by the priority of their requests, first in first out within a priority."""
+"""Queue of sequences that wait for blocks: by the priority of their requests, then fair between clients.
+
+A sequence costs its prompt tokens that are not cached, when it is admitted, and its output tokens, when it ends.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 
-from engine.request import Sequence
+from engine.request import Request, Sequence
+from pdserve.fair_queue import FairQueue
+
+_QUANTUM = 64  # tokens per client and round
 
 
 class WaitingQueue:
-    """A deque for each priority; the head is the first sequence of the lowest priority value."""
-
     def __init__(self) -> None:
-        self._queues: dict[int, deque[Sequence]] = {}  # by priority; none is empty
-        self._priorities: list[int] = []  # of the queues, sorted
+        self._queue = FairQueue[int, Sequence](_QUANTUM)
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain.from_iterable(self._queues[priority] for priority in self._priorities)
+        return iter(self._queue)
 
     @property
     def head(self) -> Sequence | None:
-        return self._queues[self._priorities[0]][0] if self._priorities else None
+        """The sequence to admit next."""
+        return self._queue.head
 
     def append(self, sequence: Sequence) -> None:
-        """Add at the end of its priority."""
-        self._queue(sequence).append(sequence)
+        """Add after the waiting sequences of its client and priority."""
+        self._queue.push(sequence, sequence.request.client, sequence.request.priority)
 
     def appendleft(self, sequence: Sequence) -> None:
-        """Add at the head of its priority."""
-        self._queue(sequence).appendleft(sequence)
+        """Add before the waiting sequences of its client and priority."""
+        self._queue.push(sequence, sequence.request.client, sequence.request.priority, first=True)
+
+    def admit(self, sequence: Sequence, cached: int) -> None:
+        """Remove a sequence that is admitted; its first ``cached`` tokens are free."""
+        cost = len(sequence.token_ids) - max(sequence.charged, cached)
+        self._queue.take(sequence, sequence.request.client, sequence.request.priority, cost)
+        sequence.charged = len(sequence.token_ids)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises ValueError if the sequence is not queued."""
-        priority = sequence.request.priority
-        queue = self._queues.get(priority, deque())
-        queue.remove(sequence)
-        if not queue:
-            del self._queues[priority]
-            self._priorities.remove(priority)
+        self._queue.remove(sequence, sequence.request.client, sequence.request.priority)
 
-    def _queue(self, sequence: Sequence) -> deque[Sequence]:
-        priority = sequence.request.priority
-        if priority not in self._queues:
-            self._queues[priority] = deque()
-            insort(self._priorities, priority)
-        return self._queues[priority]
+    def charge_output(self, sequence: Sequence) -> None:
+        """Charge the client for the output of a sequence that ran, and not twice."""
+        num_tokens = len(sequence.token_ids)
+        self._queue.charge(sequence.request.client, num_tokens - sequence.charged)
+        sequence.charged = num_tokens
+
+    def pass_turn(self) -> None:
+        """Let the next client have its turn."""
+        self._queue.pass_turn()
+
+    def to_refuse(self, request: Request) -> Sequence | None:
+        """Return the sequence to refuse so that ``request`` may wait in a full queue; None: refuse ``request``."""
+        sequence = self._queue.to_reject(request.client, request.priority)
+        was_admitted = sequence is None or sequence.request.cached_tokens is not None
+        return None if was_admitted else sequence

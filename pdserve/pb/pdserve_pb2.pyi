@@ -574,6 +574,7 @@ class Generate(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number of the request, unique on this stream"""
     request_id: _builtins.str
@@ -592,6 +593,8 @@ class Generate(_message.Message):
     """the router's span in W3C Trace Context; empty: the request is not traced"""
     tracestate: _builtins.str
     """also of W3C Trace Context"""
+    client: _builtins.int
+    """the router's keyed hash of the client; nodes are fair between these"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -612,10 +615,11 @@ class Generate(_message.Message):
         resume: _abc.Iterable[Global___ResumedChoice] | None = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        client: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1041,6 +1045,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
     request_id: _builtins.str
@@ -1059,6 +1064,8 @@ class PrefillRequest(_message.Message):
     traceparent: _builtins.str
     """D's span, as in Generate"""
     tracestate: _builtins.str
+    client: _builtins.int
+    """as in Generate"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -1075,10 +1082,11 @@ class PrefillRequest(_message.Message):
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
+        client: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import NamedTuple
 
 from pdserve.errors import DeadlineExceeded, Draining, Overloaded
 from router.errors import ClientDisconnected
-from router.gate.admission_queue import AdmissionQueue, Ticket
-from router.gate.keys import Client
+from router.gate.admission_queue import AdmissionQueue, RecentMean, Ticket
+from router.gate.keys import Client, fairness_key
 from router.gate.rate_limits import Headers, RateLimits
 from router.metrics import RouterMetrics
 
@@ -25,6 +28,8 @@ class AdmissionController:
         self._queue = AdmissionQueue(max_inflight, max_queue)
         self._max_arriving = max_inflight
         self._metrics = metrics
+        self._output = RecentMean()  # output tokens of a choice
+        self._secret = os.urandom(16)
         self._rate_limits: dict[str, RateLimits] = {}  # by client name
         self._requests: set[RequestAdmission] = set()
         self._empty = asyncio.Event()
@@ -46,8 +51,11 @@ class AdmissionController:
             await self._empty.wait()
 
     @contextmanager
-    def enter(self, client: Client) -> Iterator[RequestAdmission]:
-        """Count a request whose body has not been read. Raises Overloaded or RateLimitExceeded."""
+    def enter(self, client: Client, address: str) -> Iterator[RequestAdmission]:
+        """Count a request whose body has not been read. Raises Overloaded or RateLimitExceeded.
+
+        ``address``: IP address of the client, which tells clients without API keys apart.
+        """
         if self._closed:
             raise _draining()
         arriving = len(self._requests) - self._queue.num_admitted - self._queue.num_waiting
@@ -57,7 +65,9 @@ class AdmissionController:
         arrived = perf_counter()
         limits = self._limits_of(client, arrived)
         limits.start_request(arrived)
-        request = RequestAdmission(self._queue, limits, self._metrics)
+        key = fairness_key(client, address)
+        client_tag = int.from_bytes(hashlib.blake2b(key.encode(), key=self._secret, digest_size=8).digest())
+        request = RequestAdmission(key, client_tag, self._queue, limits, self._output, self._metrics)
         self._requests.add(request)
         self._empty.clear()
         self._metrics.in_flight.inc()
@@ -80,31 +90,57 @@ class AdmissionController:
         return limits
 
 
+class RequestWork(NamedTuple):
+    """Tokens of a request: of its prompts, and at most of all its choices."""
+
+    prompt_tokens: int
+    max_output: int
+    num_choices: int
+
+
 class RequestAdmission:
-    def __init__(self, queue: AdmissionQueue, limits: RateLimits, metrics: RouterMetrics) -> None:
+    """One request. ``client_tag`` tells clients apart at the nodes, which learn no names and no addresses."""
+
+    def __init__(
+        self,
+        client: str,
+        client_tag: int,
+        queue: AdmissionQueue,
+        limits: RateLimits,
+        output: RecentMean,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.client_tag = client_tag
+        self._client = client
         self._queue = queue
         self._limits = limits
+        self._output = output
         self._metrics = metrics
         self._ticket: Ticket | None = None
+        self._num_choices = 0
+        self._expected_output = 0  # tokens
 
     def clamp_priority(self, priority: int) -> int:
         best = self._limits.client.best_priority
         return priority if best is None else max(priority, best)
 
     async def wait_for_slot(
-        self, priority: int, num_tokens: int, timeout: float, disconnected: asyncio.Future[None]
+        self, priority: int, work: RequestWork, timeout: float, disconnected: asyncio.Future[None]
     ) -> Headers:
         """Wait for a slot at the nodes, kept until ``release``. Return rate limit headers for the response.
 
-        ``num_tokens`` are prompt tokens, ``timeout`` is in seconds. Raises RateLimitExceeded, Overloaded,
-        DeadlineExceeded or ClientDisconnected.
+        ``timeout`` is in seconds. Raises RateLimitExceeded, Overloaded, DeadlineExceeded or ClientDisconnected.
         """
+        num_tokens, self._num_choices = work.prompt_tokens, work.num_choices
+        self._expected_output = min(work.max_output, round(work.num_choices * self._output.mean))
         started = perf_counter()
         self._limits.reserve_prompt(num_tokens, started)
         decision: asyncio.Future[Overloaded | None] = asyncio.get_running_loop().create_future()
         try:
-            self._ticket = self._queue.join(priority, timeout, started, decision.set_result)
-            if not self._ticket.admitted:
+            ticket = Ticket(self._client, priority, num_tokens + self._expected_output, decision.set_result)
+            self._queue.join(ticket, timeout, started)
+            self._ticket = ticket
+            if not ticket.admitted:
                 await asyncio.wait((decision, disconnected), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if disconnected.done():
                     raise ClientDisconnected
@@ -119,7 +155,10 @@ class RequestAdmission:
         self._count_tokens(num_tokens, "prompt")
         return self._limits.headers(started)
 
-    def record_output(self, num_tokens: int) -> None:
+    def record_output(self, num_tokens: int, cached_tokens: int) -> None:
+        """Count the output tokens of a request that ran, and correct its cost; cached prompt tokens cost nothing."""
+        self._output.add(num_tokens / self._num_choices)
+        self._queue.charge(self._client, num_tokens - self._expected_output - cached_tokens)
         self._limits.add_usage(num_tokens, perf_counter())
         self._count_tokens(num_tokens, "output")
 

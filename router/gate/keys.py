@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,19 @@ class Client(Limits, frozen=True):
 
 
 ANONYMOUS = Client()
+
+
+def fairness_key(client: Client, address: str) -> str:
+    """Return what requests of one client have in common: its name, else its IPv4 address or IPv6 /64 network."""
+    if client.name:
+        return client.name
+    try:
+        ip = ip_address(address)
+    except ValueError:  # a Unix socket has no address
+        return ""
+    if isinstance(ip, IPv4Address):
+        return address
+    return str(ip.ipv4_mapped or IPv6Network((int(ip) >> 64 << 64, 64)))
 
 
 class _Entry(Limits, frozen=True, kw_only=True):

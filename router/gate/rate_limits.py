@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from router.errors import RateLimitExceeded
-from router.gate.admission_queue import MeanDuration
+from router.gate.admission_queue import RecentMean
 from router.gate.keys import Client
 
 _MINUTE = 60.0
@@ -47,7 +47,7 @@ class RateLimits:
 
     def __init__(self, client: Client, now: float) -> None:
         self.running = 0
-        self._duration = MeanDuration()
+        self._duration = RecentMean()
         self._requests: TokenBucket | None = None
         self._tokens: TokenBucket | None = None
         self.update(client, now)

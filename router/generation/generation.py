@@ -141,6 +141,7 @@ class PromptRun:
             timeout_ms=max(1, int(options.remaining * 1000)),
             cache_salt=options.cache_salt,
             priority=options.priority,
+            client=options.client_tag,
         )
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:

@@ -39,6 +39,12 @@ def client_of(scope: Scope) -> Client:
     return client
 
 
+def address_of(scope: Scope) -> str:
+    """The IP address of the connection's other end; empty for a Unix socket. No header changes it."""
+    peer = scope.get("client")
+    return peer[0] if peer else ""
+
+
 def _bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The key as RFC 6750 writes it; None unless there is exactly one."""
     found = [value for name, value in headers if name == b"authorization"]

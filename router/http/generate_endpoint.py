@@ -19,11 +19,11 @@ from router.completions_api.jobs import add_echo, encode_prompts, make_job
 from router.completions_api.request_bodies import GenerateBody
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
-from router.gate.admission import RequestAdmission
+from router.gate.admission import RequestAdmission, RequestWork
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions
-from router.http.authentication import client_of
+from router.http.authentication import address_of, client_of
 from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
@@ -54,7 +54,7 @@ class GenerateEndpoint:
         service, client = self._service, client_of(scope)
         accounting = RequestAccounting(service, self._name, client, scope)
         try:
-            with service.admission.enter(client) as admission:
+            with service.admission.enter(client, address_of(scope)) as admission:
                 body = self._parse(await read_body(receive, service.options.max_body_bytes))
                 async with _watch_disconnect(receive) as disconnected:
                     accounting.finished(await self._generate(body, send, admission, accounting, disconnected))
@@ -94,13 +94,18 @@ class GenerateEndpoint:
             stops=StopStrings(body.stops),
             cache_salt=body.cache_salt,
             priority=admission.clamp_priority(body.priority),
+            client_tag=admission.client_tag,
             continues_prompt=body.continues_prompt,
             visible_special_tokens=visible_special_tokens(body, parsing),
             span=accounting.span,
         )
-        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        work = RequestWork(
+            prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
+            max_output=sum(job.sampling.n * job.sampling.max_tokens for job in jobs),
+            num_choices=sum(job.sampling.n for job in jobs),
+        )
         accounting.prepared()
-        headers = await admission.wait_for_slot(options.priority, num_tokens, options.remaining, disconnected)
+        headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
         accounting.admitted()
         headers.append((b"x-request-id", options.request_id.encode()))
         response = make_response(model, body, jobs, options.request_id, parsing)
@@ -118,7 +123,7 @@ class GenerateEndpoint:
             deadline.cancel()
             generation.close()
             accounting.generated(generation)
-            admission.record_output(generation.usage.completion_tokens)
+            admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:

@@ -93,10 +93,11 @@ class Node:
         priority: int = 0,
         resume: Mapping[int, list[int]] = MappingProxyType({}),
         decode_ahead: int = 0,
+        client: int = 0,
     ) -> None:
         outputs = {choice: array("I", output).tobytes() for choice, output in resume.items()}
         tokens = array("I", prompt).tobytes()
-        self.obey(Submit(rid, tokens, sampling, mode, "", priority, skip, decode_ahead, outputs))
+        self.obey(Submit(rid, tokens, sampling, mode, "", priority, skip, decode_ahead, outputs, client))
 
     def obey(self, message: ToEngine) -> None:
         if isinstance(message, FreeLease):

@@ -48,36 +48,48 @@ class Crowd:
     def __init__(self, slots: int, max_waiting: int) -> None:
         self.queue = AdmissionQueue(slots, max_waiting)
         self.slots, self.max_waiting = slots, max_waiting
-        self.tickets: list[Ticket] = []  # admitted or waiting
+        self.tickets: list[Ticket] = []  # admitted or waiting, in order of arrival
         self.now = 0.0
 
-    def arrive(self, priority: int) -> None:
+    def arrive(self, client: str, priority: int) -> None:
         decisions: list[Overloaded | None] = []
 
         def on_decision(error: Overloaded | None) -> None:
             decisions.append(error)
             assert len(decisions) == 1
             if error is not None:
-                assert ticket.order == max(each.order for each in self.waiting)
+                self.assert_last_to_be_served(ticket)
                 self.tickets.remove(ticket)
 
-        waiting, order = self.waiting, (priority, math.inf)
+        ticket = Ticket(client, priority, 100, on_decision)
+        self.tickets.append(ticket)
         try:
-            ticket = self.queue.join(priority, NO_TIMEOUT, self.now, on_decision)
+            self.queue.join(ticket, NO_TIMEOUT, self.now)
         except Overloaded:
-            assert len(waiting) == self.max_waiting
-            assert all(each.order < order for each in waiting)
-        else:
-            self.tickets.append(ticket)
+            self.assert_last_to_be_served(ticket)
+            self.tickets.remove(ticket)
+
+    def assert_last_to_be_served(self, rejected: Ticket) -> None:
+        """It has the worst priority, no client has more requests of this priority, and none of its own came later."""
+        assert len(self.waiting) == self.max_waiting + 1
+        assert rejected.priority == max(each.priority for each in self.waiting)
+        worst = [each.client for each in self.waiting if each.priority == rejected.priority]
+        assert worst.count(rejected.client) == max(map(worst.count, worst))
+        assert [each for each in self.waiting if self.same_line(each, rejected)][-1] is rejected
 
     def leave(self, index: int) -> None:
         ticket = self.tickets.pop(index % len(self.tickets))
-        first = min((each.order for each in self.waiting), default=None)
-        was_admitted = ticket.admitted
+        waiting = self.waiting
         self.queue.leave(ticket, self.now)
         self.queue.leave(ticket, self.now)  # a second time changes nothing
-        if was_admitted and first is not None:
-            assert next(each for each in self.tickets if each.order == first).admitted
+        if ticket.admitted and waiting:
+            (admitted,) = set(waiting) - set(self.waiting)
+            assert admitted.priority == min(each.priority for each in waiting)
+            assert next(each for each in waiting if self.same_line(each, admitted)) is admitted
+
+    @staticmethod
+    def same_line(one: Ticket, other: Ticket) -> bool:
+        return (one.client, one.priority) == (other.client, other.priority)
 
     @property
     def waiting(self) -> list[Ticket]:
@@ -94,40 +106,85 @@ class Crowd:
     slots=st.integers(1, 4),
     max_waiting=st.integers(0, 4),
     events=st.lists(
-        st.one_of(st.tuples(st.just("arrive"), st.integers(-2, 2)), st.tuples(st.just("leave"), st.integers(0, 9)))
+        st.one_of(
+            st.tuples(st.just("arrive"), st.integers(-2, 2), st.sampled_from("abc")),
+            st.tuples(st.just("leave"), st.integers(0, 9), st.just("")),
+        ),
+        max_size=80,
     ),
 )
-def test_slots_are_granted_by_priority_then_arrival(
-    slots: int, max_waiting: int, events: list[tuple[str, int]]
+def test_slots_are_granted_by_priority_then_in_order_of_each_client(
+    slots: int, max_waiting: int, events: list[tuple[str, int, str]]
 ) -> None:
     crowd = Crowd(slots, max_waiting)
-    for event, value in events:
+    for event, value, client in events:
         crowd.now += 1
         if event == "arrive":
-            crowd.arrive(value)
+            crowd.arrive(client, value)
         elif crowd.tickets:
             crowd.leave(value)
         crowd.check()
 
 
+def join(queue: AdmissionQueue, client: str = "", priority: int = 0, timeout: float = NO_TIMEOUT) -> Ticket:
+    ticket = Ticket(client, priority, 2000, lambda error: None)
+    queue.join(ticket, timeout, 0.0)
+    return ticket
+
+
+def test_request_of_a_quiet_client_passes_those_of_a_busy_one() -> None:
+    queue = AdmissionQueue(1, 300)
+    running = join(queue, "busy")
+    for _ in range(200):
+        join(queue, "busy")
+    quiet = join(queue, "quiet")
+    queue.leave(running, 1.0)
+    assert quiet.admitted
+
+
+def test_quiet_client_finds_place_in_a_queue_that_a_busy_one_has_filled() -> None:
+    queue = AdmissionQueue(1, 20)
+    busy = [join(queue, "busy") for _ in range(21)]
+    quiet = [join(queue, "quiet") for _ in range(10)]
+    assert queue.num_waiting == 20
+    with pytest.raises(Overloaded):
+        join(queue, "quiet")  # both wait with ten requests: the new one is rejected
+    for ticket in [*busy, *quiet]:
+        queue.leave(ticket, 1.0)
+    assert queue.num_waiting == queue.num_admitted == 0
+
+
+def test_requests_that_cost_less_than_expected_are_made_up_for() -> None:
+    """Otherwise a client of short answers, which were expected to be long, would wait for others' long ones."""
+    queue = AdmissionQueue(1, 300)
+    running = join(queue, "short")
+    queue.charge("short", 100_000)
+    waiting = [join(queue, "short"), join(queue, "long")]
+    queue.charge("short", -101_990)  # ten tokens in all
+    queue.leave(running, 1.0)
+    assert waiting[0].admitted
+
+
 def test_wait_beyond_the_timeout_is_rejected_at_once() -> None:
     queue = AdmissionQueue(2, 10)
     for _ in range(3):  # each holds its slot for 6 seconds
-        queue.leave(queue.join(0, NO_TIMEOUT, 0.0, lambda error: None), 6.0)
+        queue.leave(join(queue), 6.0)
     for _ in range(3):
-        queue.join(0, NO_TIMEOUT, 6.0, lambda error: None)
+        join(queue)
     assert queue.expected_wait(num_ahead=1) == pytest.approx(6.0)  # both slots are held for 6 s
     with pytest.raises(Overloaded, match=r"expected in 6\.0 s") as refused:
-        queue.join(0, 4.0, 6.0, lambda error: None)
+        join(queue, timeout=4.0)
     assert refused.value.retry_after == pytest.approx(2.0)
-    assert not queue.join(-1, 4.0, 6.0, lambda error: None).admitted  # a higher priority is expected to wait 3 s
+    assert not join(queue, priority=-1, timeout=4.0).admitted  # a higher priority is expected to wait 3 s
+    join(queue)
+    assert not join(queue, "other", timeout=9.0).admitted  # only one of the two waiting requests passes it
 
 
 def test_fail_waiting_rejects_every_waiting_ticket() -> None:
     queue = AdmissionQueue(1, 5)
     decisions: list[Overloaded | None] = []
     for _ in range(3):
-        queue.join(0, NO_TIMEOUT, 0.0, decisions.append)
+        queue.join(Ticket("", 0, 100, decisions.append), NO_TIMEOUT, 0.0)
     error = Overloaded("enough")
     queue.fail_waiting(error)
     assert decisions == [error, error]

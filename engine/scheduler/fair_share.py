@@ -1,0 +1,45 @@
+"""Room for clients with few sequences: the long sequences of another client must not keep all slots or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.request import Sequence
+from engine.scheduler.live_sequences import LiveSequences
+
+_PATIENCE = 32  # steps; a node whose sequences end regularly never preempts for fairness
+
+
+class FairShare:
+    """Chooses a sequence to preempt when the head of the queue has found no room for ``_PATIENCE`` steps.
+
+    It is the last of the client with the most sequences, if these are more than twice as many as the client of the head
+    would have. So two clients never preempt each other alternately, and no client loses its only sequence.
+    """
+
+    def __init__(self, live: LiveSequences) -> None:
+        self._live = live
+        self._head: Sequence | None = None
+        self._since = 0  # step at which the head became the head, or room was last made for it
+
+    def to_preempt(self, step: int, lacks_room: Callable[[Sequence], bool]) -> Sequence | None:
+        """Return the sequence to preempt now. If the client of the head has the most itself, its turn ends."""
+        head = self._live.waiting.head
+        if head is not self._head:
+            self._head, self._since = head, step
+        if head is None or step - self._since < _PATIENCE:
+            return None
+        if not head.blocked and lacks_room(head):
+            counts, own = self._live.counts(), head.request.client
+            victim = self._live.least_urgent
+            client = own if victim is None else victim.request.client
+            if victim is not None and client != own and counts[client] > 2 * (counts[own] + 1):
+                if victim.request.priority >= head.request.priority:
+                    return victim
+            elif counts[own] and counts[own] == max(counts.values()):
+                self._live.waiting.pass_turn()
+        self._since = step
+        return None
+
+    def made_room(self, step: int) -> None:
+        self._since = step

@@ -1,0 +1,146 @@
+"""Fairness between clients on a node: order of admission, prompts in a step, slots, blocks and a full queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+from toy import reference
+from toy_node import BATCH_TOKENS, DEPTHS, Node
+
+from engine.ipc.messages import Mode
+from pdserve.records import SamplingParams
+
+BUSY, QUIET = 1, 2
+
+
+class Make(Protocol):
+    def __call__(self, num_blocks: int, **options: Any) -> Node: ...
+
+
+@pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    nodes = []
+
+    def make(num_blocks: int, **options: Any) -> Node:
+        nodes.append(Node(num_blocks, *request.param, **options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def finished_before(node: Node, rid: int) -> int:
+    """Return how many choices ended before the first one of ``rid``."""
+    return [each for each, _ in node.finished].index(rid)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCAL, Mode.LEASE])
+def test_short_request_passes_long_ones_of_another_client(make: Make, mode: Mode) -> None:
+    node = make(400, max_num_seqs=2)
+    for rid in range(50):
+        node.submit(rid, [rid] * 30, SamplingParams(max_tokens=4), mode, client=BUSY)
+    for _ in range(3):
+        node.step()
+    node.submit(99, [99] * 3, SamplingParams(max_tokens=4), mode, client=QUIET)
+    node.run()
+    assert finished_before(node, 99) <= 4
+    busy = [rid for rid, _ in node.finished if rid != 99]
+    assert busy == sorted(busy), "a client's requests stay in order"
+
+
+def test_short_prompt_passes_a_long_one_that_is_being_computed(make: Make) -> None:
+    node = make(400)
+    node.submit(0, [1] * 40 * BATCH_TOKENS, SamplingParams(max_tokens=1), Mode.LOCAL, client=BUSY)
+    for _ in range(5):
+        node.step()
+    node.submit(1, [2] * 4, SamplingParams(max_tokens=1), Mode.LOCAL, client=QUIET)
+    node.submit(2, [3] * 4, SamplingParams(max_tokens=1), Mode.LOCAL, client=BUSY)
+    node.run()
+    assert [rid for rid, _ in node.finished] == [1, 0, 2]
+
+
+def test_half_of_each_step_is_left_to_the_long_prompt(make: Make) -> None:
+    """Short prompts of ever new clients slow it down to half."""
+    node = make(400)
+    node.submit(0, [1] * 10 * BATCH_TOKENS, SamplingParams(max_tokens=1), Mode.LOCAL)
+    steps = 0
+    while (0, 0) not in node.finished:
+        for rid in range(1 + 9 * steps, 10 + 9 * steps):
+            node.submit(rid, [rid] * 4, SamplingParams(max_tokens=1), Mode.LOCAL, client=rid)
+        node.step()
+        steps += 1
+    assert steps <= 2 * 10 + 4
+    node.run()
+
+
+def test_client_with_few_sequences_gets_a_slot_while_many_choices_of_another_decode(make: Make) -> None:
+    node = make(600, max_num_seqs=8)
+    node.submit(0, [1] * 6, SamplingParams(max_tokens=200, n=8), Mode.LOCAL, client=BUSY)
+    node.submit(1, [2] * 6, SamplingParams(max_tokens=200, n=8), Mode.LOCAL, client=BUSY)
+    for _ in range(20):
+        node.step()
+    node.submit(2, [3] * 6, SamplingParams(max_tokens=4), Mode.LOCAL, client=QUIET)
+    node.run(5000)
+    assert finished_before(node, 2) == 0
+    assert node.scheduler.status().totals.preemptions == 1
+    for rid in (0, 1):
+        for choice in range(8):
+            assert node.tokens[rid, choice] == reference([1 + rid] * 6, choice, 200)
+    node.assert_all_free()
+
+
+def test_client_gets_blocks_that_another_holds(make: Make) -> None:
+    node = make(60)
+    for rid in range(4):
+        node.submit(rid, [rid] * 50, SamplingParams(max_tokens=150), Mode.LOCAL, client=BUSY)
+    for _ in range(10):
+        node.step()
+    node.submit(9, [9] * 40, SamplingParams(max_tokens=2), Mode.LOCAL, client=QUIET)
+    node.run(5000)
+    assert finished_before(node, 9) == 0
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize(("busy", "priority"), [(2, 0), (8, -1)])
+def test_nothing_is_preempted_from_an_equal_client_or_an_urgent_one(make: Make, busy: int, priority: int) -> None:
+    """A client never loses a sequence to one that would then have more than half as many."""
+    node = make(400, max_num_seqs=busy)
+    for rid in range(busy):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=100), Mode.LOCAL, priority=priority, client=BUSY)
+    for _ in range(10):
+        node.step()
+    node.submit(99, [99] * 6, SamplingParams(max_tokens=4), Mode.LOCAL, client=QUIET)
+    node.run()
+    assert finished_before(node, 99) >= 1
+    assert node.scheduler.status().totals.preemptions == 0
+
+
+def test_choices_that_wait_for_slots_do_not_pass_other_clients(make: Make) -> None:
+    """The choices of two requests are 64 short sequences on two slots."""
+    node = make(400, max_num_seqs=2)
+    for rid in range(2):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=30, n=2), Mode.LOCAL, client=BUSY)
+    for rid in range(2, 34):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=30, n=2), Mode.LOCAL, client=BUSY)
+    for _ in range(5):
+        node.step()
+    node.submit(99, [99] * 6, SamplingParams(max_tokens=30), Mode.LOCAL, client=QUIET)
+    node.run(5000)
+    assert finished_before(node, 99) <= 4
+
+
+def test_full_queue_refuses_the_last_request_of_the_client_that_fills_it(make: Make) -> None:
+    node = make(400, max_num_seqs=1)
+    for rid in range(100):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=BUSY)
+    node.submit(200, [9] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=QUIET)
+    node.submit(100, [100] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=BUSY)
+    refused = {entry.rid: entry.kind for entry in node.step().refused}
+    assert refused == {99: "Overloaded", 100: "Overloaded"}
+    node.run()
+    assert finished_before(node, 200) <= 2
+    assert len(node.finished) == 100
+    node.assert_all_free()
