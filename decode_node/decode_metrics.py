@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from engine.ipc.messages import ReadEnded
+from engine.ipc.messages import ReadChecked, ReadEnded
 from pdserve.metrics import FastHistogram, LabeledHistogram
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class PeerMetrics:
         counters["pdserve_kv_read_bytes_total"] += read.num_bytes
         counters["pdserve_kv_read_descriptors_total"] += read.num_descriptors
         counters["pdserve_kv_read_seconds_total"] += read.seconds
-        counters["pdserve_kv_checksum_failures_total"] += read.num_corrupt
 
 
 class DecodeMetrics:
@@ -90,8 +89,14 @@ class DecodeMetrics:
         for peer in self._peers:
             if peer.epoch == read.epoch:
                 peer.count(read)
-                if read.num_corrupt:
-                    _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
+
+    def count_checked(self, read: ReadChecked) -> None:
+        """Count a read with blocks that differ from their digests as failed; log the first of them."""
+        for peer in self._peers if read.num_corrupt else ():
+            if peer.epoch == read.epoch:
+                peer.counters["pdserve_kv_read_failures_total"] += 1
+                peer.counters["pdserve_kv_checksum_failures_total"] += read.num_corrupt
+                _log.warning("KV from prefill node %s is corrupt: %s", peer.address, read.error)
 
     def collect(self) -> Iterator[Metric]:
         for name, documentation in COUNTERS.items():

@@ -10,7 +10,7 @@ from typing import Protocol
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
 from engine.frontend.stream_writer import StreamWriter
-from engine.ipc.messages import Cancel, Mode, Prefilled, ReadEnded, Refused, Reserved, Scored, Submit
+from engine.ipc.messages import Cancel, Mode, Prefilled, ReadChecked, ReadEnded, Refused, Reserved, Scored, Submit
 from engine.request import finish_reason
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
@@ -47,7 +47,7 @@ class HandoffEvents(Protocol):
 
     def on_reserved(self, cached_tokens: int) -> None: ...
 
-    def on_event(self, event: ReadEnded) -> None: ...
+    def on_event(self, event: ReadEnded | ReadChecked) -> None: ...
 
     def abandon(self) -> None:
         """The request has ended. Idempotent."""
@@ -151,7 +151,7 @@ class NodeGeneration:
                 output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(found))
             case Reserved(_, cached_tokens) if self.handoff is not None:
                 self.handoff.on_reserved(cached_tokens)
-            case ReadEnded() if self.handoff is not None:
+            case ReadEnded() | ReadChecked() if self.handoff is not None:
                 self.handoff.on_event(event)
             case Refused():
                 self.fail(error_of(event))

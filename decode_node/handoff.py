@@ -1,13 +1,14 @@
 """State machine of one handoff on D: events in, actions out, no I/O, no clock. The protocol is docs/leases.md.
 
-    waiting ─first part announced─► reading ─all read─► confirming ─lease stood─► confirmed
+    waiting ─first part announced─► reading ─all read─► confirming ─lease stood, digests equal─► confirmed
        │                               │                    │
        └─────────────────────── any failure ────────────────┴──► given up ─lease named and released─► done
 
 ``limit`` is the time by D's clock until which P certainly keeps announced blocks: a lease's length after D sent a
 request that P has answered, less a margin. D reads nothing beyond it. D extends the lease after a third of the time
 left, or at once if less than a third of a lease is left. If next to nothing is left, D reads only after the answer.
-D computes no token from a read before P has confirmed that the lease stood.
+D computes no token from a read before P has confirmed that the lease stood. With checksums, D's engine compares the
+digests of what it read meanwhile, and no token comes from a read before that, either.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from engine.ipc.messages import KVConfirmed, Outputs, ReadEnded, StartRead
+from engine.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
 from pdserve.errors import PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_from_pb
@@ -57,7 +58,9 @@ class HandoffFailed:
     error: PdserveError
 
 
-Event = pb.PrefillEvent | ReadEnded | PeerError | None  # PeerError: the stream has ended; None: time has passed
+Event = (
+    pb.PrefillEvent | ReadEnded | ReadChecked | PeerError | None
+)  # PeerError: the stream has ended; None: time has passed
 ToPeer = pb.ExtendRequest | pb.ReleaseRequest | pb.Cancel
 Action = StartRead | KVConfirmed | ToPeer | HandoffFailed
 
@@ -83,6 +86,8 @@ class Handoff:
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
+        self._num_unchecked = 0  # reads whose digests have not been compared
+        self._stood = False  # P has confirmed that the lease stood
         self._progress_at = sent_at  # when a read last began or ended
         self._num_extends = 0
         self._extend_sent_at = 0.0  # latest
@@ -171,13 +176,15 @@ class Handoff:
             case pb.PrefillEvent():
                 self._apply_prefill_event(event, now)
             case ReadEnded():
-                if event.num_corrupt:
-                    raise PeerError(f"KV read from {self._peer.name} is corrupt: {event.error}")
                 if event.error:
                     raise ReadFailed(f"reading KV failed: {event.error}")
                 self._num_reads -= 1
                 self._progress_at = now
-            case PeerError():
+            case ReadChecked():
+                if event.num_corrupt:
+                    raise PeerError(f"KV read from {self._peer.name} is corrupt: {event.error}")
+                self._num_unchecked -= 1
+            case PeerError() if not self._stood:
                 raise event
             case None if now >= self._answer_due:
                 self._on_answer_timeout(now)
@@ -194,14 +201,14 @@ class Handoff:
                 self._answer_due = inf
                 self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
             case "released" if self.phase is Phase.CONFIRMING:
-                self.done = True
                 if not event.released.stood:
+                    self.done = True
                     raise PeerError(f"the lease at {self._peer.name} ended before its blocks had been read")
-                self.phase = Phase.CONFIRMED
+                self._stood, self._answer_due = True, inf
             case "finished" if not self._complete:
                 self.done = not self._lease
                 raise PeerError(f"{self._peer.name} ended a prompt without leasing its blocks")
-            case "failed" if not self._complete or self.phase is Phase.CONFIRMING:
+            case "failed" if not self._complete or (self.phase is Phase.CONFIRMING and not self._stood):
                 self.done = not self._lease
                 raise failure_from_pb(event.failed, self._peer.name)
 
@@ -248,7 +255,8 @@ class Handoff:
         return self._answer_due == inf and not stalled
 
     def _next_actions(self, now: float) -> list[Action]:
-        if self.phase is Phase.CONFIRMED:
+        if self._stood and not self._num_unchecked:
+            self.phase, self.done = Phase.CONFIRMED, True
             return [KVConfirmed(self._rid, self.outputs)]
         if self.phase is not Phase.READING:
             return []
@@ -262,6 +270,7 @@ class Handoff:
         if self._to_read and self.limit - now >= min(_ANSWER_MAX, self._lease_seconds * _ANSWER_SHARE):
             actions += self._to_read
             self._num_reads += len(self._to_read)
+            self._num_unchecked += sum(bool(part.digests) for part in self._to_read)
             self._to_read.clear()
             self._progress_at = now
         if now >= self._extend_at and self._may_extend:

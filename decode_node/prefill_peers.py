@@ -35,6 +35,7 @@ class PrefillPeers:
         self._streams = BackgroundTasks()
         self._background = BackgroundTasks()
         node.engine.on_read = metrics.count_read
+        node.engine.on_read_checked = metrics.count_checked
 
     def get(self, node_id: str) -> PrefillPeer:
         """Return the connected peer with this id, or another one if it drains.

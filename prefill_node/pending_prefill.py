@@ -41,7 +41,6 @@ class PendingPrefill:
         self.rid = engine.open(self)
         self.complete = False  # the last part has been announced
         self._num_tokens = num_tokens
-        self._num_choices = 0
         self._samples: list[pb.SampledToken] = []  # by choice, until the last part
         self._prefilled = Prefilled(self.rid, 0, 0.0)
         self._decodes_ahead = True  # or will, until the engine reports the end
@@ -55,7 +54,6 @@ class PendingPrefill:
 
     def submit(self, request: pb.PrefillRequest, sampling: SamplingParams, decode_ahead: int) -> None:
         """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first."""
-        self._num_choices = sampling.n
         self._engine.send(
             Submit(
                 *(self.rid, request.token_ids, sampling, Mode.LEASE, request.cache_salt),
@@ -115,12 +113,12 @@ class PendingPrefill:
         """Announce blocks. The first token of each choice comes with the last part."""
         self._trace.on_part(part.num_tokens, len(part.block_ids))
         self.complete = part.num_tokens == self._num_tokens
-        samples, done = self._samples, self._prefilled
+        done = self._prefilled
         if self.complete:
             self._stop_timer()
             self._trace.on_computed(done.queued, done.cached_tokens)
             first = pb.FirstTokens(
-                choices=samples[: self._num_choices], cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000
+                choices=self._samples, cached_tokens=done.cached_tokens, queued_ms=done.queued * 1000
             )
             self._send(first_tokens=first)
         ready = pb.KVReady(
@@ -133,8 +131,6 @@ class PendingPrefill:
         self._send(kv_ready=ready)
         if self.complete:
             self._send(finished=pb.Finished())
-            for sample in samples[self._num_choices :]:  # with digests, the last part comes a step after these
-                self._send(next_token=sample)
 
     def _on_lease_end(self) -> None:
         error = None

@@ -2,10 +2,11 @@
 
     digest of a block = Σ word · multiplier(position of the word in the model's KV)   mod 2⁶⁴
 
-A word is 4 bytes of a row as an integer. Its position counts in the model, not in memory: layer, KV head, plane, token
-of the block, word of the row. So page sizes make no difference, and the digests of ranks with different parts add up to
-that of the whole block; of ranks with equal parts, one counts. Multipliers are odd, so each single changed word changes
-the digest. They look random, so swapped words change it as well.
+A word is 8 bytes of a row as an integer, or 4 or 2 bytes where 8 do not divide the row. Its position counts in the
+model, not in memory: layer, KV head, plane, token of the block, word of the row. So page sizes make no difference, and
+the digests of ranks with different parts add up to that of the whole block; of ranks with equal parts, one counts.
+Multipliers are odd, so each single changed word changes the digest. They look random, so swapped words change it as
+well.
 
 A digest finds accidents. An attacker who chooses the bytes can make them fit.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 
 import msgspec
@@ -29,9 +31,10 @@ from runner.kv_cache import KVCache
 from runner.pending_step import HostCopy
 from runner.step_parts import StepFeature, StepPart
 
-# Words per multiplication. On a CPU they stay in its cache, and malloc does not map memory for each product: twice as
-# many took three times as long. On a GPU they bound the memory.
+# Words per multiplication of plain torch. On a CPU they stay in its cache, and malloc does not map memory for each
+# product: twice as many took three times as long. On a GPU without Triton they bound the memory.
 _CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
+_WORDS = (torch.int64, torch.int32, torch.int16)
 
 
 class KVDigester:
@@ -41,34 +44,45 @@ class KVDigester:
     """
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
-        word = torch.int32 if layout.spec.row_bytes % 4 == 0 else torch.int16
+        word = next(word for word in _WORDS if layout.spec.row_bytes % word.itemsize == 0)
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
-        row_words = layout.spec.row_bytes // word.itemsize
-        multipliers = torch.from_numpy(_multipliers(layout, share, row_words).view(np.int64)).to(memory.device)
+        self._row_words = layout.spec.row_bytes // word.itemsize
+        multipliers = torch.from_numpy(_multipliers(layout, share, self._row_words).view(np.int64)).to(memory.device)
         self._multipliers = multipliers  # [pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
         self._page_size = layout.kernel_block_size
-        self._chunk = max(1, _CHUNK_WORDS[memory.device.type] // self._words.shape[1])  # blocks
+        self._block_size = layout.block_size
+        self._uses_triton = memory.device.type == "cuda" and find_spec("triton") is not None
 
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
         """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise."""
-        ids = torch.tensor([block for order in orders for block in order.block_ids])
-        if self._words.device.type == "cuda":
-            ids = ids.pin_memory().to(self._words.device, non_blocking=True)
-        counts = [len(order.block_ids) for order in orders]
-        return torch.cat(
-            [self._compute(blocks, order.num_tokens) for blocks, order in zip(ids.split(counts), orders, strict=True)]
-        )
+        blocks = [block for order in orders for block in order.block_ids]
+        num_tokens = [count for order in orders for count in self._tokens_of_blocks(order)]
+        work = torch.tensor([blocks, num_tokens])
+        if not self._uses_triton:
+            return self._compute_with_torch(work[0], work[1])
+        from runner.kernels.block_digest import block_digests  # on demand: V1 runs without Triton
 
-    def _compute(self, block_ids: Tensor, num_tokens: int) -> Tensor:
-        full, rest = divmod(num_tokens, len(self._multipliers) * self._page_size)
-        assert len(block_ids) == full + bool(rest)
-        digests = [self._weigh(chunk, self._multipliers) for chunk in block_ids[:full].split(self._chunk)]
-        if rest:
-            digests.append(self._weigh(block_ids[full:], self._first_tokens(rest)))
-        return torch.cat(digests)
+        work = work.pin_memory().to(self._words.device, non_blocking=True)
+        return block_digests(self._words, work[0], work[1], self._multipliers, self._page_size, self._row_words)
 
-    def _weigh(self, block_ids: Tensor, multipliers: Tensor) -> Tensor:
-        return (self._words.index_select(0, block_ids) * multipliers.view(-1)).sum(1)  # int64 wraps around
+    def _tokens_of_blocks(self, order: DigestOrder) -> list[int]:
+        last = order.num_tokens - (len(order.block_ids) - 1) * self._block_size
+        assert 0 < last <= self._block_size
+        return [self._block_size] * (len(order.block_ids) - 1) + [last]
+
+    def _compute_with_torch(self, blocks: Tensor, num_tokens: Tensor) -> Tensor:
+        device = self._words.device
+        digests = torch.empty_like(blocks, device=device)
+        full = (num_tokens == self._block_size).nonzero().flatten()
+        for some in full.split(max(1, _CHUNK_WORDS[device.type] // self._words.shape[1])):
+            digests[some.to(device)] = self._weigh(blocks[some], self._multipliers)
+        for index in (num_tokens < self._block_size).nonzero().flatten().tolist():
+            digests[index] = self._weigh(blocks[index : index + 1], self._first_tokens(int(num_tokens[index])))[0]
+        return digests
+
+    def _weigh(self, blocks: Tensor, multipliers: Tensor) -> Tensor:
+        words = self._words.index_select(0, blocks.to(self._words.device))
+        return (words * multipliers.view(-1)).sum(1)  # int64 wraps around
 
     def _first_tokens(self, count: int) -> Tensor:
         """Multipliers with zeros behind the first ``count`` tokens of a block."""

@@ -32,6 +32,7 @@ from engine.ipc.messages import (
     Prefilled,
     Progress,
     RankPlacement,
+    ReadChecked,
     ReadEnded,
     Ready,
     Refused,
@@ -51,7 +52,7 @@ from pdserve.process import describe_exit
 from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
 
-Event = Prefilled | Scored | Reserved | Refused | ReadEnded | Leased | DecodeAheadEnded
+Event = Prefilled | Scored | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
 
 _LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
@@ -87,6 +88,7 @@ class EngineClient:
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
+        self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # likewise
         self.on_connected: Callable[[Connected], None] = lambda connection: None
         self.on_failed_peer: Callable[[str, str], None] = lambda epoch, reason: None
 
@@ -180,7 +182,10 @@ class EngineClient:
         self.on_batch(batch)
         for read in batch.reads:
             self.on_read(read)
-        self._dispatch_events(batch.reserved, batch.refused, batch.reads, batch.scored, batch.prefilled)
+        for checked in batch.checked:
+            self.on_read_checked(checked)
+        early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled
+        self._dispatch_events(*early)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
             if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile
                 handler.on_token(choice, token_id, finish, logprobs)

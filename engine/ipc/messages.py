@@ -10,7 +10,8 @@ A request with handoff on D:
                                   ◄──       reserved(rid, cached_tokens)      blocks are held
       StartRead(blocks)           ──►                                         a part of the prompt that P announced
                                   ◄──       reads(rid, error="")              its bytes are here, not used yet
-      … until every block of the prompt has been read
+                                  ◄──       checked(rid, num_corrupt=0)       with checksums: they are as P announced
+      … until every block of the prompt has been read and checked
       KVConfirmed(outputs)        ──►                                         P confirmed the lease
                                   ◄──       outputs(rid, …)                   after the tokens that P sampled
    At any time before KVConfirmed:
@@ -20,7 +21,7 @@ A request with handoff on D:
 
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; the last one is in the same batch as
 outputs(first tokens). While no other request needs the device, outputs(rid, …) of further tokens follow.
-FreeLease(rid) ──►   In integrity mode each leased follows a step later, with its digests.
+FreeLease(rid) ──►
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class StartRead(msgspec.Struct, frozen=True, tag=True):
     epoch: str
     remote_blocks: tuple[int, ...]
     num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without integrity mode
+    digests: tuple[int, ...] = ()  # of these blocks as announced by P; empty without checksums
 
 
 class KVConfirmed(msgspec.Struct, frozen=True, tag=True):
@@ -233,8 +234,16 @@ class ReadEnded(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
-    num_corrupt: int = 0  # blocks whose digest differs from the announced one
     epoch: str = ""  # of the peer
+
+
+class ReadChecked(msgspec.Struct, frozen=True, array_like=True):
+    """The digests of a read that has ended well were compared with those that P announced."""
+
+    rid: int
+    epoch: str  # of the peer
+    num_corrupt: int  # blocks whose digests differ
+    error: str  # empty: none differs
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True):
@@ -243,7 +252,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     block_ids: tuple[int, ...]  # after the skipped tokens and those leased before
     num_tokens: int  # of the prompt, up to the end of these blocks
-    digests: tuple[int, ...] = ()  # of these blocks, in integrity mode
+    digests: tuple[int, ...] = ()  # of these blocks, with checksums
 
 
 class Totals(msgspec.Struct, array_like=True):
@@ -289,6 +298,7 @@ class Batch(msgspec.Struct, tag=True):
     reserved: list[Reserved] = []
     refused: list[Refused] = []
     reads: list[ReadEnded] = []
+    checked: list[ReadChecked] = []
     leased: list[Leased] = []
     connected: list[Connected] = []
     failed_peers: list[tuple[str, str]] = []  # (epoch, reason)

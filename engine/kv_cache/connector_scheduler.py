@@ -28,9 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
-from engine.ipc.messages import Batch, Leased, Mode, ReadEnded, Reserved, StartRead
+from engine.ipc.messages import Batch, Leased, Mode, ReadChecked, ReadEnded, Reserved, StartRead
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.request import Sequence
 from engine.throughput_meter import LineFit
@@ -99,7 +97,10 @@ class KVConnectorScheduler:
         return ()
 
     def update(self, output: ModelRunnerOutput) -> None:
-        """Take in the digests and the connector output of a step."""
+        """Take in the digests and the connector output of a step, before the step's samples."""
+
+    def scheduled(self, sequence: Sequence) -> None:
+        """The step that is planned computes more of a prompt."""
 
     def computed(self, sequence: Sequence) -> None:
         """More of a prompt has been computed: keep the blocks that a peer may read, beyond the end of the sequence."""
@@ -133,25 +134,27 @@ class _Read:
 @dataclass(slots=True)
 class _Lease:
     num_announced: int  # leading blocks of the prompt: skipped by the peer, or leased to it
+    num_digested: int  # leading blocks of the prompt: skipped, or with digests computed or ordered
     blocks: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)  # of blocks that are not announced yet
 
 
 class PeerConnectorScheduler(KVConnectorScheduler):
     """Reads from peers on D and leases to peers on P.
 
-    With ``checksum``, P announces a digest of each block, and D reports a read as good only if its digests are equal:
+    With ``checksum``, P announces a digest of each block, and D compares them with those of the blocks that it read:
 
-        P   leased   ──order──► digests come with a step's output ──► Leased, with digests ──frontend──► D
-        D   read     ──order──► digests come with a step's output ──► ReadEnded, with an error where they differ
+        P   step that fills blocks ──with its output──► their digests ──► Leased, with digests ──frontend──► D
+        D   ReadEnded, order for the next step ──with its output──► digests ──► ReadChecked
 
-    Digests are ordered with the next plan and arrive in the order of their orders. No step waits for them.
+    Digests arrive in the order of their orders. No step waits for them, and D's lease ends meanwhile.
     """
 
     def __init__(self, pool: BlockPool, events: Batch, block_size: int, *, checksum: bool = False) -> None:
         super().__init__(pool, events, block_size)
         self._checksum = checksum
         self._digest_orders: list[DigestOrder] = []
-        self._digest_callbacks: deque[Callable[[tuple[int, ...]], None]] = deque()  # each takes a digest per block
+        self._digest_callbacks: deque[Callable[[tuple[int, ...]], object]] = deque()  # each takes a digest per block
         self._cost = LineFit(_KEEP)
         self._loads: dict[int, _Load] = {}  # by rid
         self._reads: dict[int, _Read] = {}  # by read id
@@ -258,7 +261,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._events.failed_peers += output.connector.failed_peers
 
     def _end_reads(self, results: Iterable[ReadResult]) -> None:
-        """Free the blocks of abandoned reads; report the others, once their digests are checked."""
+        """Report reads, order their digests, and free the blocks of abandoned ones."""
         for result in results:
             read = self._reads.pop(result.read_id)
             blocks = read.order.local_blocks
@@ -270,24 +273,25 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 self._pool.drop(blocks, Use.QUARANTINED)
             else:
                 read.load.reads.discard(result.read_id)
+            self._events.reads.append(ended)
             if self._checksum and read.load is not None and not result.error:
-                self._order_digests(blocks, read.message.num_tokens, partial(self._compare, read, ended))
-            else:
-                self._events.reads.append(ended)
+                self._order_digests(blocks, read.message.num_tokens, partial(self._compare, read))
 
     def _order_digests(
-        self, blocks: tuple[int, ...], num_tokens: int, callback: Callable[[tuple[int, ...]], None]
+        self, blocks: tuple[int, ...], num_tokens: int, callback: Callable[[tuple[int, ...]], object]
     ) -> None:
         """Order digests of blocks whose last one ends with the first ``num_tokens`` tokens of a prompt."""
         unused = -num_tokens % self._block_size
         self._digest_orders.append(DigestOrder(blocks, len(blocks) * self._block_size - unused))
         self._digest_callbacks.append(callback)
 
-    def _compare(self, read: _Read, ended: ReadEnded, found: tuple[int, ...]) -> None:
+    def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. After the request has ended, they mean nothing."""
-        expected = read.message.digests
+        rid, expected, text = read.message.rid, read.message.digests, ""
+        if self._loads.get(rid) is not read.load:
+            return
         corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
-        if corrupt and self._loads.get(ended.rid) is read.load:
+        if corrupt:
             index = corrupt[0]
             block = self._num_blocks(read.message.num_tokens) - len(found) + index
             text = (
@@ -295,37 +299,47 @@ class PeerConnectorScheduler(KVConnectorScheduler):
                 f"{read.order.remote_blocks[index]} at the peer, was announced with {expected[index] % 2**64:#018x} "
                 f"and arrived with {found[index] % 2**64:#018x}"
             )
-            ended = msgspec.structs.replace(ended, error=text, num_corrupt=len(corrupt))
-        self._events.reads.append(ended)
+        self._events.checked.append(ReadChecked(rid, read.order.epoch, len(corrupt), text))
 
     # ------------------------------------------------------------ leases on P
+
+    def scheduled(self, sequence: Sequence) -> None:
+        """Order the digests of the blocks that this step fills for the peer."""
+        if not (self._checksum and sequence.for_peer):
+            return
+        lease = self._lease(sequence)
+        start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
+        if end > start:
+            lease.num_digested = end
+            self._order_digests(tuple(sequence.blocks[start:end]), num_tokens, lease.digests.extend)
 
     def computed(self, sequence: Sequence) -> None:
         """Lease the full blocks that the peer lacks, and with the end of the prompt its last block; announce them."""
         if not sequence.for_peer:
             return
-        size, lease = self._block_size, self._leases.get(sequence.rid)
-        start = lease.num_announced if lease is not None else sequence.request.skip_tokens // size
-        complete = sequence.num_computed >= sequence.prompt_len
-        end = self._num_blocks(sequence.prompt_len) if complete else sequence.num_computed // size
+        lease = self._lease(sequence)
+        start, end, num_tokens = lease.num_announced, *self._leasable(sequence, sequence.num_computed)
         if end <= start:
             return
         blocks = sequence.blocks[start:end]
         self._pool.lease(blocks)
-        lease = self._leases.setdefault(sequence.rid, _Lease(start))
         lease.num_announced = end
         lease.blocks += blocks
-        leased = Leased(sequence.rid, tuple(blocks), sequence.prompt_len if complete else end * size)
-        if self._checksum:
-            self._order_digests(leased.block_ids, leased.num_tokens, partial(self._announce, leased))
-        else:
-            self._events.leased.append(leased)
+        digests, lease.digests[: end - start] = tuple(lease.digests[: end - start]), ()
+        self._events.leased.append(Leased(sequence.rid, tuple(blocks), num_tokens, digests))
 
     def free_lease(self, rid: int) -> None:
         lease = self._leases.pop(rid, None)
         if lease is not None:
             self._pool.drop(lease.blocks, Use.LEASED)
 
-    def _announce(self, leased: Leased, digests: tuple[int, ...]) -> None:
-        # Also for a lease that has ended meanwhile: the frontend waits for the announcement of the last part.
-        self._events.leased.append(msgspec.structs.replace(leased, digests=digests))
+    def _lease(self, sequence: Sequence) -> _Lease:
+        skipped = sequence.request.skip_tokens // self._block_size
+        return self._leases.setdefault(sequence.rid, _Lease(skipped, skipped))
+
+    def _leasable(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """Return how many blocks a peer may read after ``num_tokens``, and how many of the tokens these hold."""
+        if num_tokens >= sequence.prompt_len:
+            return self._num_blocks(sequence.prompt_len), sequence.prompt_len
+        full = num_tokens // self._block_size
+        return full, full * self._block_size

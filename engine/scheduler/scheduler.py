@@ -181,11 +181,11 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
         self._apply_prompt_logprobs(output.step.prompt_logprobs)
+        self.connector.update(output)
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples, seconds)
             self.totals.steps += 1
             self.totals.step_seconds += seconds
-        self.connector.update(output)
         self._constraints.request_masks()
 
     def take_events(self) -> Batch | None:
@@ -249,7 +249,7 @@ class Scheduler:
         self._prompts += runnable.prompts
         for sequence in runnable.prompts:
             if builder.takes_prompts:
-                builder.add_prompt(sequence)
+                self._add_prompt(builder, sequence)
         return True
 
     def _decode_ahead(self, runnable: RunnableSequences) -> list[Sequence]:
@@ -316,8 +316,12 @@ class Scheduler:
                 if not sequence.num_outputs:
                     request.queued += self._clock() - request.waits_since
                 self._live.running[sequence.seq] = sequence
-                builder.add_prompt(sequence)
+                self._add_prompt(builder, sequence)
                 self._prompts.append(sequence)
+
+    def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
+        builder.add_prompt(sequence)
+        self.connector.scheduled(sequence)
 
     # ------------------------------------------------------------ results
 

@@ -4,6 +4,7 @@
     attention              decode_attention.py, prefill_attention.py, tiles.py (how they cut work on a device)
     FlashInfer's inputs    pages.py, gather.py
     V2's state             step.py
+    integrity of KV        block_digest.py
     sampling               sampling.py
     plain torch            reference.py
 

@@ -244,6 +244,9 @@ class DecodeSide:
             if read.rid in self.calls:
                 self.calls[read.rid].num_reads -= 1
                 self.on(self.calls[read.rid], read, now)
+        for checked in batch.checked:
+            if checked.rid in self.calls:
+                self.on(self.calls[checked.rid], checked, now)
         for rid, job in self.jobs.items():
             for choice, expected in enumerate(job.expected):
                 tokens = self.node.tokens[rid, choice]

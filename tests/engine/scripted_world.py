@@ -12,7 +12,7 @@ from slow_connector import Transfer
 from toy_node import Node
 
 from decode_node.handoff import Event
-from engine.ipc.messages import ReadEnded, StartRead
+from engine.ipc.messages import ReadChecked, ReadEnded, StartRead
 from pdserve.pb import pdserve_pb2 as pb
 
 STAGES = ("reserved", "part", "part reading", "part read", "leased", "reading", "read")
@@ -59,6 +59,8 @@ class ScriptedDecodeSide(DecodeSide):
                 self._world.reached(call.rid, "part read")
             elif not call.num_reads:
                 self._world.reached(call.rid, "read")
+        if isinstance(event, ReadChecked):
+            self._world.check_digests(event)
         super().on(call, event, now)
 
     def read(self, call: Call, order: StartRead) -> None:
@@ -135,8 +137,11 @@ class ScriptedWorld(World):
 
     def check_read(self, ended: ReadEnded) -> None:
         """Assert that only reads with a fault fail."""
-        expected = ended.rid in self._broken or (ended.num_corrupt and ended.rid in self._corrupt)
-        assert expected or not ended.error, ended
+        assert ended.rid in self._broken or not ended.error, ended
+
+    def check_digests(self, checked: ReadChecked) -> None:
+        """Assert that only requests with a fault read corrupt blocks."""
+        assert checked.rid in self._corrupt or not checked.num_corrupt, checked
 
     def _step(self) -> None:
         while self._arrivals and self._arrivals[0].arrival <= self._num_steps:
@@ -155,5 +160,5 @@ class ScriptedWorld(World):
         self.tick_d()
 
     def _check_announced_blocks(self) -> None:
-        if not self._checksum:  # P's blocks may change, and with digests Node does not know which are leased
+        if not self._checksum:  # then a fault may overwrite P's blocks
             super()._check_announced_blocks()

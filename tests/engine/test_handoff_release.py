@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from decode_node.handoff import Action, Handoff, HandoffFailed, HandoffPeer, Phase
-from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
+from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, Phase
+from engine.ipc.messages import KVConfirmed, ReadChecked, ReadEnded, StartRead
 from pdserve.errors import Draining, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import PeerTiming
@@ -18,8 +20,11 @@ STOOD, ENDED_EARLY = (pb.PrefillEvent(request=9, released=pb.Released(stood=stoo
 DRAINING = pb.PrefillEvent(request=9, failed=pb.Failure(code=pb.Failure.DRAINING))
 
 
-def part(num_tokens: int, lease: int = 5) -> pb.PrefillEvent:
-    ready = pb.KVReady(lease=lease, lease_ms=3000, block_ids=[num_tokens], num_tokens=num_tokens)
+GOOD, CORRUPT = ReadChecked(1, "epoch", 0, ""), ReadChecked(1, "epoch", 1, "block 0 differs")
+
+
+def part(num_tokens: int, lease: int = 5, digests: Sequence[int] = ()) -> pb.PrefillEvent:
+    ready = pb.KVReady(lease=lease, lease_ms=3000, block_ids=[num_tokens], num_tokens=num_tokens, digests=digests)
     return pb.PrefillEvent(request=9, kv_ready=ready)
 
 
@@ -28,13 +33,39 @@ def waiting() -> Handoff:
     return Handoff(1, 9, HandoffPeer("p", "epoch", TIMING), 2, sent_at=0.0)
 
 
-def confirming() -> Handoff:
+def confirming(digests: Sequence[int] = ()) -> Handoff:
     handoff = waiting()
     handoff.on(ACCEPTED, 0.1)
     handoff.add_first_tokens([7])
-    assert [type(action) for action in handoff.on(part(2), 0.2)] == [StartRead]
+    assert [type(action) for action in handoff.on(part(2, digests=digests), 0.2)] == [StartRead]
     assert handoff.on(ReadEnded(1, ""), 0.3) == [RELEASE]
     return handoff
+
+
+@pytest.mark.parametrize("order", [(GOOD, STOOD), (STOOD, GOOD)], ids=["checked first", "stood first"])
+def test_kv_is_confirmed_once_its_lease_stood_and_its_digests_are_equal(order: tuple[Event, Event]) -> None:
+    handoff = confirming(digests=[1])
+    assert handoff.on(order[0], 0.4) == []
+    assert handoff.active
+    assert handoff.on(order[1], 0.5) == [KVConfirmed(1, ((7,),))]
+    assert handoff.done
+
+
+@pytest.mark.parametrize("before", [(), (STOOD,)], ids=["unconfirmed", "confirmed"])
+def test_corrupt_kv_is_given_up_also_after_its_lease_stood(before: tuple[Event, ...]) -> None:
+    handoff = confirming(digests=[1])
+    for event in before:
+        assert handoff.on(event, 0.4) == []
+    assert "block 0 differs" in str(failure(handoff.on(CORRUPT, 0.5)))
+    assert handoff.phase is Phase.GIVEN_UP
+    assert handoff.done
+
+
+def test_the_end_of_the_stream_means_nothing_once_the_lease_stood() -> None:
+    handoff = confirming(digests=[1])
+    handoff.on(STOOD, 0.4)
+    assert handoff.on(PeerError("the stream ended"), 0.5) == []
+    assert handoff.on(GOOD, 0.6) == [KVConfirmed(1, ((7,),))]
 
 
 def failure(actions: list[Action]) -> Exception:

@@ -81,7 +81,6 @@ class Node:
             int, tuple[int, ...]
         ] = {}  # by rid; unused with digests, which arrive when a lease may have ended
         self._leased_slots: dict[int, set[Slot]] = {}  # slots of these that must not change
-        self._kv_checksum = kv_checksum
 
     def submit(
         self,
@@ -128,7 +127,7 @@ class Node:
         for ended in batch.decode_ahead_ended:
             assert (ended.rid, 0) not in self.finished, "a second end"
             self.finished[ended.rid, 0] = FinishReason.LENGTH
-        for leased in batch.leased if not self._kv_checksum else ():
+        for leased in batch.leased:
             self.leased[leased.rid] = self.leased.get(leased.rid, ()) + leased.block_ids
             slots = [(block, offset) for block in leased.block_ids for offset in range(BLOCK)]
             unused = -leased.num_tokens % BLOCK  # at the end of the prompt: the sequence may continue there
@@ -155,8 +154,7 @@ class Node:
     def _check(self) -> None:
         status = self.scheduler.status()
         assert status.free + status.held + status.leased + status.quarantined == status.total
-        if not self._kv_checksum:
-            assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
+        assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
         assert all(plan.num_tokens <= BATCH_TOKENS for plan in self.runner.launched[-1:])
         blocks = self.runner.writing.keys()
         assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from pdserve.kv import FullAttentionSpec, KVLayout, KVShare
 from pdserve.records import DigestOrder
+from runner.kernels.block_digest import block_digests
 from runner.kv_digest import KVDigester
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS, HEADS, BLOCK = 4, 4, 8
 WRAP = 1 << 64
 
@@ -53,7 +55,8 @@ def digests(kv: LogicalKV, layout: KVLayout, share: KVShare | None = None, num_t
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
     order = DigestOrder(blocks, len(kv) * BLOCK if num_tokens is None else num_tokens)
-    return [digest % WRAP for digest in KVDigester(cache, layout, share).compute([order]).tolist()]
+    digester = KVDigester(cache.to(DEVICE), layout, share)
+    return [digest % WRAP for digest in digester.compute([order]).tolist()]
 
 
 @given(dtype=st.sampled_from(["float32", "float16"]), head_dim=st.sampled_from([1, 2, 6]), data=st.data())
@@ -117,6 +120,21 @@ def test_digests_of_ranks_add_up_to_that_of_the_model(
         for shard in range(shards)
     ]
     assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == digests(kv, make_layout(2), None, num_tokens)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 4], ids=["2-byte words", "4-byte words", "8-byte words"])
+@pytest.mark.parametrize("page", [2, BLOCK])
+def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int) -> None:
+    layout = make_layout(6, head_dim=head_dim, page=page)
+    memory = torch.randn(layout.shape).to(torch.float16).to(DEVICE)
+    orders = [DigestOrder((5, 0, 3), 2 * BLOCK + 3), DigestOrder((2,), 1), DigestOrder((1, 4), 2 * BLOCK)]
+    digester = KVDigester(memory, layout, KVShare.whole(layout))
+    digester._uses_triton = False
+    expected = digester.compute(orders)
+    blocks = torch.tensor([5, 0, 3, 2, 1, 4], device=DEVICE)
+    num_tokens = torch.tensor([BLOCK, BLOCK, 3, 1, BLOCK, BLOCK], device=DEVICE)
+    found = block_digests(digester._words, blocks, num_tokens, digester._multipliers, page, digester._row_words)
+    assert found.tolist() == expected.tolist()
 
 
 def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:
