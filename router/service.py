@@ -65,6 +65,7 @@ class Service:
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
         self.draining = False  # /health fails
         self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
+        self.turns = asyncio.Lock()  # of large responses, to encode their next piece
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self._key_watch: asyncio.Task[None] | None = None
         self._generations: set[RequestGeneration] = set()

@@ -19,6 +19,8 @@ _UNCHANGED = (
     *("n", "min_tokens", "temperature", "top_p", "min_p", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )  # fields that a body and SamplingParams share
+MAX_REPEATED = 128 * 1024 * 1024  # bytes about its prompts in an answer
+_ID_BYTES, _LOGPROB_BYTES = 8, 64  # about so many in JSON, per token
 _SEED_BITS = 63
 _SEED_RANGE = 2**64  # negative seeds are taken modulo this
 
@@ -30,7 +32,24 @@ async def encode_prompts(body: GenerateBody, encoder: PromptEncoder, limits: Mod
     else:
         assert isinstance(body, CompletionBody)
         prompts = await encoder.encode_completion(body.pack_prompts(), body.add_special_tokens)
-    return [_truncated(prompt, body, limits) for prompt in prompts]
+    prompts = [_truncated(prompt, body, limits) for prompt in prompts]
+    _check_repeated(sum(prompt.num_tokens for prompt in prompts), body)
+    return prompts
+
+
+def _check_repeated(num_tokens: int, body: GenerateBody) -> None:
+    """Bound what the answer holds about its prompts, which a completion repeats in each choice. Raises RequestError."""
+    copies = body.n if isinstance(body, CompletionBody) else 1
+    num_bytes = _ID_BYTES if body.return_token_ids else 0
+    num_bytes += _LOGPROB_BYTES * (1 + body.prompt_logprobs) if body.prompt_logprobs is not None else 0
+    if isinstance(body, CompletionBody) and body.echo:  # -1 log-probabilities: none
+        num_bytes += _ID_BYTES + _LOGPROB_BYTES * (1 + body.num_logprobs)
+    if num_bytes * num_tokens * copies > MAX_REPEATED:
+        remedy = "lower n or the number of log-probabilities, or send fewer prompts"
+        raise RequestError(
+            f"the answer would repeat {num_tokens} prompt tokens in {copies} choices with some {num_bytes} bytes each; "
+            f"the limit is {MAX_REPEATED} bytes, {remedy}"
+        )
 
 
 def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Prompt:

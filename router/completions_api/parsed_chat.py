@@ -14,9 +14,9 @@ from router.completions_api.response_objects import ChatMessage, FunctionCall, T
 from router.completions_api.response_writers import FullResponse, StreamedResponse
 from router.generation.choice import Choice
 from router.generation.job import Job
-from router.generation.token_logprob import TokenLogprob
+from router.generation.logprob_table import LogprobTable
 from router.generation.usage import Usage
-from router.text.chat.output_parser import DeltaKind, OutputDelta, join_deltas
+from router.text.chat.output_parser import DeltaKind, Message, MessageBuilder, OutputDelta
 from router.text.chat.output_parsing import OutputParsing
 
 
@@ -66,20 +66,19 @@ class FullParsedChat(FullResponse):
         super().__init__(encoder, body, jobs)
         self._parsing = parsing
         self._parsers = [ChoiceParser(parsing) for _ in range(self.num_choices)]
-        self._parsed: list[list[OutputDelta]] = [[] for _ in range(self.num_choices)]
+        self._messages = [MessageBuilder() for _ in range(self.num_choices)]
 
-    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        self._parsed[choice.index] += self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
-        super().on_delta(choice, "", output)
+    def _add_text(self, choice: Choice, text: str, output: pb.Output) -> None:
+        deltas = self._parsers[choice.index].feed(choice, text, output, self.generation.usage)
+        self._messages[choice.index].add(deltas)
 
-    def _finished(self, choice: Choice, prompt: int, echo: list[TokenLogprob]) -> FinishedChoice:
+    def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:
         finished = super()._finished(choice, prompt, echo)
-        finished.message = _chat_message(self._parsed[choice.index], self._parsing)
+        finished.message = _chat_message(self._messages[choice.index].message(), self._parsing)
         return finished
 
 
-def _chat_message(deltas: Sequence[OutputDelta], parsing: OutputParsing) -> ChatMessage:
-    parsed = join_deltas(deltas)
+def _chat_message(parsed: Message, parsing: OutputParsing) -> ChatMessage:
     message = ChatMessage("assistant", parsed.content, None)
     if parsed.reasoning:
         message.reasoning = message.reasoning_content = parsed.reasoning

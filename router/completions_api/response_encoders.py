@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UnsetType
 
+from router.completions_api.json_pieces import json_chunks, json_pieces, lazy_numbers
 from router.completions_api.response_objects import (
     ChatChoice,
     ChatCompletion,
@@ -22,7 +23,10 @@ from router.completions_api.response_objects import (
     UsageInfo,
     chat_logprobs,
     completion_logprobs,
+    lazy_chat_logprobs,
+    lazy_completion_logprobs,
 )
+from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
 from router.text.tokenizer import Tokenizer
@@ -32,14 +36,17 @@ _encode = msgspec.json.encode
 
 
 class FinishedChoice(msgspec.Struct):
-    """A choice of a full response. ``prompt`` is the index of its prompt; ``message`` is set for parsed chats."""
+    """A choice of a full response. ``prompt`` is the index of its prompt; ``message`` is set for parsed chats.
+
+    ``token_ids`` are a lazy list.
+    """
 
     index: int
     prompt: int
     text: str
     finish_reason: str
     token_ids: list[int] | UnsetType
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[LogprobTable] | None
     message: ChatMessage | None = None
 
 
@@ -49,6 +56,7 @@ class ResponseEncoder(ABC):
     id_prefix: str
     chunk_object: str
     format_logprobs: Callable[[Tokenizer, Sequence[TokenLogprob], int], Any]
+    format_tables: Callable[[Tokenizer, Sequence[LogprobTable], int], Any]  # the same with lazy lists
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
         self.tokenizer = tokenizer
@@ -64,14 +72,14 @@ class ResponseEncoder(ABC):
         """A chunk's choice object up to its text, without the closing brace."""
 
     @abstractmethod
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> bytes:
-        """The chunk that opens a choice; may be empty. ``prompt_ids`` are set for return_token_ids."""
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
+        """The chunk that opens a choice, in pieces; may be empty. ``prompt_ids`` are set for return_token_ids."""
 
     @abstractmethod
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
-    ) -> bytes:
-        """The body of a response that is not streamed; ``prompts`` are requested fields of each prompt."""
+    ) -> Iterator[bytes]:
+        """The body of a response that is not streamed, in pieces; ``prompts`` are requested fields of each prompt."""
 
     def chunk(
         self,
@@ -91,6 +99,12 @@ class ResponseEncoder(ABC):
         parts += [b"}", self._no_usage if usage is None else self._usage(usage)]
         return b"".join(parts)
 
+    def echo_chunk(self, index: int, text: str, table: LogprobTable | None) -> Iterator[bytes]:
+        """A chunk with the text of a prompt and its log-probabilities, in pieces."""
+        yield self._chunk_head + self._chunk_choice(index, text, False) + b',"logprobs":'
+        yield from json_pieces(self._table_logprobs(None if table is None else [table]))
+        yield b',"finish_reason":null}' + self._no_usage
+
     def text_chunk(self, index: int, text: str) -> bytes:
         """``chunk`` with nothing but text: most of them."""
         return self._chunk_head + self._chunk_choice(index, text, False) + self._text_chunk_end
@@ -105,68 +119,77 @@ class ResponseEncoder(ABC):
     def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Any:
         return None if tokens is None else self.format_logprobs(self.tokenizer, tokens, self._num_top)
 
+    def _table_logprobs(self, tables: Sequence[LogprobTable] | None) -> Any:
+        return None if tables is None else self.format_tables(self.tokenizer, tables, self._num_top)
+
 
 class CompletionEncoder(ResponseEncoder):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
     format_logprobs = staticmethod(completion_logprobs)
+    format_tables = staticmethod(lazy_completion_logprobs)
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         return b'{"index":%d,"text":%b' % (index, _encode(text))
 
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> bytes:
-        if prompt_ids is None:
-            return b""
-        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-        return self._chunk_head + _encode({**choice, "prompt_token_ids": prompt_ids}) + self._no_usage
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
+        if prompt_ids is not None:
+            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+            yield self._chunk_head + _encode(choice)[:-1] + b',"prompt_token_ids":'
+            yield from json_pieces(lazy_numbers(prompt_ids))
+            yield b"}" + self._no_usage
 
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         entries = [
             CompletionChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
                 choice.text,
-                self._logprobs(choice.logprobs),
+                self._table_logprobs(choice.logprobs),
                 choice.token_ids,
                 **prompts[choice.prompt],
             )
             for choice in choices
         ]
-        return _encode(Completion(**self._head, object="text_completion", usage=UsageInfo.of(usage), choices=entries))
+        head = {**self._head, "object": "text_completion"}
+        return json_chunks(Completion(**head, usage=UsageInfo.of(usage), choices=entries))
 
 
 class ChatEncoder(ResponseEncoder):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     format_logprobs = staticmethod(chat_logprobs)
+    format_tables = staticmethod(lazy_chat_logprobs)
 
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         if finished and not text:
             return b'{"index":%d,"delta":{}' % index
         return b'{"index":%d,"delta":{"content":%b}' % (index, _encode(text))
 
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> bytes:
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
         delta = {"role": "assistant", "content": ""}
-        choice = _encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-        end = self._no_usage
-        if prompt_ids is not None and index == 0:
-            end = b'],"prompt_token_ids":' + _encode(prompt_ids) + end[1:]
-        return self._chunk_head + choice + end
+        choice = self._chunk_head + _encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        if prompt_ids is None or index:
+            yield choice + self._no_usage
+        else:
+            yield choice + b'],"prompt_token_ids":'
+            yield from json_pieces(lazy_numbers(prompt_ids))
+            yield self._no_usage[1:]
 
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         entries = [
             ChatChoice(
                 choice.index,
                 choice.finish_reason,  # type: ignore[arg-type]
                 choice.message or ChatMessage("assistant", choice.text, None),
-                self._logprobs(choice.logprobs),
+                self._table_logprobs(choice.logprobs),
                 choice.token_ids,
             )
             for choice in choices
         ]
         head = {**self._head, "object": "chat.completion"}
-        return _encode(ChatCompletion(**head, usage=UsageInfo.of(usage), choices=entries, **prompts[0]))
+        return json_chunks(ChatCompletion(**head, usage=UsageInfo.of(usage), choices=entries, **prompts[0]))

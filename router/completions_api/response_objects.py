@@ -5,11 +5,14 @@ Streams do not use the outer objects: response_encoders.py assembles chunks from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from router.completions_api.json_pieces import lazy_list, parts
+from router.generation.logprob_table import LogprobTable, all_batches
 from router.generation.prompt_scores import PromptScores
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
@@ -144,15 +147,35 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top:
     return ChatLogprobs([_chat_token(tokenizer, token, num_top) for token in tokens], None)
 
 
+def lazy_completion_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable], num_top: int) -> CompletionLogprobs:
+    """``completion_logprobs`` of all tables, in lazy lists."""
+    text, top = partial(_token_text, tokenizer), partial(_top_logprobs, tokenizer, num_top=num_top)
+    return CompletionLogprobs(
+        tokens=lazy_list(lambda: (list(map(text, part)) for table in tables for part in parts(table.token_ids))),
+        token_logprobs=lazy_list(lambda: (list(part) for table in tables for part in parts(table.logprobs))),
+        top_logprobs=lazy_list(lambda: (list(map(top, batch)) for batch in all_batches(tables))) if num_top else None,
+        text_offset=lazy_list(lambda: (list(part) for table in tables for part in parts(table.offsets))),
+    )
+
+
+def lazy_chat_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable], num_top: int) -> ChatLogprobs:
+    """``chat_logprobs`` of all tables, in a lazy list."""
+    token = partial(_chat_token, tokenizer, num_top=num_top)
+    return ChatLogprobs(lazy_list(lambda: (list(map(token, batch)) for batch in all_batches(tables))), None)
+
+
 def prompt_logprobs(tokenizer: Tokenizer, scores: PromptScores, num_top: int) -> PromptLogprobs:
     """vLLM's format: for each token but the first an object by token id, of its own id and the ``num_top`` best."""
-    found: PromptLogprobs = [None]
-    for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
-        entries = {str(token_id): _prompt_logprob(tokenizer, token_id, own, rank)}
-        for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
-            entries.setdefault(str(other), _prompt_logprob(tokenizer, other, logprob, top_rank))
-        found.append(entries)
-    return found
+
+    def entries() -> Iterator[PromptLogprobs]:
+        yield [None]
+        for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
+            found = {str(token_id): _prompt_logprob(tokenizer, token_id, own, rank)}
+            for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
+                found.setdefault(str(other), _prompt_logprob(tokenizer, other, logprob, top_rank))
+            yield [found]
+
+    return lazy_list(entries)
 
 
 def _prompt_logprob(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> PromptLogprob:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from itertools import chain
 from typing import Any
 
 from msgspec import UNSET
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.json_pieces import in_chunks, lazy_numbers
 from router.completions_api.request_bodies import CompletionBody, GenerateBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
 from router.completions_api.response_objects import prompt_logprobs
@@ -18,8 +22,11 @@ from router.errors import error_body
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
 from router.generation.job import Job
+from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 
+MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
+_TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # in columns
 MAX_BUFFERED = 1024 * 1024  # bytes; a client that leaves more unread is disconnected
 
 
@@ -58,25 +65,49 @@ class Response(ABC):
 
 
 class BodyResponse(Response):
-    """A response in one piece."""
-
-    @abstractmethod
-    def body(self) -> bytes:
-        """The JSON body. Call it after the end without an error."""
-
-
-class EventStreamResponse(Response):
-    """Server-sent events in a buffer, which the connection drains."""
+    """A response that is sent after its end."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
+        self._held = 0  # bytes
+
+    @abstractmethod
+    def body(self) -> Iterator[bytes]:
+        """The JSON body in pieces. Call it after the end without an error."""
+
+    def hold(self, text: str, num_logprobs: int) -> None:
+        """Count a token, and end the request beyond MAX_HELD."""
+        self._held += len(text) + _TOKEN_BYTES + _ALTERNATIVE_BYTES * num_logprobs
+        if self._held > MAX_HELD:
+            remedy = "stream it, or lower n, max_tokens or the number of log-probabilities"
+            self.generation.fail(RequestError(f"the response takes more than {MAX_HELD} bytes of memory; {remedy}"))
+
+
+class EventStreamResponse(Response):
+    """Server-sent events in a buffer, which the connection drains.
+
+    Large events are encoded piece by piece, as the client reads them.
+    """
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        super().__init__(jobs)
+        self._large: deque[Iterator[bytes]] = deque()  # large events, and the chunks before each; sent before _chunks
         self._chunks: list[bytes] = []
         self._buffered = 0  # bytes
         self.disconnect: Callable[[], None] = lambda: None  # closes the connection, even during a blocked write
 
+    @property
+    def has_more(self) -> bool:
+        """Whether another ``take`` returns bytes at once."""
+        return bool(self._large)
+
     def take(self) -> bytes:
-        """Return and clear the buffer."""
+        """Return the buffer up to the next large event and remove it; then that event, a piece at a time."""
         self.wake.clear()
+        while self._large:
+            if piece := next(self._large[0], b""):
+                return piece
+            self._large.popleft()
         data = b"".join(self._chunks)
         self._chunks.clear()
         self._buffered = 0
@@ -86,7 +117,7 @@ class EventStreamResponse(Response):
         self.started = True
         self.wake.set()
 
-    def _write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes) -> None:
         self._append(chunk)
         self.wake.set()
         if self._buffered > MAX_BUFFERED:
@@ -96,6 +127,12 @@ class EventStreamResponse(Response):
     def _append(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
         self._buffered += len(chunk)
+
+    def write_large(self, pieces: Iterator[bytes]) -> None:
+        """Write an event of any size. It does not count as buffered: it does not exist yet."""
+        self._large.append(in_chunks(chain(self._chunks, pieces)))
+        self._chunks = []
+        self.wake.set()
 
 
 class ChoicesResponse(Response):
@@ -115,11 +152,11 @@ class ChoicesResponse(Response):
     def _echo_text(self, choice_index: int) -> str:
         return self.jobs[self._prompt_of(choice_index)].prompt.text or "" if self._echo else ""
 
-    def _echo_logprobs(self, prompt: int) -> list[TokenLogprob] | None:
+    def _echo_logprobs(self, prompt: int) -> LogprobTable | None:
         scores = self.generation.runs[prompt].scores
         if not self._echo or self._num_logprobs < 0 or scores is None:
             return None
-        return scores.tokens(self.jobs[prompt].prompt.offsets)
+        return scores.table(self.jobs[prompt].prompt.offsets)
 
     def _token_logprob(self, choice: Choice, output: pb.Output) -> TokenLogprob:
         """The token's log-probability; its text begins behind the echo."""
@@ -131,36 +168,41 @@ class FullResponse(ChoicesResponse, BodyResponse):
 
     def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
         super().__init__(encoder, body, jobs)
-        self._texts = [[self._echo_text(index)] for index in range(self.num_choices)]
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._texts]
+        self._texts = [StringIO() for _ in range(self.num_choices)]
+        self._logprobs = [LogprobTable() for _ in self._texts]
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
-        self._texts[choice.index].append(text)
+        self._add_text(choice, text, output)
         if output.has_token and self._num_logprobs >= 0:
-            self._logprobs[choice.index].append(self._token_logprob(choice, output))
+            self._logprobs[choice.index].add(self._token_logprob(choice, output))
+        self.hold(text, self._num_logprobs)
 
-    def body(self) -> bytes:
+    def _add_text(self, choice: Choice, text: str, output: pb.Output) -> None:
+        self._texts[choice.index].write(text)
+
+    def body(self) -> Iterator[bytes]:
         choices: list[FinishedChoice] = []
         for prompt, run in enumerate(self.generation.runs):
-            echo = self._echo_logprobs(prompt) or []
+            table = self._echo_logprobs(prompt)
+            echo = [] if table is None else [table]
             choices += [self._finished(choice, prompt, echo) for choice in run.choices]
         prompts = [self._prompt_fields(prompt) for prompt in range(len(self.jobs))]
         return self._encoder.full_response(choices, self.generation.usage, prompts)
 
-    def _finished(self, choice: Choice, prompt: int, echo: list[TokenLogprob]) -> FinishedChoice:
+    def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:
         return FinishedChoice(
             choice.index,
             prompt,
-            "".join(self._texts[choice.index]),
+            self._echo_text(choice.index) + self._texts[choice.index].getvalue(),
             choice.finish_reason,
-            choice.token_ids.tolist() if self._return_token_ids else UNSET,
-            echo + self._logprobs[choice.index] if self._num_logprobs >= 0 else None,
+            lazy_numbers(choice.token_ids) if self._return_token_ids else UNSET,
+            [*echo, self._logprobs[choice.index]] if self._num_logprobs >= 0 else None,
         )
 
     def _prompt_fields(self, index: int) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self._return_token_ids:
-            fields["prompt_token_ids"] = self.jobs[index].prompt.unpacked().tolist()
+            fields["prompt_token_ids"] = lazy_numbers(self.jobs[index].prompt.unpacked())
         num_top, scores = self._prompt_logprobs, self.generation.runs[index].scores
         if num_top is not None and scores is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._encoder.tokenizer, scores, num_top)
@@ -182,7 +224,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         if index not in self._opened:
             self._open(index)
         if text or choice.finish_reason or self._detailed:
-            self._write(self._chunk(choice, text, output))
+            self.write(self._chunk(choice, text, output))
         if not self.started:
             self._start()
 
@@ -196,15 +238,20 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         super().on_end(error)
 
     def _open(self, index: int) -> None:
-        """Write the chunks that precede a choice. They are as large as the prompt, so they do not count as buffered."""
+        """Write the chunks that precede a choice. They may be larger than the prompt."""
         self._opened.add(index)
-        job = self.jobs[self._prompt_of(index)]
-        prompt_ids = job.prompt.unpacked().tolist() if self._return_token_ids else None
-        self._chunks.append(self._encoder.first_chunk(index, prompt_ids))
-        text = self._echo_text(index)
-        tokens = self._echo_logprobs(self._prompt_of(index))
-        if text or tokens:
-            self._chunks.append(self._encoder.chunk(index, text, "", tokens))
+        if self._echo or self._return_token_ids:
+            self.write_large(self._opening(index))
+        else:
+            self._chunks += self._encoder.first_chunk(index, None)
+
+    def _opening(self, index: int) -> Iterator[bytes]:
+        prompt = self._prompt_of(index)
+        prompt_ids = self.jobs[prompt].prompt.unpacked() if self._return_token_ids else None
+        yield from self._encoder.first_chunk(index, prompt_ids)
+        text, table = self._echo_text(index), self._echo_logprobs(prompt)
+        if text or table:
+            yield from self._encoder.echo_chunk(index, text, table)
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         usage = self.generation.usage if self._continuous_usage else None

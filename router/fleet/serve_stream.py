@@ -17,6 +17,7 @@ from pdserve.rpc.errors import failure_from_pb, rpc_reason
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT = 64 << 20  # bytes that may wait for the node to read; at half of it the stream takes new requests again
+_OUTPUTS_AT_ONCE = 64  # about five milliseconds with log-probabilities
 _MESSAGE_BYTES = 256  # a queued message takes at least so much memory
 
 
@@ -120,8 +121,10 @@ class ServeStream:
             async for batch in self._rpc:
                 if batch.draining:
                     self.drain()
-                for output in batch.outputs:
+                for number, output in enumerate(batch.outputs, 1):
                     self._deliver(output)
+                    if number % _OUTPUTS_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # a step may have a thousand outputs, each with 20 log-probabilities
         except grpc.aio.AioRpcError as exc:
             reason = rpc_reason(exc)
         self.close(reason)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from pdserve.errors import NodeError
 from pdserve.records import PromptLogprobs
-from router.generation.token_logprob import LOWEST, TokenLogprob
+from router.generation.logprob_table import LogprobTable
+from router.generation.token_logprob import LOWEST
 
 
 class PromptScores:
@@ -35,14 +39,22 @@ class PromptScores:
     def _end(self) -> int:
         return self._runs[-1].end if self._runs else 1
 
-    def tokens(self, offsets: Sequence[int]) -> list[TokenLogprob]:
+    def table(self, offsets: Sequence[int]) -> LogprobTable:
         """Return all prompt tokens; ``offsets`` are where their texts begin."""
-        first, *others = zip(self.token_ids, offsets, strict=True)
-        scored = zip(others, self.rows(), strict=True)
-        return [
-            TokenLogprob(*first, None, []),
-            *(TokenLogprob(token_id, at, own, top) for (token_id, at), (own, _, top) in scored),
-        ]
+        table = LogprobTable()
+        table.token_ids.extend(self.token_ids)
+        table.offsets.extend(offsets)
+        table.logprobs.append(math.nan)
+        table.ends.append(0)
+        for run in self._runs:
+            top = (run.num_top,)
+            rows = np.frombuffer(run.table, [("own", "<f4"), ("rank", "<u4"), ("ids", "<u4", top), ("top", "<f4", top)])
+            ends = table.ends[-1] + run.num_top * np.arange(1, len(rows) + 1)
+            table.logprobs.frombytes(np.maximum(rows["own"], LOWEST).tobytes())
+            table.ends.frombytes(ends.astype("<u4").tobytes())
+            table.top_ids.frombytes(rows["ids"].tobytes())
+            table.top_logprobs.frombytes(np.maximum(rows["top"], LOWEST).tobytes())
+        return table
 
     def rows(self) -> Iterator[tuple[float, int, list[tuple[int, float]]]]:
         """Yield log-probability, rank and top alternatives of each token but the first."""

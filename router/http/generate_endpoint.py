@@ -118,7 +118,7 @@ class GenerateEndpoint:
         try:
             with service.running(generation):
                 generation.start(model.fleet)
-                return await _send_response(send, response, options, headers)
+                return await _send_response(send, response, options, headers, service.turns)
         finally:
             deadline.cancel()
             generation.close()
@@ -164,22 +164,25 @@ def _expire(generation: RequestGeneration) -> None:
     generation.fail(DeadlineExceeded(f"the request exceeded its time limit of {timeout:g} s; request fewer tokens"))
 
 
-async def _send_response(send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
+async def _send_response(
+    send: Send, response: Response, options: GenerationOptions, headers: Headers, turns: asyncio.Lock
+) -> str:
     """Send the response and return the outcome. A client that stops reading is disconnected."""
     try:
         async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as timeout:
             if isinstance(response, EventStreamResponse):
                 response.disconnect = lambda: timeout.reschedule(asyncio.get_running_loop().time())
-                return await _send_stream(send, response, headers)
+                return await _send_stream(send, response, headers, turns)
             assert isinstance(response, BodyResponse)
-            return await _send_body(send, response, headers)
+            return await _send_body(send, response, headers, turns)
     except TimeoutError as exc:
         text = "request %s: the client reads too slowly; closing its connection"
         logger.warning(text, options.request_id, extra=options.log_fields)
         raise ClientDisconnected from exc
 
 
-async def _send_body(send: Send, response: BodyResponse, headers: Headers) -> str:
+async def _send_body(send: Send, response: BodyResponse, headers: Headers, turns: asyncio.Lock) -> str:
+    """``turns`` is held for each further piece of a large response, so that one is encoded per turn of the loop."""
     while not response.ended and not response.disconnected:
         response.wake.clear()
         await response.wake.wait()
@@ -187,22 +190,37 @@ async def _send_body(send: Send, response: BodyResponse, headers: Headers) -> st
         raise response.error
     if response.disconnected:
         raise ClientDisconnected
-    body = response.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
+    pieces = response.body()
+    body, following = next(pieces), next(pieces, None)
+    headers = [(b"content-type", b"application/json"), *headers]
+    if following is None:
+        headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
+    while following is not None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        async with turns:
+            await asyncio.sleep(0)
+        if response.disconnected:
+            raise ClientDisconnected
+        body, following = following, next(pieces, None)
     await send({"type": "http.response.body", "body": body})
     return "ok"
 
 
-async def _send_stream(send: Send, response: EventStreamResponse, headers: Headers) -> str:
+async def _send_stream(send: Send, response: EventStreamResponse, headers: Headers, turns: asyncio.Lock) -> str:
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error
     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *headers]})
     while not response.disconnected:
         data = response.take()
-        await send({"type": "http.response.body", "body": data, "more_body": not response.ended})
-        if response.ended:
+        last = response.ended and not response.has_more
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+        if last:
             return "ok" if response.error is None else status_and_type(response.error)[1]
-        await response.wake.wait()
+        if response.has_more:
+            async with turns:
+                await asyncio.sleep(0)
+        else:
+            await response.wake.wait()
     raise ClientDisconnected

@@ -11,20 +11,23 @@ response.completed | response.incomplete | response.failed
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.json_pieces import json_chunks, json_pieces
 from router.completions_api.parsed_chat import ChoiceParser
-from router.completions_api.response_objects import ChatTokenLogprob, chat_logprobs
+from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.errors import status_and_type
 from router.generation.choice import Choice
 from router.generation.job import Job
+from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.responses_api.output_objects import (
     FunctionCallItem,
@@ -76,24 +79,43 @@ def new_response(body: ResponsesBody, model: str, request_id: str) -> ResponseOb
     )
 
 
-class OutputItemWriter:
-    """Build ``items`` from parsed deltas. ``write_event`` takes the bytes of each event."""
+class EventStream(Protocol):
+    def write(self, chunk: bytes) -> None:
+        """Write an event."""
 
-    def __init__(self, write_event: Callable[[bytes], None], new_call_id: Callable[[], str]) -> None:
+    def write_large(self, pieces: Iterator[bytes]) -> None:
+        """Write an event that is encoded as it is sent."""
+
+
+class OutputItemWriter:
+    """Build ``items`` from parsed deltas. Events go to ``stream``, if any."""
+
+    def __init__(self, new_call_id: Callable[[], str], tokenizer: Tokenizer, num_top: int) -> None:
         self.items: list[OutputItem] = []
-        self.write_event = write_event
+        self.stream: EventStream | None = None
         self._new_call_id = new_call_id
+        self._tokenizer = tokenizer
+        self._num_top = num_top  # alternatives per token
         self._sequence_number = 0
         self._open: OutputItem | None = None  # the last item, while it grows
         self._texts: list[str] = []  # text or arguments of the open item
-        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text is held back
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._table = LogprobTable()  # of the latest message
 
     def event(self, kind: str, **fields: Any) -> None:
-        data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
-        self._sequence_number += 1
-        self.write_event(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+        if self.stream is not None:
+            data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
+            self._sequence_number += 1
+            self.stream.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
 
-    def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[ChatTokenLogprob] = ()) -> None:
+    def large_event(self, kind: str, **fields: Any) -> None:
+        """Write an event whose fields may be large; they must not change any more."""
+        if self.stream is not None:
+            data = json_pieces({"type": kind, "sequence_number": self._sequence_number, **fields})
+            self._sequence_number += 1
+            self.stream.write_large(chain([b"event: %b\ndata: " % kind.encode()], data, [b"\n\n"]))
+
+    def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[TokenLogprob] = ()) -> None:
         self._logprobs += logprobs
         for delta in deltas:
             match delta.kind:
@@ -120,8 +142,12 @@ class OutputItemWriter:
         match self._open:
             case FunctionCallItem() as call:
                 call.arguments = text
-            case OutputMessage() | ReasoningItem() as item:
-                item.content[0].text = text
+            case ReasoningItem(content=[part]):
+                part.text = text
+            case OutputMessage(content=[part]):
+                part.text = text
+                if self._table.token_ids:
+                    part.logprobs = lazy_chat_logprobs(self._tokenizer, [self._table], self._num_top).content
 
     def _add_item(self, item: OutputItem) -> None:
         self._close("completed")
@@ -138,16 +164,16 @@ class OutputItemWriter:
                 return
             case FunctionCallItem():
                 done = "response.function_call_arguments.done"
-                self.event(done, **self._position(), name=item.name, arguments=item.arguments)
+                self.large_event(done, **self._position(), name=item.name, arguments=item.arguments)
             case OutputMessage(content=[part]):
                 done = "response.output_text.done"
-                self.event(done, **self._content_position(), text=part.text, logprobs=part.logprobs)
-                self.event("response.content_part.done", **self._content_position(), part=part)
+                self.large_event(done, **self._content_position(), text=part.text, logprobs=part.logprobs)
+                self.large_event("response.content_part.done", **self._content_position(), part=part)
             case ReasoningItem(content=[part]):
-                self.event("response.reasoning_text.done", **self._content_position(), text=part.text)
-                self.event("response.content_part.done", **self._content_position(), part=part)
+                self.large_event("response.reasoning_text.done", **self._content_position(), text=part.text)
+                self.large_event("response.content_part.done", **self._content_position(), part=part)
         item.status = status
-        self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        self.large_event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _position(self) -> dict[str, Any]:
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
@@ -155,10 +181,10 @@ class OutputItemWriter:
     def _content_position(self) -> dict[str, Any]:
         return {**self._position(), "content_index": 0}
 
-    def _add_message(self) -> OutputMessage:
+    def _add_message(self) -> None:
+        self._table = LogprobTable()
         message = OutputMessage(_new_id("msg"), "assistant", [], "in_progress")
         self._add_text_item(message, message.content, OutputText("", [], []))
-        return message
 
     def _add_text_item(self, item: OutputMessage | ReasoningItem, content: list[Part], part: Part) -> None:
         self._add_item(item)
@@ -166,10 +192,13 @@ class OutputItemWriter:
         self.event("response.content_part.added", **self._content_position(), part=part)
 
     def _add_text(self, text: str) -> None:
-        message = self._open if isinstance(self._open, OutputMessage) else self._add_message()
+        if not isinstance(self._open, OutputMessage):
+            self._add_message()
         self._texts.append(text)
-        logprobs, self._logprobs = self._logprobs, []
-        message.content[0].logprobs += logprobs
+        for token in self._logprobs:
+            self._table.add(token)
+        logprobs = chat_logprobs(self._tokenizer, self._logprobs, self._num_top).content
+        self._logprobs = []
         self.event("response.output_text.delta", **self._content_position(), delta=text, logprobs=logprobs)
 
     def _add_reasoning(self, text: str) -> None:
@@ -195,9 +224,8 @@ class OutputItemsResponse(Response):
         super().__init__(jobs)
         self._response = response
         self._num_logprobs = body.num_logprobs
-        self._tokenizer = tokenizer
         self._parser = ChoiceParser(parsing)
-        self._writer = OutputItemWriter(lambda event: None, parsing.new_call_id)
+        self._writer = OutputItemWriter(parsing.new_call_id, tokenizer, max(body.num_logprobs, 0))
         self._finish_reason = ""
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
@@ -207,11 +235,10 @@ class OutputItemsResponse(Response):
         if choice.finish_reason:
             self._writer.end(choice.finish_reason != _CUT)
 
-    def _logprobs(self, choice: Choice, output: pb.Output) -> list[ChatTokenLogprob]:
+    def _logprobs(self, choice: Choice, output: pb.Output) -> list[TokenLogprob]:
         if self._num_logprobs < 0 or not output.has_token:
             return []
-        token = TokenLogprob.of_output(output, choice.token_offset)
-        return chat_logprobs(self._tokenizer, [token], self._num_logprobs).content
+        return [TokenLogprob.of_output(output, choice.token_offset)]
 
     def _finished(self) -> ResponseObject:
         cut = self._finish_reason == _CUT
@@ -226,16 +253,20 @@ class OutputItemsResponse(Response):
 
 
 class FullOutputItems(OutputItemsResponse, BodyResponse):
-    def body(self) -> bytes:
-        return msgspec.json.encode(self._finished())
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        super().on_delta(choice, text, output)
+        self.hold(text, self._num_logprobs)
+
+    def body(self) -> Iterator[bytes]:
+        return json_chunks(self._finished())
 
 
 class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:
-            self._writer.write_event = self._write
+            self._writer.stream = self
             for state in ("created", "in_progress"):
-                self._writer.event(f"response.{state}", response=self._response)
+                self._writer.large_event(f"response.{state}", response=self._response)
             self._start()
         super().on_delta(choice, text, output)
 
@@ -243,12 +274,12 @@ class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):
         self._writer.settle()
         if error is None:
             response = self._finished()
-            self._writer.event(f"response.{response.status}", response=response)
+            self._writer.large_event(f"response.{response.status}", response=response)
         elif self.started:
             failure = ResponseError(status_and_type(error)[1], str(error))
             items = self._writer.items
             response = msgspec.structs.replace(self._response, status="failed", error=failure, output=items)
-            self._writer.event("response.failed", response=response)
+            self._writer.large_event("response.failed", response=response)
         super().on_end(error)
 
 

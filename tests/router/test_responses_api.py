@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -179,18 +180,32 @@ pieces = st.lists(
 )
 
 
+class EventRecorder:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, chunk: bytes) -> None:
+        self.events.append(json.loads(chunk.partition(b"data: ")[2]))
+
+    def write_large(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"".join(pieces))
+
+
 @given(pieces, st.booleans())
-def test_events_equal_the_items(written: list[tuple[DeltaKind, str]], complete: bool) -> None:
+def test_events_equal_the_items(
+    reading_tokenizer: Tokenizer, written: list[tuple[DeltaKind, str]], complete: bool
+) -> None:
     """The joined deltas of an item are its text, and its done event holds the item."""
-    events: list[dict[str, Any]] = []
-    writer = OutputItemWriter(lambda data: events.append(json.loads(data.partition(b"data: ")[2])), lambda: "call")
+    recorder = EventRecorder()
+    writer = OutputItemWriter(lambda: "call", reading_tokenizer, 0)
+    writer.stream = recorder
     for kind, text in written:
         writer.write([OutputDelta(kind, text)])
         if kind is DeltaKind.CALL:
             writer.write([OutputDelta(DeltaKind.ARGUMENTS, text)])
     writer.end(complete)
     for index, item in enumerate(msgspec.to_builtins(writer.items)):
-        mine = [event for event in events if event["output_index"] == index]
+        mine = [event for event in recorder.events if event["output_index"] == index]
         deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
         assert deltas == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert mine[0]["type"] == "response.output_item.added"

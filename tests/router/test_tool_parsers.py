@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.chat.output_parser import Message, OutputParser, join_deltas
+from router.text.chat.output_parser import Message, MessageBuilder, OutputDelta, OutputParser
 from router.text.chat.parsers import TOOL_PARSERS
 from router.text.chat.reasoning_parser import PlainTextParser, ReasoningParser
 from router.text.chat.tool_parsers import NamedToolParser, RequiredToolParser
@@ -27,6 +27,12 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
     "opened": lambda: ReasoningParser("<think>", "</think>", True, HERMES(NAMES, True)),
     "think and call": lambda: ReasoningParser("<think>", "</think>", False, LLAMA(NAMES, True)),
 }
+
+
+def join_deltas(deltas: list[OutputDelta]) -> Message:
+    builder = MessageBuilder()
+    builder.add(deltas)
+    return builder.message()
 
 
 def parse(parser: OutputParser, texts: Sequence[str]) -> Message:

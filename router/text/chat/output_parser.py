@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from enum import Enum
+from io import StringIO
 from typing import Protocol
 
 import msgspec
@@ -50,15 +51,25 @@ class Message(msgspec.Struct, frozen=True):
     calls: list[ToolCall]
 
 
-def join_deltas(deltas: Sequence[OutputDelta]) -> Message:
-    def join(kind: DeltaKind) -> str:
-        return "".join(delta.text for delta in deltas if delta.kind is kind)
+class MessageBuilder:
+    """Joins the deltas of a choice as they arrive."""
 
-    calls: list[list[str]] = []  # name, then parts of the arguments
-    for delta in deltas:
-        if delta.kind is DeltaKind.CALL:
-            calls.append([delta.text])
-        elif delta.kind is DeltaKind.ARGUMENTS:
-            calls[-1].append(delta.text)
-    found = [ToolCall(name, "".join(arguments)) for name, *arguments in calls]
-    return Message(join(DeltaKind.CONTENT), join(DeltaKind.REASONING), found)
+    def __init__(self) -> None:
+        self._content, self._reasoning = StringIO(), StringIO()
+        self._calls: list[tuple[str, StringIO]] = []  # name and arguments
+
+    def add(self, deltas: Iterable[OutputDelta]) -> None:
+        for delta in deltas:
+            match delta.kind:
+                case DeltaKind.CONTENT:
+                    self._content.write(delta.text)
+                case DeltaKind.REASONING:
+                    self._reasoning.write(delta.text)
+                case DeltaKind.CALL:
+                    self._calls.append((delta.text, StringIO()))
+                case DeltaKind.ARGUMENTS:
+                    self._calls[-1][1].write(delta.text)
+
+    def message(self) -> Message:
+        calls = [ToolCall(name, arguments.getvalue()) for name, arguments in self._calls]
+        return Message(self._content.getvalue(), self._reasoning.getvalue(), calls)
