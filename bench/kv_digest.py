@@ -1,11 +1,11 @@
-"""Cost of integrity mode on a device: digests of a prompt's blocks, compared with a copy of the same blocks.
+"""Cost of KV checksums on a device: digests of a prompt's blocks, compared with a copy of the same blocks.
 
     python bench/kv_digest.py                                       a model of 27 M parameters, a 4,000-token prompt
     python bench/kv_digest.py --device cuda --layers 32 --kv-heads 8 --head-dim 128 --tokens 512,8192     8B shape
 
 Each row digests and copies all blocks of a prompt, scattered over the cache; the figures are medians, in ms and GB/s.
 Both nodes of a handoff digest every transferred block; P does so part by part while it computes the next part. To
-measure the effect on a handoff, run bench/handoff.py with nodes started with --kv-checksum.
+measure the effect on a handoff, run bench/handoff.py with nodes started with and without --kv-checksum off.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ A digest finds accidents. An attacker who chooses the bytes can make them fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
@@ -55,20 +55,18 @@ class KVDigester:
 
     def compute(self, orders: Sequence[DigestOrder]) -> Tensor:
         """Return the digests of all blocks of the orders. Shape [blocks] int64, device. Does not synchronise."""
-        blocks = [block for order in orders for block in order.block_ids]
-        num_tokens = [count for order in orders for count in self._tokens_of_blocks(order)]
-        work = torch.tensor([blocks, num_tokens])
+        work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 2]
         if not self._uses_triton:
-            return self._compute_with_torch(work[0], work[1])
+            return self._compute_with_torch(*work.unbind(1))
         from runner.kernels.block_digest import block_digests  # on demand: V1 runs without Triton
 
         work = work.pin_memory().to(self._words.device, non_blocking=True)
-        return block_digests(self._words, work[0], work[1], self._multipliers, self._page_size, self._row_words)
+        return block_digests(self._words, work, self._multipliers, self._page_size, self._row_words)
 
-    def _tokens_of_blocks(self, order: DigestOrder) -> list[int]:
-        last = order.num_tokens - (len(order.block_ids) - 1) * self._block_size
-        assert 0 < last <= self._block_size
-        return [self._block_size] * (len(order.block_ids) - 1) + [last]
+    def _blocks_with_tokens(self, order: DigestOrder) -> Iterator[tuple[int, int]]:
+        """Yield each block with the number of its tokens that count."""
+        for index, block in enumerate(order.block_ids):
+            yield block, min(self._block_size, order.num_tokens - index * self._block_size)
 
     def _compute_with_torch(self, blocks: Tensor, num_tokens: Tensor) -> Tensor:
         device = self._words.device

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.protocols import ModelRunner
-from pdserve.records import TOKEN_BYTES, NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenMask
+from pdserve.records import (
+    TOKEN_BYTES,
+    DigestOrder,
+    NewSequence,
+    SamplingParams,
+    ScheduledSequence,
+    StepPlan,
+    TokenMask,
+)
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -48,7 +56,7 @@ def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
-    """Run prompts of these lengths in one step, two decode steps of all, and their end.
+    """Run prompts of these lengths in one step, two decode steps of all, and their end with a digest.
 
     They share blocks and overwrite each other's KV: nothing reads their tokens.
     """
@@ -66,4 +74,5 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     runner.launch(StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks)).result()
     for _ in range(2):
         runner.launch(StepPlan(-1, scheduled=tokens, masks=masks)).result()
-    runner.launch(StepPlan(-1, finished=tuple(seqs))).result()
+    digests = (DigestOrder((0,), 1),) if config.kv_checksum else ()
+    runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests)).result()

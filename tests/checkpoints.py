@@ -133,7 +133,7 @@ def node_config(
         max_model_len=max_model_len,
         parallel=choose_parallel_config(model, pp, tp, stage_layers, shared_mlps),
         kv_layout=layout,
-        kv_checksum=False,
+        kv_checksum=True,
         measure_kv_memory=False,
         gpu_memory_utilization=0.9,
         attention_backend=attention_backend,

@@ -201,8 +201,9 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
         _Flag("kv_cache_memory", "SIZE", "bytes, or a number with K, M, G, KiB, MiB, GiB", parse_size),
         _Flag(
             "kv_checksum",
-            "",
-            "compare KV read from a peer with the prefill node's digest; set it on all nodes or on none",
+            "on|off",
+            "compare KV read from a peer with the prefill node's digests; the same on all nodes (default: on)",
+            choices=("on", "off"),
         ),
         _Flag("gpu_memory_utilization", "F", "share of GPU memory to use (default %(default)s)", _fraction),
     ),

@@ -35,7 +35,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
-    kv_checksum: bool = False  # compare KV read from a peer with the peer's digest
+    kv_checksum: str | None = None  # on, off: compare KV read from a peer with its digests; None: on if there is KV
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
     cuda_graphs: str = "auto"  # auto: on if V2 runs on a GPU
@@ -167,7 +167,7 @@ def _check_simulated(options: NodeOptions) -> None:
         ("cuda_graphs", ("auto", "off")),
         ("pp", (1,)),
         ("tp", (1,)),
-        ("kv_checksum", (False,)),
+        ("kv_checksum", (None, "off")),
     ):
         if getattr(options, name) not in allowed:
             raise ConfigError(f"{name} {getattr(options, name)} is not possible for a simulated node; use {allowed[0]}")

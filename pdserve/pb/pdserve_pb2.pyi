@@ -1277,7 +1277,7 @@ class KVReady(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """one per block with --kv-checksum, else none"""
+        """one per block; none with --kv-checksum off"""
 
     def __init__(
         self,

@@ -13,8 +13,7 @@ _CHUNKS = 8  # iterations per program
 @triton.jit
 def _block_digest_kernel(
     words,  # [blocks of the cache, BLOCK_WORDS] integers
-    blocks,  # [blocks] int64: which ones
-    num_tokens,  # [blocks] int64: leading tokens of each that count
+    work,  # [blocks, 2 (block, its leading tokens that count)] int64
     multipliers,  # [BLOCK_WORDS] int64
     digests,  # out [blocks] int64, zero before
     BLOCK_WORDS: tl.constexpr,
@@ -26,8 +25,8 @@ def _block_digest_kernel(
 ):
     """Grid (blocks, parts of a block). Integer sums do not depend on the order of the atomic additions."""
     block = tl.program_id(0)
-    source = words + tl.load(blocks + block) * BLOCK_WORDS
-    limit = tl.load(num_tokens + block)
+    source = words + tl.load(work + 2 * block) * BLOCK_WORDS
+    limit = tl.load(work + 2 * block + 1)
     first = tl.program_id(1) * (CHUNK * CHUNKS)
     total = tl.zeros([CHUNK], dtype=tl.int64)
     for chunk in range(CHUNKS):
@@ -39,22 +38,20 @@ def _block_digest_kernel(
     tl.atomic_add(digests + block, tl.sum(total, axis=0), sem="relaxed")
 
 
-def block_digests(
-    words: Tensor, blocks: Tensor, num_tokens: Tensor, multipliers: Tensor, page_size: int, row_words: int
-) -> Tensor:
+def block_digests(words: Tensor, work: Tensor, multipliers: Tensor, page_size: int, row_words: int) -> Tensor:
     """Return the digests of some blocks. Shape [blocks] int64, modulo 2⁶⁴.
 
-    words [blocks of the cache, words of a block], dense integers of up to 8 bytes; blocks [blocks] int64; num_tokens
-    [blocks] int64, the leading tokens of each block that count; multipliers [words of a block] int64. A block is
-    [pages, …, page_size, row_words].
+    words [blocks of the cache, words of a block], dense integers of up to 8 bytes; work [blocks, 2] int64, each block
+    with the number of its leading tokens that count; multipliers [pages, …, page_size, row_words] int64, dense, one
+    per word of a block.
     """
     pages, block_words = multipliers.shape[0], multipliers.numel()
     assert words.is_contiguous()
-    digests = multipliers.new_zeros(len(blocks))
-    _block_digest_kernel[(len(blocks), triton.cdiv(block_words, _CHUNK * _CHUNKS))](
+    assert work.is_contiguous()
+    digests = multipliers.new_zeros(len(work))
+    _block_digest_kernel[(len(work), triton.cdiv(block_words, _CHUNK * _CHUNKS))](
         words,
-        blocks,
-        num_tokens,
+        work,
         multipliers,
         digests,
         BLOCK_WORDS=block_words,

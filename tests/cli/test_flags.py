@@ -34,7 +34,7 @@ def test_flag_defaults_equal_option_defaults() -> None:
         block_size=st.integers(1, 512),
         kernel_block_size=st.none() | st.integers(1, 512),
         kv_cache_memory=st.none() | st.integers(1, 2**50),
-        kv_checksum=st.booleans(),
+        kv_checksum=st.sampled_from([None, "on", "off"]),
         gpu_memory_utilization=st.floats(0.01, 1.0),
         peer_timeout=st.floats(1.0, 600.0),
         attention_backend=st.sampled_from(["auto", "torch", "triton", "flashinfer"]),

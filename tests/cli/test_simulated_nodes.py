@@ -76,7 +76,7 @@ def test_step_cost_counts_prompt_tokens_and_decodes() -> None:
         ({"tp": 2}, "tp 2 is not possible for a simulated node; use 1"),
         ({"cuda_graphs": "on"}, "cuda_graphs on is not possible for a simulated node"),
         ({"attention_backend": "triton"}, "attention_backend triton is not possible for a simulated node"),
-        ({"kv_checksum": True}, "kv_checksum True is not possible for a simulated node"),
+        ({"kv_checksum": "on"}, "kv_checksum on is not possible for a simulated node"),
     ],
 )
 def test_device_options_are_refused_for_simulated_nodes(asked: dict[str, Any], message: str) -> None:

@@ -28,8 +28,8 @@ class Checked:
 
     def __init__(self, checkpoint: Path, prefills: Fleet, decodes: Fleet, proxy: FaultProxy) -> None:
         self.proxy = proxy
-        flags = ("--kv-checksum", "--prefill", proxy.address)
-        proxy.target = prefills.start_prefill(checkpoint, [*PREFILL, "--kv-checksum"]).address
+        flags = ("--prefill", proxy.address)
+        proxy.target = prefills.start_prefill(checkpoint, PREFILL).address
         decodes.start_decode(checkpoint, [*FLAGS, *flags, "--kernel-block-size", "4"])
         decodes.start_decode(checkpoint, [*FLAGS, *flags, "--kv-failure-policy", "fail"])
         prefills.wait_ready()
@@ -158,14 +158,15 @@ def test_an_announcement_without_blocks_is_refused(checked: Checked) -> None:
 
 def test_nodes_with_different_checksum_modes_do_not_connect(checkpoint: Path, checked: Checked) -> None:
     with Fleet() as fleet:
-        other = fleet.start_decode(checkpoint, [*FLAGS, "--prefill", checked.proxy.address, "--peer-wait", "0.5"])
+        flags = ("--kv-checksum", "off", "--prefill", checked.proxy.address, "--peer-wait", "0.5")
+        other = fleet.start_decode(checkpoint, [*FLAGS, *flags])
         fleet.wait_ready()
         assert list(other.describe().connected_peers) == []
         assert "kv_checksum: on here, off there" in other.output
 
 
 def start_over(kind: str, tls: str, checkpoint: Path, fleet: Fleet, address: str) -> NodeProcess:
-    flags = [*FLAGS, "--prefill", address, "--require-transport", kind, "--kv-checksum", "--peer-wait", "20"]
+    flags = [*FLAGS, "--prefill", address, "--require-transport", kind, "--peer-wait", "20"]
     return fleet.start_decode(checkpoint, flags, {"UCX_TLS": tls})
 
 
@@ -184,7 +185,7 @@ def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, chec
 
 def test_a_later_peer_with_a_slow_transport_is_refused_and_retried(checkpoint: Path, checked: Checked) -> None:
     with FaultProxy() as proxy, Fleet() as fleet:
-        flags = [*FLAGS, "--prefill", proxy.address, "--peer-wait", "0.3", "--kv-checksum"]
+        flags = [*FLAGS, "--prefill", proxy.address, "--peer-wait", "0.3"]
         node = fleet.start_decode(checkpoint, [*flags, "--require-transport", "rdma"])
         fleet.wait_ready()
         proxy.target = checked.prefill.address

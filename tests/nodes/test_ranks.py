@@ -90,9 +90,8 @@ def test_ranks_exit_when_frontend_or_engine_is_killed(fleet: Fleet, checkpoint: 
 
 
 def test_every_rank_reads_its_part_of_the_kv_and_sigterm_ends_all_ranks(fleet: Fleet, checkpoint: Path) -> None:
-    flags = (*FLAGS, "--kv-checksum")
-    prefill = fleet.start_prefill(checkpoint, flags)
-    node = fleet.start_decode(checkpoint, [*flags, "--tp", "2", "--handoff-min-tokens", "0"])
+    prefill = fleet.start_prefill(checkpoint, FLAGS)
+    node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2", "--handoff-min-tokens", "0"])
     fleet.start_router(checkpoint)
     fleet.wait_ready()
     reference = reference_model(checkpoint)

@@ -131,9 +131,8 @@ def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int
     digester = KVDigester(memory, layout, KVShare.whole(layout))
     digester._uses_triton = False
     expected = digester.compute(orders)
-    blocks = torch.tensor([5, 0, 3, 2, 1, 4], device=DEVICE)
-    num_tokens = torch.tensor([BLOCK, BLOCK, 3, 1, BLOCK, BLOCK], device=DEVICE)
-    found = block_digests(digester._words, blocks, num_tokens, digester._multipliers, page, digester._row_words)
+    work = torch.tensor([[5, BLOCK], [0, BLOCK], [3, 3], [2, 1], [1, BLOCK], [4, BLOCK]], device=DEVICE)
+    found = block_digests(digester._words, work, digester._multipliers, page, digester._row_words)
     assert found.tolist() == expected.tolist()
 
 

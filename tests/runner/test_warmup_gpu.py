@@ -25,7 +25,7 @@ from checkpoints import make_checkpoint, node_config
 from stepper import GREEDY, Stepper
 
 import runner
-from pdserve.records import SamplingParams
+from pdserve.records import DigestOrder, SamplingParams, StepPlan
 from runner.v1.runner import RunnerV1
 from runner.v2.runner import RunnerV2
 
@@ -188,6 +188,12 @@ def choices(stepper: Stepper) -> None:
                 stepper.finish(seq)
 
 
+def digests(stepper: Stepper) -> None:
+    for count in (1, 2, 16):
+        order = DigestOrder(tuple(range(count)), count * stepper.runner.kv_layout.block_size - 1)
+        stepper.runner.launch(StepPlan(-1, digests=(order, order))).result()
+
+
 REQUESTS: list[Callable[[Stepper], None]] = [
     short,
     a_single_token,
@@ -196,6 +202,7 @@ REQUESTS: list[Callable[[Stepper], None]] = [
     prompts_among_others,
     every_way_to_sample,
     choices,
+    digests,
 ]
 
 
