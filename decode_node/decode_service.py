@@ -61,8 +61,12 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
                     generation = stream.generations.get(message.cancel.request)
                     if generation is not None:
                         generation.cancel()
+                case "pause" | "resume" as kind:
+                    generation = stream.generations.get(getattr(message, kind).request)
+                    if generation is not None:
+                        generation.set_paused(kind == "pause")
                 case _:
-                    raise RequestError("a ServeRequest is neither generate nor cancel; use the same version everywhere")
+                    raise RequestError("a ServeRequest has no known kind; use the same version everywhere")
 
     def _generate(self, stream: RouterStream, message: pb.Generate) -> None:
         if message.request in stream.generations:

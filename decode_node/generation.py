@@ -10,7 +10,19 @@ from typing import Protocol
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from engine.frontend.engine_client import EngineClient, Event, error_of
 from engine.frontend.stream_writer import StreamWriter
-from engine.ipc.messages import Cancel, Mode, Prefilled, ReadChecked, ReadEnded, Refused, Reserved, Scored, Submit
+from engine.ipc.messages import (
+    Cancel,
+    Mode,
+    Pause,
+    Prefilled,
+    ReadChecked,
+    ReadEnded,
+    Refused,
+    Reserved,
+    Resume,
+    Scored,
+    Submit,
+)
 from engine.request import finish_reason
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.pb import pdserve_pb2 as pb
@@ -133,6 +145,10 @@ class NodeGeneration:
             self._choices.clear()
             self._engine.send(Cancel(self.rid))
             self._end(RequestOutcome.CANCELLED if self.error is None else RequestOutcome.FAILED)
+
+    def set_paused(self, paused: bool) -> None:
+        """Stop producing tokens, or continue. A paused handoff goes on until its KV is here."""
+        self._engine.send(Pause(self.rid) if paused else Resume(self.rid))
 
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         cached_tokens = 0

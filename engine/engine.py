@@ -63,6 +63,10 @@ class Engine:
                     scheduler.prefill_locally(rid, outputs)
                 case messages.Cancel(rid):
                     scheduler.cancel(rid)
+                case messages.Pause(rid):
+                    scheduler.pause(rid)
+                case messages.Resume(rid):
+                    scheduler.resume(rid)
                 case messages.FreeLease(rid):
                     scheduler.free_lease(rid)
                 case messages.Connect(peer):

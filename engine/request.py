@@ -42,6 +42,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice after ``min_tokens``
     num_scored: int = 1  # prompt tokens whose log-probabilities were sent; the first token has none
     grammar: Grammar | None = None  # compiled from its sampling parameters
+    paused: bool = False  # its client does not read: no step includes it
 
     @property
     def prompt_len(self) -> int:

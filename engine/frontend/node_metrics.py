@@ -64,7 +64,7 @@ def _load(status: Status) -> Iterator[Metric]:
     yield _gauges("pdserve_kv_blocks", "KV blocks by use.", "use", blocks)
     used = 1.0 - status.free / status.total if status.total else 0.0
     yield GaugeMetricFamily("pdserve_kv_use_ratio", "Share of KV blocks that are not free.", used)
-    requests = {name: getattr(status, name) for name in ("waiting", "reading", "running")}
+    requests = {name: getattr(status, name) for name in ("waiting", "reading", "running", "paused")}
     yield _gauges("pdserve_node_requests", "Requests on the node.", "state", requests)
     throughput = status.throughput.prompt or TYPICAL.prompt
     seconds = throughput.at(status.backlog) if status.backlog else 0.0

@@ -74,6 +74,7 @@ class NodeService(pb_grpc.NodeServicer):
             waiting=status.waiting,
             reading=status.reading,
             running=status.running,
+            paused=status.paused,
             steps=status.totals.steps,
             counters=flat(self._metrics.collect()),
         )

@@ -18,6 +18,7 @@ A request with handoff on D:
       PrefillLocally(outputs)     ──►                                         drop the KV that was read, compute it here
    At any time:
       Cancel                      ──►                                         blocks are free (or quarantined)
+      Pause, Resume               ──►                                         no step in between includes the request
 
 On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of the prompt; the last one is in the same batch as
 outputs(first tokens). While no other request needs the device, outputs(rid, …) of further tokens follow.
@@ -115,6 +116,16 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     rid: int
 
 
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Leave a request out of steps until Resume; outputs of steps in flight still follow. Unknown rids are ignored."""
+
+    rid: int
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    rid: int
+
+
 class FreeLease(msgspec.Struct, frozen=True, tag=True):
     """End a request and the lease on its blocks."""
 
@@ -134,7 +145,18 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = (
-    Configure | Submit | StartRead | KVConfirmed | PrefillLocally | Cancel | FreeLease | Connect | Disconnect | Shutdown
+    Configure
+    | Submit
+    | StartRead
+    | KVConfirmed
+    | PrefillLocally
+    | Cancel
+    | Pause
+    | Resume
+    | FreeLease
+    | Connect
+    | Disconnect
+    | Shutdown
 )
 
 
@@ -282,6 +304,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     totals: Totals = msgspec.field(default_factory=Totals)
     backlog: int = 0  # prompt tokens to compute here, without cached ones
     throughput: Throughput = Throughput()
+    paused: int = 0
 
 
 class Batch(msgspec.Struct, tag=True):

@@ -48,6 +48,10 @@ class GrammarConstraints:
         self._compiling[text].append(request)
         return True
 
+    def held(self, rid: int) -> Request | None:
+        """Return a request that waits for its grammar."""
+        return next((each for requests in self._compiling.values() for each in requests if each.rid == rid), None)
+
     def forget(self, rid: int) -> None:
         """Drop a request that waits for its grammar. Unknown rids are ignored."""
         for requests in self._compiling.values():

@@ -12,25 +12,75 @@ from engine.scheduler.waiting_queue import WaitingQueue
 
 
 class LiveSequences:
-    """Waiting, loading and running sequences; each is in one of these states."""
+    """Waiting, loading, running and paused sequences; each is in one of these states.
+
+    A paused sequence keeps its blocks, and no step includes it. When its request is resumed, it waits to run again.
+    Until it runs it is ``preemptible``: its blocks are the first that are taken when blocks run out.
+    """
 
     def __init__(self, kv: KVCacheManager, events: Batch) -> None:
         self.waiting = WaitingQueue()
         self.loading: dict[int, Sequence] = {}  # by rid: the connector loads the prompt into held blocks
         self.running: dict[int, Sequence] = {}  # by seq, in order of admission
-        self._requests: dict[int, Request] = {}
+        self.paused: dict[int, Sequence] = {}  # by seq
+        self.preemptible: dict[int, Sequence] = {}  # by seq: has blocks and is paused or waits; longest paused first
+        self.requests: dict[int, Request] = {}  # by rid, with a sequence in any state
         self.finished: list[int] = []  # sequences that the runner must drop
         self._kv = kv
         self._events = events
 
     def queue(self, sequence: Sequence) -> None:
         """Append the first sequence of a request."""
-        self._requests[sequence.rid] = sequence.request
-        self.waiting.append(sequence)
+        self.requests[sequence.rid] = sequence.request
+        self.wait(sequence, first=False)
+
+    def wait(self, sequence: Sequence, *, first: bool) -> None:
+        """Put a sequence at the head or the end of the queue; if its request is paused, keep it out."""
+        if sequence.request.paused:
+            self.paused[sequence.seq] = sequence
+        elif first:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        """Let a sequence with blocks take part in steps, unless its request is paused."""
+        if sequence.request.paused:
+            self.paused[sequence.seq] = self.preemptible[sequence.seq] = sequence
+        else:
+            self.preemptible.pop(sequence.seq, None)
+            self.running[sequence.seq] = sequence
+
+    def pause(self, request: Request) -> None:
+        """Keep a request out of steps. A loading sequence goes on until its KV is here."""
+        request.paused = True
+        for sequence in request.sequences.values():
+            if self.running.pop(sequence.seq, None) is not None:
+                self._drop_in_runner(sequence)
+                self.waiting.charge_output(sequence)
+                self.run(sequence)
+            elif request.rid not in self.loading:
+                self.waiting.remove(sequence)
+                self.wait(sequence, first=True)
+
+    def resume(self, request: Request, now: float) -> None:
+        """Queue a paused request, before the others of its client if it was admitted before."""
+        request.paused = False
+        for sequence in reversed(request.sequences.values()):
+            if self.paused.pop(sequence.seq, None) is not None:
+                request.waits_since = now
+                self.wait(sequence, first=request.cached_tokens is not None)
+                if self.preemptible.pop(sequence.seq, None) is not None:
+                    self.preemptible[sequence.seq] = sequence  # after the paused ones
+
+    @property
+    def longest_paused(self) -> Sequence | None:
+        """The first sequence to preempt; None if every sequence with blocks runs or loads."""
+        return next((sequence for sequence in self.preemptible.values() if not sequence.in_flight), None)
 
     def of_request(self, rid: int) -> list[Sequence]:
         """Return the sequences of a request; none if the rid is unknown."""
-        request = self._requests.get(rid)
+        request = self.requests.get(rid)
         return list(request.sequences.values()) if request is not None else []
 
     @property
@@ -54,13 +104,15 @@ class LiveSequences:
         return max(preemptible, key=order, default=None)  # the first of equals
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Free the blocks of a running or loading sequence and queue it before the others of its client."""
+        """Free the blocks of a sequence. If it was running or loading, queue it before the others of its client."""
+        self._free(sequence)
+        if self.preemptible.pop(sequence.seq, None) is not None:
+            return
         if self.running.pop(sequence.seq, None) is not None:
             self._drop_in_runner(sequence)
             self.waiting.charge_output(sequence)
-        self._free(sequence)
         sequence.request.waits_since = now
-        self.waiting.appendleft(sequence)
+        self.wait(sequence, first=True)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, and its request with the last one."""
@@ -68,13 +120,14 @@ class LiveSequences:
         if self.running.pop(sequence.seq, None) is not None:
             self._drop_in_runner(sequence)
             self.waiting.charge_output(sequence)
-        elif self.loading.pop(request.rid, None) is None:
+        elif self.paused.pop(sequence.seq, None) is None and self.loading.pop(request.rid, None) is None:
             self.waiting.remove(sequence)
+        self.preemptible.pop(sequence.seq, None)
         sequence.ended = True
         self.free_unless_in_flight(sequence)
         del request.sequences[sequence.choice]
         if not request.sequences:
-            del self._requests[request.rid]
+            del self.requests[request.rid]
 
     def free_unless_in_flight(self, sequence: Sequence) -> None:
         """Free the blocks of an ended sequence, unless a step in flight writes to them."""

@@ -9,6 +9,8 @@ The states of a sequence:
        │ loading ──StartRead…──► reading ──KVConfirmed──► running
        └────── PrefillLocally ──────┘
 
+    waiting, running ──Pause──► paused ──Resume──► waiting: blocks are kept, unless they run out
+
 Steps may be planned while earlier ones are in flight and their tokens unknown. A step writes KV into the blocks of all
 its sequences until it has been applied. So the blocks of a sequence that ended meanwhile stay held until then.
 
@@ -123,7 +125,7 @@ class Scheduler:
         self.connector.finish_load(sequence)
         sequence.request.mode = Mode.LOCAL
         self._kv.received(sequence)
-        self._live.running[sequence.seq] = sequence
+        self._live.run(sequence)
         if not self._choices.take_from_peer(sequence, outputs):
             self._live.finish(sequence)
         self._branch(sequence)
@@ -144,6 +146,17 @@ class Scheduler:
         for sequence in self._live.of_request(rid):
             self._live.finish(sequence)
 
+    def pause(self, rid: int) -> None:
+        """Leave a request out of steps until ``resume``. Unknown rids are ignored."""
+        request = self._live.requests.get(rid) or self._constraints.held(rid)
+        if request is not None and not request.paused:
+            self._live.pause(request)
+
+    def resume(self, rid: int) -> None:
+        request = self._live.requests.get(rid) or self._constraints.held(rid)
+        if request is not None and request.paused:
+            self._live.resume(request, self._clock())
+
     def free_lease(self, rid: int) -> None:
         """Drop a request and the lease on its blocks."""
         self.cancel(rid)
@@ -157,7 +170,7 @@ class Scheduler:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
         if self._live.finished or self.connector.has_orders or self._live.any_runnable:
             return False
-        return self._head is None or not self._kv.fits(self._head)
+        return self._head is None or not self._can_have_blocks(self._head)
 
     def plan(self) -> StepPlan:
         """Plan the next step: decodes, then prompts one after the other, within the token budget."""
@@ -203,6 +216,7 @@ class Scheduler:
             msgspec.structs.replace(self.totals),
             self._backlog(),
             self.meter.throughput(self.connector.load_cost),
+            len(self._live.paused),
         )
 
     @property
@@ -235,6 +249,8 @@ class Scheduler:
         """
         runnable = self._in_flight.select(self._live.running.values())
         while not self._kv.grow(chain(runnable.decodes, runnable.prompts)):
+            if self._preempt_paused():
+                continue
             if self._in_flight:
                 return False
             self._preempt(self._live.least_urgent)
@@ -272,7 +288,7 @@ class Scheduler:
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
         sequence = self._fair_share.to_preempt(
-            self._num_plans, lambda head: not self._free_slots or not self._kv.fits(head)
+            self._num_plans, lambda head: not self._free_slots or not self._can_have_blocks(head)
         )
         if sequence is not None:
             if self._in_flight:
@@ -280,6 +296,13 @@ class Scheduler:
             self._preempt(sequence)
             self._fair_share.made_room(self._num_plans)
         return True
+
+    def _preempt_paused(self) -> bool:
+        """Free the blocks of the sequence that has been paused longest. Return False if there is none with blocks."""
+        sequence = self._live.longest_paused
+        if sequence is not None:
+            self._preempt(sequence)
+        return sequence is not None
 
     def _preempt(self, sequence: Sequence | None) -> None:
         assert sequence is not None, "blocks ran out, and no sequence can be preempted"
@@ -295,14 +318,25 @@ class Scheduler:
     def _head(self) -> Sequence | None:
         """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running."""
         head = self._live.waiting.head if self._free_slots > 0 else None
-        return None if head is None or head.blocked else head
+        return None if head is None or head.blocked or head.in_flight else head
+
+    def _can_have_blocks(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence has kept its blocks, or may find some."""
+        return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """Allocate the blocks that a waiting sequence lacks. Return False if too few are free."""
+        while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
+            if not self._preempt_paused():  # it may lose its own
+                return False
+        return True
 
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> None:
         """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step."""
         while (sequence := self._head) is not None and accepts(sequence):
             request = sequence.request
             loads = self.connector.loadable(sequence) > 0
-            if not (loads or builder.takes_prompts) or not self._kv.allocate(sequence):
+            if not (loads or builder.takes_prompts) or not self._allocate(sequence):
                 return
             self._live.waiting.admit(sequence, sequence.num_computed)
             if request.cached_tokens is None:
@@ -315,7 +349,7 @@ class Scheduler:
             else:
                 if not sequence.num_outputs:
                     request.queued += self._clock() - request.waits_since
-                self._live.running[sequence.seq] = sequence
+                self._live.run(sequence)
                 self._add_prompt(builder, sequence)
                 self._prompts.append(sequence)
 
@@ -346,7 +380,7 @@ class Scheduler:
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
         for seq, logprobs in found:
-            sequence = self._live.running.get(seq)
+            sequence = self._live.running.get(seq) or self._live.paused.get(seq)
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
                 self.events.scored.append(Scored(sequence.rid, logprobs))
@@ -373,4 +407,4 @@ class Scheduler:
         """Put the choices that wait for the prompt's KV at the head of the queue, once it is complete."""
         if sequence.request.branches and sequence.num_computed >= sequence.prompt_len:
             for branch in reversed(self._choices.branch(sequence)):
-                self._live.waiting.appendleft(branch)
+                self._live.wait(branch, first=True)
