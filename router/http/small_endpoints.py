@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.jobs import check_vocabulary
+from router.completions_api.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.completions_api.request_bodies import ChatBody
 from router.fleet.policy import no_decode_node
 from router.http.generate_endpoint import read_body
@@ -76,6 +82,22 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+def _large_json(value: Any, turns: asyncio.Lock) -> Response:
+    """Encode a large response in pieces, each in its turn."""
+    chunks = json_chunks(value)
+    first, second = next(chunks), next(chunks, None)
+    if second is None:
+        return Response(first, media_type="application/json")
+
+    async def paced() -> AsyncIterator[bytes]:
+        for chunk in chain([first, second], chunks):
+            yield chunk
+            async with turns:
+                await asyncio.sleep(0)
+
+    return StreamingResponse(paced(), media_type="application/json")
+
+
 def add_info_routes(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
@@ -117,19 +139,20 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
         model = service.find(body.model)
         token_ids = await _tokenize(model.encoder, body)
-        strings = [model.tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        limit = model.fleet.limits().max_model_len
-        return _json(TokenizeResponse(len(token_ids), limit, token_ids, strings))
+        token = model.tokenizer.token
+        strings = lazy_list(lambda: (list(map(token, part)) for part in parts(token_ids)))
+        limit, shown = model.fleet.limits().max_model_len, strings if body.return_token_strs else None
+        return _large_json(TokenizeResponse(len(token_ids), limit, lazy_numbers(token_ids), shown), service.turns)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
         model = service.find(body.model)
-        check_vocabulary("tokens", body.tokens, model.fleet.limits())
-        return _json(DetokenizeResponse(model.tokenizer.decode(body.tokens)))
+        check = partial(check_vocabulary, "tokens", limits=model.fleet.limits())
+        return _large_json(DetokenizeResponse(await model.encoder.decode(body.tokens, check)), service.turns)
 
 
-async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
+async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> Sequence[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -143,4 +166,4 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> list[int]:
             chat_template_kwargs=body.chat_template_kwargs,
         )
         prompt = await encoder.encode_chat(chat.render_request, body.add_special_tokens is True)
-    return prompt.unpacked().tolist()
+    return prompt.unpacked()

@@ -81,6 +81,15 @@ class PromptEncoder:
         inline = sum(prompt.num_tokens for prompt in prompts) <= _INLINE_TOKENS
         return await self._run(inline, lambda: [self._with_echo(prompt, scored, special) for prompt in prompts])
 
+    async def decode(self, token_ids: Sequence[int], check: Callable[[Sequence[int]], None]) -> str:
+        """Return the text of token ids. Raises the errors of ``check``."""
+
+        def decode() -> str:
+            check(token_ids)
+            return self._tokenizer.decode(token_ids)
+
+        return await self._run(len(token_ids) <= _INLINE_TOKENS, decode)
+
     def _with_echo(self, prompt: Prompt, scored: bool, special: bool) -> Prompt:
         if prompt.text is not None:
             offsets = self._tokenizer.offsets(prompt.text, special) if scored else ()

@@ -77,7 +77,8 @@ class Tokenizer:
         return offsets
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Detokenize. ``decode_batch``, unlike ``decode``, releases the GIL."""
+        return str(self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token(self, token_id: int) -> str:
         """Return the vocabulary's spelling, such as "Ġthe"; empty for an unknown id."""

@@ -106,3 +106,16 @@ def test_metrics_count_requests_and_tokens(client: httpx.Client, scripted_node: 
     after = [metric(client, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 4, 3, 2, 1, 2, 1]
     assert 'pdserve_nodes_ready{model="small",role="decode"} 1.0' in client.get("/metrics").text
+
+
+def test_large_token_answers_equal_small_ones(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    """Beyond 64 KB an answer comes in pieces."""
+    text = "naïve 日本 🙂 " * 10_000
+    response = client.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    assert "content-length" not in response.headers
+    answer = response.json()
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert answer["token_strs"] == [tokenizer.token(token_id) for token_id in answer["tokens"]]
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    error = client.post("/detokenize", json={"tokens": [*answer["tokens"], 506]}).json()["error"]
+    assert "506 is outside" in error["message"]
