@@ -7,9 +7,11 @@
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine. First, the undisturbed fleet
 answers every request. Then clients repeat the requests for --seconds, while nodes are killed (frontend, engine or
 another rank), terminated, or stopped (the whole node or one of these). A decode node gets a fault only while another
-one serves. Some clients disconnect before the end. The same --seed gives the same requests and the same faults.
+one serves. Some clients disconnect before the end. Hostile streams to all nodes claim requests and leases of other
+streams. The same --seed gives the same requests and the same faults.
 
-Exits with status 1 if a client received an error or a different answer, or if a block is lost.
+Exits with status 1 if a client received an error or a different answer, a node obeyed a hostile stream, or a block is
+lost.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body
 from fault_injection import FaultInjector, random_faults
 from fleet import Fleet, add_tokenizer, start_fleet
+from hostile_streams import HostileStreams
 
 SIMULATED = ("--engine", "simulated")
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
@@ -70,7 +73,8 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     asyncio.run(load.record_expected(fleet.url, rng))
     started = time.monotonic()
     ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
-    with FaultInjector(fleet, random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)) as injector:
+    faults = random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)
+    with FaultInjector(fleet, faults) as injector, HostileStreams(fleet, args.seed) as hostile:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
     lasted = time.monotonic() - started
     for node in (*fleet.prefill, *fleet.decode):
@@ -78,10 +82,12 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
     print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(injector.injected.values())} faults")
     print("\n".join(f"  {what}: {count}" for what, count in sorted(injector.injected.items())))
+    print("\n".join(f"  hostile streams to {what}: {count}" for what, count in sorted(hostile.ends.items())))
     metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
     print("\n".join(line for line in metrics if line.startswith(("pdserve_migrations_total", "pdserve_replayed"))))
-    print("\n".join(load.failures[:10]))
-    return 1 if load.failures else 0
+    failures = [*load.failures, *hostile.failures]
+    print("\n".join(failures[:10]))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         stream = RouterStream()
         with self._streams.opened(stream):
             try:
-                await serve(context, stream.writer, self._read(stream, request_iterator), stream.is_idle)
+                read = self._read(stream, request_iterator)
+                await serve(context, stream.writer, read, stream.is_idle, self._node.violations)
             finally:
                 for generation in tuple(stream.generations.values()):
                     generation.cancel()
@@ -58,12 +59,10 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
                 case "generate":
                     self._generate(stream, message.generate)
                 case "cancel":
-                    generation = stream.generations.get(message.cancel.request)
-                    if generation is not None:
+                    if (generation := stream.find(message.cancel.request)) is not None:
                         generation.cancel()
                 case "pause" | "resume" as kind:
-                    generation = stream.generations.get(getattr(message, kind).request)
-                    if generation is not None:
+                    if (generation := stream.find(getattr(message, kind).request)) is not None:
                         generation.set_paused(kind == "pause")
                 case _:
                     raise RequestError("a ServeRequest has no known kind; use the same version everywhere")
@@ -71,7 +70,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
     def _generate(self, stream: RouterStream, message: pb.Generate) -> None:
         if message.request in stream.generations:
             raise RequestError(f"request {message.request} is running on this stream already; number them uniquely")
-        node = self._node
+        node, stream.largest = self._node, max(stream.largest, message.request)
         self._handoffs.counters["pdserve_decode_requests_total"] += 1
         try:
             node.check_ready()

@@ -24,7 +24,7 @@ from engine.ipc.messages import (
     Submit,
 )
 from engine.request import finish_reason
-from pdserve.errors import DeadlineExceeded, PdserveError
+from pdserve.errors import DeadlineExceeded, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
@@ -38,6 +38,7 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.generations: dict[int, NodeGeneration] = {}
+        self.largest = -1  # the router's largest number of a request so far
         self.writer = StreamWriter(pb.OutputBatch)
 
     def is_idle(self) -> bool:
@@ -48,6 +49,12 @@ class RouterStream:
         output = self.writer.put(bulk).outputs.add()
         output.request = request
         return output
+
+    def find(self, number: int) -> NodeGeneration | None:
+        """Return a request, None if it has ended. Raises RequestError if it was never sent on this stream."""
+        if number > self.largest:
+            raise RequestError(f"request {number} was never sent on this stream; only its own stream can change it")
+        return self.generations.get(number)
 
     def forget(self, generation: NodeGeneration) -> None:
         self.generations.pop(generation.number, None)

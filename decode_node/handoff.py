@@ -2,7 +2,7 @@
 
     waiting ─first part announced─► reading ─all read─► confirming ─lease stood, digests equal─► confirmed
        │                               │                    │
-       └─────────────────────── any failure ────────────────┴──► given up ─lease named and released─► done
+       └─────────────────────── any failure ────────────────┴──► given up
 
 ``limit`` is the time by D's clock until which P certainly keeps announced blocks: a lease's length after D sent a
 request that P has answered, less a margin. D reads nothing beyond it. D extends the lease after a third of the time
@@ -61,28 +61,24 @@ class HandoffFailed:
 Event = (
     pb.PrefillEvent | ReadEnded | ReadChecked | PeerError | None
 )  # PeerError: the stream has ended; None: time has passed
-ToPeer = pb.ExtendRequest | pb.ReleaseRequest | pb.Cancel
+ToPeer = pb.ExtendRequest | pb.ReleaseRequest
 Action = StartRead | KVConfirmed | ToPeer | HandoffFailed
 
 
 class Handoff:
-    """One prompt at one prefill node, from the request to P until P holds nothing for it.
-
-    ``done`` is true once no event can change anything: the stream may forget ``number``.
-    """
+    """One prompt at one prefill node, from the request to P until its KV is confirmed or given up."""
 
     def __init__(self, rid: int, number: int, peer: HandoffPeer, num_tokens: int, sent_at: float) -> None:
         """``number`` is the prompt's on the stream to P; ``sent_at`` is when the prompt was sent, or earlier."""
         self.number = number
         self.phase = Phase.WAITING
-        self.done = False
         self.limit = sent_at
         self.announced = 0  # prompt tokens
         self.outputs: Outputs = ()  # tokens that P has sampled, by choice
         self._rid = rid
         self._peer = peer
         self._num_tokens = num_tokens
-        self._lease = 0  # 0: P has not named it
+        self._refused = False  # P failed the prompt before its first part, and holds nothing
         self._lease_seconds = 0.0
         self._to_read: list[StartRead] = []
         self._num_reads = 0  # in flight
@@ -96,7 +92,7 @@ class Handoff:
 
     @property
     def active(self) -> bool:
-        """P's KV may still be used."""
+        """P's KV may still be used. Otherwise no event changes anything, and the stream may forget ``number``."""
         return self.phase not in (Phase.CONFIRMED, Phase.GIVEN_UP)
 
     @property
@@ -111,33 +107,21 @@ class Handoff:
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Apply an event; return the actions to take, in this order. HandoffFailed, if any, is the last."""
-        if self.done:
-            return []
         if not self.active:
-            return self._on_event_after_giving_up(event)
+            return []
         try:
             self._apply(event, now)
             return self._next_actions(now)
         except PdserveError as error:
-            actions: list[Action] = [*self.give_up(), HandoffFailed(error)]
-            self.done = self.done or isinstance(event, PeerError)
-            return actions
+            return [*self.give_up(), HandoffFailed(error)]
 
     def give_up(self) -> list[Action]:
-        """Drop P's KV; return the messages that P needs. Idempotent.
-
-        Release gives back a lease that P has named. Otherwise Cancel stops the prompt, and Release follows Accepted.
-        """
+        """Drop P's KV; return the Release that P needs, unless it was sent or P holds nothing. Idempotent."""
         if not self.active:
             return []
-        release_sent = self.phase is Phase.CONFIRMING
+        needed = self.phase is not Phase.CONFIRMING and not self._refused
         self.phase = Phase.GIVEN_UP
-        if self.done:
-            return []
-        if not self._lease:
-            return [pb.Cancel(request=self.number)]
-        self.done = True
-        return [] if release_sent else [self._release()]
+        return [self._release()] if needed else []
 
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
         """Record P's first token of each choice. Raises PeerError on a repetition."""
@@ -159,18 +143,6 @@ class Handoff:
 
     # ------------------------------------------------------------ events
 
-    def _on_event_after_giving_up(self, event: Event) -> list[Action]:
-        if isinstance(event, PeerError):
-            self.done = True
-        if not isinstance(event, pb.PrefillEvent):
-            return []
-        kind = event.WhichOneof("kind")
-        self.done = kind in ("accepted", "kv_ready", "finished", "failed")
-        if kind not in ("accepted", "kv_ready"):
-            return []
-        self._lease = event.accepted.lease if kind == "accepted" else event.kv_ready.lease
-        return [self._release()]
-
     def _apply(self, event: Event, now: float) -> None:
         match event:
             case pb.PrefillEvent():
@@ -191,8 +163,6 @@ class Handoff:
 
     def _apply_prefill_event(self, event: pb.PrefillEvent, now: float) -> None:
         match event.WhichOneof("kind"):
-            case "accepted":
-                self._lease = self._lease or event.accepted.lease
             case "kv_ready":
                 self._on_part(event.kv_ready, now)
             case "extended" if self.phase is Phase.READING and event.extended.ask == self._num_extends:
@@ -202,14 +172,12 @@ class Handoff:
                 self._move_limit(self._extend_sent_at, event.extended.lease_ms / 1000, now)
             case "released" if self.phase is Phase.CONFIRMING:
                 if not event.released.stood:
-                    self.done = True
                     raise PeerError(f"the lease at {self._peer.name} ended before its blocks had been read")
                 self._stood, self._answer_due = True, inf
             case "finished" if not self._complete:
-                self.done = not self._lease
                 raise PeerError(f"{self._peer.name} ended a prompt without leasing its blocks")
             case "failed" if not self._complete or (self.phase is Phase.CONFIRMING and not self._stood):
-                self.done = not self._lease
+                self._refused = not self.announced
                 raise failure_from_pb(event.failed, self._peer.name)
 
     def _on_part(self, part: pb.KVReady, now: float) -> None:
@@ -217,11 +185,11 @@ class Handoff:
         if not part.block_ids or part.num_tokens <= self.announced:
             what = f"{len(part.block_ids)} blocks up to token {part.num_tokens}"
             raise PeerError(f"{peer} announced {what}, after those up to {self.announced}")
-        if self._complete or (self._lease and part.lease != self._lease):
-            raise PeerError(f"{peer} announced blocks of lease {part.lease} after those of lease {self._lease}")
+        if self._complete:
+            raise PeerError(f"{peer} announced blocks after the last ones of a prompt")
         if self.phase is Phase.WAITING:
             self.phase = Phase.READING
-            self._lease, self._lease_seconds = part.lease, part.lease_ms / 1000
+            self._lease_seconds = part.lease_ms / 1000
             self._move_limit(self.limit, self._lease_seconds, now)
         self.announced = part.num_tokens
         if self._complete and not self.outputs:
@@ -256,7 +224,7 @@ class Handoff:
 
     def _next_actions(self, now: float) -> list[Action]:
         if self._stood and not self._num_unchecked:
-            self.phase, self.done = Phase.CONFIRMED, True
+            self.phase = Phase.CONFIRMED
             return [KVConfirmed(self._rid, self.outputs)]
         if self.phase is not Phase.READING:
             return []
@@ -281,8 +249,7 @@ class Handoff:
         self._num_extends += 1
         self._extend_sent_at = now
         self._answer_due = now + self._peer.timing.answer_timeout
-        epoch, lease = self._peer.epoch, self._lease
-        return pb.ExtendRequest(request=self.number, epoch=epoch, lease=lease, ask=self._num_extends)
+        return pb.ExtendRequest(request=self.number, ask=self._num_extends)
 
     def _release(self) -> pb.ReleaseRequest:
-        return pb.ReleaseRequest(request=self.number, epoch=self._peer.epoch, lease=self._lease)
+        return pb.ReleaseRequest(request=self.number)

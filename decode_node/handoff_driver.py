@@ -90,7 +90,7 @@ class HandoffDriver:
             self._guard(self._start, cached_tokens)
 
     def on_event(self, event: Event) -> None:
-        """Advance the handoff. Events after its end still matter where P has not named the lease."""
+        """Advance the handoff. Events after its end change nothing."""
         self._guard(self._advance, event)
 
     def abandon(self) -> None:
@@ -125,7 +125,7 @@ class HandoffDriver:
 
     def _prefill_at(self, peer: PrefillPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
-        assert self._handoff is None or self._handoff.done, "a drained P's events would reach the next handoff"
+        assert self._handoff is None or not self._handoff.active, "a drained P's events would reach the next handoff"
         self._handoff, self._peer, generation = None, peer, self._generation
         stream = self._stream = peer.stream
         if stream is None:
@@ -168,7 +168,7 @@ class HandoffDriver:
                 case _:
                     stream.send(action)
         self._wake_at(handoff.wake_at)
-        if handoff.done:
+        if not handoff.active:
             stream.forget(handoff.number)
         if failure is not None:
             raise failure

@@ -74,8 +74,6 @@ class PrefillStream:
                 self._unsent.put_nowait(pb.HandoffRequest(extend=message))
             case pb.ReleaseRequest():
                 self._unsent.put_nowait(pb.HandoffRequest(release=message))
-            case pb.Cancel():
-                self._unsent.put_nowait(pb.HandoffRequest(cancel=message))
 
     def forget(self, number: int) -> None:
         """Drop the handler of a prompt. Idempotent."""

@@ -15,6 +15,7 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 from prefill_node.lease_manager import LeaseManager
+from prefill_node.leases import LeaseId
 from prefill_node.pending_prefill import PendingPrefill
 from prefill_node.prefill_trace import PrefillTrace
 
@@ -26,11 +27,16 @@ class DecodeStream:
     """
 
     def __init__(
-        self, node: NodeContext, leases: LeaseManager, decode_ahead: int, on_change: Callable[[], None]
+        self, number: int, node: NodeContext, leases: LeaseManager, decode_ahead: int, on_change: Callable[[], None]
     ) -> None:
-        """Decode at most ``decode_ahead`` tokens after a prompt's first; call ``on_change`` after each prompt's end."""
+        """``number`` tells this stream's leases from those of all other streams of this node.
+
+        Decode at most ``decode_ahead`` tokens after a prompt's first; call ``on_change`` after each prompt's end.
+        """
         self.writer = StreamWriter(pb.PrefillEvents)
         self.prefills: dict[int, PendingPrefill] = {}  # by D's number, until their leases end
+        self._number = number
+        self._largest = -1  # D's largest number of a prompt so far
         self._node = node
         self._leases = leases
         self._decode_ahead = decode_ahead
@@ -45,12 +51,7 @@ class DecodeStream:
                 case "extend":
                     self._extend(message.extend)
                 case "release":
-                    self._release(message.release)
-                case "cancel":
-                    prefill = self.prefills.pop(message.cancel.request, None)
-                    if prefill is not None:
-                        prefill.cancel()
-                        self._on_change()
+                    self._release(message.release.request)
                 case _:
                     raise RequestError("a HandoffRequest is of no known kind; use the same version everywhere")
             await self.writer.room()
@@ -80,15 +81,16 @@ class DecodeStream:
 
     def _prefill(self, request: pb.PrefillRequest) -> None:
         number = request.request
-        if number in self.prefills:
+        if LeaseId(self._number, number) in self._leases.table:
             raise RequestError(f"prompt {number} is computed for this stream already; number them uniquely")
+        self._largest = max(self._largest, number)
         try:
             prefill = self._submit(request)
         except PdserveError as exc:
             self.end(number, exc)
             return
         self.prefills[number] = prefill
-        self.send(number, accepted=pb.Accepted(lease=prefill.rid))
+        self.send(number, accepted=pb.Accepted())
 
     def _submit(self, request: pb.PrefillRequest) -> PendingPrefill:
         node = self._node
@@ -102,7 +104,8 @@ class DecodeStream:
         check_request(tokens, sampling, node.config)
         check_skip(request.skip_tokens, len(tokens), node.config.kv_layout.block_size)
         prefill = PendingPrefill(
-            *(node.engine, self._leases, len(tokens), request.timeout_ms / 1000),
+            *(node.engine, self._leases, LeaseId(self._number, request.request)),
+            *(len(tokens), request.timeout_ms / 1000),
             *(partial(self.send, request.request), partial(self.end, request.request)),
             self._begin_trace(request, len(tokens)),
         )
@@ -115,16 +118,25 @@ class DecodeStream:
         return PrefillTrace(request.request_id, num_tokens, span, self._node.log_requests)
 
     def _extend(self, request: pb.ExtendRequest) -> None:
-        seconds = self._leases.extend(request.epoch, request.lease)
+        seconds = self._leases.extend(self._lease(request.request))
         self.send(request.request, extended=pb.Extended(ask=request.ask, lease_ms=int(seconds * 1000)))
 
-    def _release(self, request: pb.ReleaseRequest) -> None:
-        def release() -> None:
-            stood = self._leases.release(request.epoch, request.lease)
-            self.send(request.request, released=pb.Released(stood=stood))
+    def _release(self, number: int) -> None:
+        lease = self._lease(number)
 
-        prefill = self.prefills.get(request.request)
-        if prefill is not None and prefill.rid == request.lease:
+        def release() -> None:
+            self.send(number, released=pb.Released(stood=self._leases.release(lease)))
+
+        prefill = self.prefills.get(number)
+        if prefill is not None:
             prefill.after_step(release)
         else:
             release()
+
+    def _lease(self, number: int) -> LeaseId:
+        """Return the lease of a prompt on this stream. Raises RequestError for a prompt that was never sent on it."""
+        if number > self._largest:
+            raise RequestError(
+                f"prompt {number} was never sent on this stream; only its own stream can extend or end it"
+            )
+        return LeaseId(self._number, number)

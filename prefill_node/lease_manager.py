@@ -6,13 +6,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.frontend.engine_client import EngineClient
 from engine.ipc.messages import FreeLease
-from prefill_node.leases import LeaseState, LeaseTable
+from prefill_node.leases import LeaseId, LeaseState, LeaseTable
 from prefill_node.prefill_trace import PrefillTrace
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt whose lease is active."""
+
+    rid: int  # in the engine
+    on_end: Callable[[], None] | None  # None: its computation was cancelled
+    trace: PrefillTrace
 
 
 class LeaseManager:
@@ -23,48 +33,48 @@ class LeaseManager:
         self.table = table
         self.on_change: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
-        self._on_end: dict[int, Callable[[], None]] = {}  # by lease
-        self._traces: dict[int, PrefillTrace] = {}  # by lease
+        self._prompts: dict[LeaseId, _Prompt] = {}  # the table's keys, until ``close``
 
     @property
     def idle(self) -> bool:
         return not len(self.table)
 
-    def accept(self, lease: int, on_end: Callable[[], None], trace: PrefillTrace) -> None:
+    def accept(self, lease: LeaseId, rid: int, on_end: Callable[[], None], trace: PrefillTrace) -> None:
         """Register the lease of a new prompt. ``on_end`` is called when it ends, unless ``cancel`` comes before."""
         self.table.accept(lease)
-        self._on_end[lease] = on_end
-        self._traces[lease] = trace
+        self._prompts[lease] = _Prompt(rid, on_end, trace)
 
-    def announce(self, lease: int, complete: bool) -> bool:
+    def announce(self, lease: LeaseId, complete: bool) -> bool:
         """Lease more blocks; return False if the lease has ended and they must not be announced to D."""
         active = self.table.announce(lease, complete, time.monotonic())
         self._set_timer()
         return active
 
-    def extend(self, epoch: str, lease: int) -> float:
+    def extend(self, lease: LeaseId) -> float:
         """Extend a lease; return the seconds that it lasts at least, 0 if it has ended."""
-        return self.table.extend(epoch, lease, time.monotonic())
+        return self.table.extend(lease, time.monotonic())
 
-    def release(self, epoch: str, lease: int) -> bool:
+    def release(self, lease: LeaseId) -> bool:
         """End a lease for D; return whether it stood until now."""
-        stood, free = self.table.release(epoch, lease)
+        stood, free = self.table.release(lease)
         if free:
             self._free(lease, LeaseState.RELEASED if stood else LeaseState.ABORTED)
         return stood
 
-    def cancel(self, lease: int) -> None:
+    def cancel(self, lease: LeaseId) -> None:
         """End the lease of a cancelled prompt, unless blocks have been announced."""
-        self._on_end.pop(lease, None)
+        if (prompt := self._prompts.get(lease)) is not None:
+            prompt.on_end = None
         if self.table.cancel(lease):
             self._free(lease, LeaseState.ABORTED)
 
     def close(self) -> None:
+        """End the traces of all leases. Streams that gRPC cancels afterwards change nothing."""
         if self._timer is not None:
             self._timer.cancel()
-        for trace in self._traces.values():
-            trace.on_lease_end(LeaseState.ABORTED)
-        self._traces.clear()
+        for prompt in self._prompts.values():
+            prompt.trace.on_lease_end(LeaseState.ABORTED)
+        self._prompts.clear()
 
     def _set_timer(self) -> None:
         when = self.table.next_expiry()
@@ -75,17 +85,19 @@ class LeaseManager:
     def _on_timer(self) -> None:
         self._timer = None
         for lease in self.table.expire(time.monotonic()):
-            trace = self._traces[lease]
-            text = "lease %d of request %s expired: its decode node neither released nor extended it"
-            _log.warning(text, lease, trace.request_id, extra=trace.log_fields)
+            trace = self._prompts[lease].trace
+            text = "the lease of request %s expired: its decode node neither released nor extended it"
+            _log.warning(text, trace.request_id, extra=trace.log_fields)
             self._free(lease, LeaseState.EXPIRED)
         self._set_timer()
 
-    def _free(self, lease: int, state: LeaseState) -> None:
+    def _free(self, lease: LeaseId, state: LeaseState) -> None:
         """Free the blocks of a lease that has ended, and stop its computation."""
-        self._engine.send(FreeLease(lease))
-        on_end = self._on_end.pop(lease, None)
-        if on_end is not None:
-            on_end()
-        self._traces.pop(lease).on_lease_end(state)
+        prompt = self._prompts.pop(lease, None)
+        if prompt is None:
+            return  # closed
+        self._engine.send(FreeLease(prompt.rid))
+        if prompt.on_end is not None:
+            prompt.on_end()
+        prompt.trace.on_lease_end(state)
         self.on_change()

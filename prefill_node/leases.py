@@ -6,6 +6,9 @@
        │                    └────────────expire──────────────► expired      no message from D for too long
        └──release, cancel──► nothing was promised
 
+A lease belongs to the stream that its prompt came on: its id begins with P's number of that stream, and messages hold
+only the rest. So no stream can name the lease of another one.
+
 A lease is granted with the first announced blocks of a prompt, and grows with later ones. Its time runs from the grant
 or the latest extension. A broken stream does not end it: D may go on reading over the data network.
 
@@ -17,12 +20,17 @@ are drawn in docs/leases.md.
 from __future__ import annotations
 
 import heapq
-from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 _MAX_TERMS = 10  # lengths of a lease by which extensions can move its end beyond the latest announcement
+
+
+class LeaseId(NamedTuple):
+    stream: int  # P's number of the stream, never reused
+    request: int  # D's number of the prompt on that stream
 
 
 class LeaseState(StrEnum):
@@ -44,26 +52,25 @@ class _Lease:
 
 
 class LeaseTable:
-    """All leases of one node in one epoch. Times are seconds of one monotonic clock."""
+    """All leases of one node. Times are seconds of one monotonic clock."""
 
-    def __init__(self, epoch: str, seconds: float, guard: float, remember: int = 65_536) -> None:
-        """A repeated release gets the first one's answer until ``remember`` more leases have been numbered."""
-        self.epoch = epoch
+    def __init__(self, seconds: float, guard: float) -> None:
         self.seconds = seconds
         self.guard = guard
-        self._leases: dict[int, _Lease] = {}  # active
-        # [lease % remember]: the latest released lease of that remainder, plus one. Its size is constant, while a
-        # dictionary would grow for hours.
-        self._released = array("Q", bytes(8 * remember))
-        self._heap: list[tuple[float, int]] = []  # (end, lease), with stale entries of ended and extended leases
+        self._leases: dict[LeaseId, _Lease] = {}  # active
+        self._heap: list[tuple[float, LeaseId]] = []  # (end, lease), with stale entries of ended and extended leases
         self.counts = dict.fromkeys(LeaseState, 0)
 
-    def accept(self, lease: int) -> None:
-        """Register the lease of a new prompt under a new number. Nothing is promised yet."""
+    def __contains__(self, lease: LeaseId) -> bool:
+        """Return whether the lease has been accepted and has not ended."""
+        return lease in self._leases
+
+    def accept(self, lease: LeaseId) -> None:
+        """Register the lease of a new prompt. Nothing is promised yet."""
         assert lease not in self._leases, lease
         self._leases[lease] = _Lease()
 
-    def announce(self, lease: int, complete: bool, now: float) -> bool:
+    def announce(self, lease: LeaseId, complete: bool, now: float) -> bool:
         """Promise more blocks; the first ones grant the lease. Return False if it has ended: D must not read them."""
         entry = self._leases.get(lease)
         if entry is None:
@@ -75,30 +82,29 @@ class LeaseTable:
             self._keep_until(lease, entry, now + self.seconds + self.guard)
         return True
 
-    def extend(self, epoch: str, lease: int, now: float) -> float:
+    def extend(self, lease: LeaseId, now: float) -> float:
         """Extend a lease to its whole length from now; return the seconds that it lasts at least, 0 if it has ended.
 
         The result shrinks when the latest announcement is long ago, so that no lease lasts forever.
         """
-        entry = self._active(epoch, lease)
+        entry = self._leases.get(lease)
         if entry is None or not entry.granted:
             return 0.0
         self._keep_until(lease, entry, min(now + self.seconds + self.guard, entry.latest))
         return max(0.0, entry.ends - self.guard - now)
 
-    def release(self, epoch: str, lease: int) -> tuple[bool, bool]:
+    def release(self, lease: LeaseId) -> tuple[bool, bool]:
         """End a lease for D. Return (the lease stood until now, the caller must free its blocks).
 
-        A lease did not stand if it is unknown, had ended, or if not all of its blocks had been announced. A repeated
-        release gets the first one's answer.
+        A lease did not stand if it is unknown, had ended, or if not all of its blocks had been announced.
         """
-        entry = self._active(epoch, lease)
+        entry = self._leases.get(lease)
         if entry is None:
-            return epoch == self.epoch and self._released[lease % len(self._released)] == lease + 1, False
+            return False, False
         self._end(lease, LeaseState.RELEASED if entry.complete else LeaseState.ABORTED)
         return entry.complete, True
 
-    def cancel(self, lease: int) -> bool:
+    def cancel(self, lease: LeaseId) -> bool:
         """End the lease of a cancelled prompt if nothing was announced; return whether it ended."""
         entry = self._leases.get(lease)
         if entry is None or entry.granted:
@@ -106,7 +112,7 @@ class LeaseTable:
         self._end(lease, LeaseState.ABORTED)
         return True
 
-    def expire(self, now: float) -> list[int]:
+    def expire(self, now: float) -> list[LeaseId]:
         """End and return all leases whose time and guard have passed; the caller must free their blocks.
 
         A lease stands until this call, however late it comes.
@@ -129,20 +135,14 @@ class LeaseTable:
         """Return the number of granted leases."""
         return sum(entry.granted for entry in self._leases.values())
 
-    def _active(self, epoch: str, lease: int) -> _Lease | None:
-        """Return the lease unless it has ended or belongs to another epoch."""
-        return self._leases.get(lease) if epoch == self.epoch else None
-
-    def _keep_until(self, lease: int, entry: _Lease, ends: float) -> None:
+    def _keep_until(self, lease: LeaseId, entry: _Lease, ends: float) -> None:
         if not entry.granted or ends > entry.ends:
             entry.ends = ends
             heapq.heappush(self._heap, (ends, lease))
 
-    def _is_current(self, when: float, lease: int) -> bool:
+    def _is_current(self, when: float, lease: LeaseId) -> bool:
         return lease in self._leases and self._leases[lease].ends == when
 
-    def _end(self, lease: int, state: LeaseState) -> None:
+    def _end(self, lease: LeaseId, state: LeaseState) -> None:
         if self._leases.pop(lease).granted:
             self.counts[state] += 1
-        if state is LeaseState.RELEASED:
-            self._released[lease % len(self._released)] = lease + 1

@@ -12,6 +12,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, SamplingParams, TokenLogprobs
 from pdserve.rpc.protobuf import logprobs_to_pb
 from prefill_node.lease_manager import LeaseManager
+from prefill_node.leases import LeaseId
 from prefill_node.prefill_trace import PrefillTrace
 
 _MAX_STEP_SECONDS = 0.05  # of a step that only decodes
@@ -29,6 +30,7 @@ class PendingPrefill:
         self,
         engine: EngineClient,
         leases: LeaseManager,
+        lease: LeaseId,
         num_tokens: int,
         timeout: float,
         send: Callable[..., None],
@@ -38,11 +40,12 @@ class PendingPrefill:
         """``timeout`` is in seconds; 0 is none."""
         self._engine = engine
         self._leases = leases
-        self.rid = engine.open(self)
+        self._lease = lease
+        self._rid = engine.open(self)
         self.complete = False  # the last part has been announced
         self._num_tokens = num_tokens
         self._samples: list[pb.SampledToken] = []  # by choice, until the last part
-        self._prefilled = Prefilled(self.rid, 0, 0.0)
+        self._prefilled = Prefilled(self._rid, 0, 0.0)
         self._decodes_ahead = True  # or will, until the engine reports the end
         self._deferred: Callable[[], None] | None = None  # until the step in flight has ended
         self._send = send
@@ -50,13 +53,13 @@ class PendingPrefill:
         self._trace = trace
         late = DeadlineExceeded(f"the prompt was not computed within the {timeout:.3g} s left of its request's timeout")
         self._timer = asyncio.get_running_loop().call_later(timeout, self._fail, late) if timeout else None
-        leases.accept(self.rid, self._on_lease_end, trace)
+        leases.accept(lease, self._rid, self._on_lease_end, trace)
 
     def submit(self, request: pb.PrefillRequest, sampling: SamplingParams, decode_ahead: int) -> None:
         """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first."""
         self._engine.send(
             Submit(
-                *(self.rid, request.token_ids, sampling, Mode.LEASE, request.cache_salt),
+                *(self._rid, request.token_ids, sampling, Mode.LEASE, request.cache_salt),
                 *(request.priority, request.skip_tokens, decode_ahead),
                 client=request.client,
             )
@@ -78,8 +81,8 @@ class PendingPrefill:
     def cancel(self) -> None:
         """Stop the computation without further events. Announced blocks stay leased."""
         self._stop()
-        self._engine.send(Cancel(self.rid))
-        self._leases.cancel(self.rid)
+        self._engine.send(Cancel(self._rid))
+        self._leases.cancel(self._lease)
         self._run_deferred()
 
     def on_event(self, event: Event) -> None:
@@ -89,7 +92,7 @@ class PendingPrefill:
             case DecodeAheadEnded():
                 self._decodes_ahead = False
                 self._run_deferred()
-            case Leased() if self._leases.announce(self.rid, event.num_tokens == self._num_tokens):
+            case Leased() if self._leases.announce(self._lease, event.num_tokens == self._num_tokens):
                 self._on_part(event)
             case Refused() if not self.complete:  # later, only tokens decoded ahead are missing, which D does not need
                 self._fail(error_of(event))
@@ -122,7 +125,6 @@ class PendingPrefill:
             )
             self._send(first_tokens=first)
         ready = pb.KVReady(
-            lease=self.rid,
             lease_ms=int(self._leases.table.seconds * 1000),
             block_ids=part.block_ids,
             num_tokens=part.num_tokens,
@@ -135,7 +137,7 @@ class PendingPrefill:
     def _on_lease_end(self) -> None:
         error = None
         if not self.complete:
-            error = PeerError(f"lease {self.rid} ended before all of its blocks were announced")
+            error = PeerError("the lease ended before all of its blocks were announced")
             self._trace.on_failed(error)
         self._stop()
         self._on_end(error)
@@ -148,7 +150,7 @@ class PendingPrefill:
 
     def _stop(self) -> None:
         self._decodes_ahead = False
-        self._engine.close(self.rid)
+        self._engine.close(self._rid)
         self._stop_timer()
 
     def _stop_timer(self) -> None:

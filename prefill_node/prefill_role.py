@@ -36,7 +36,7 @@ class PrefillRole:
         self._leases: LeaseManager | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
-        self._leases = LeaseManager(node.engine, LeaseTable(node.epoch, self._lease_seconds, self._lease_guard))
+        self._leases = LeaseManager(node.engine, LeaseTable(self._lease_seconds, self._lease_guard))
         service = PrefillService(node, self._leases, self._decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)
         return service

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterable
+from itertools import count
 
 from engine.frontend.drain import Streams
 from engine.frontend.node_context import NodeContext
@@ -26,6 +27,7 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         self._leases = leases
         self._decode_ahead = decode_ahead
         self._streams: Streams[DecodeStream] = Streams()
+        self._numbers = count(1)  # of streams
         self.release_timeout = leases.table.seconds + leases.table.guard
         leases.on_change = self._streams.changed
 
@@ -59,11 +61,18 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
     async def Serve(  # type: ignore[override]  # not a generator, which would not notice a broken stream
         self, request_iterator: AsyncIterable[pb.HandoffRequest], context: Context
     ) -> None:
-        stream = DecodeStream(self._node, self._leases, self._decode_ahead, self._streams.changed)
+        node, number = self._node, next(self._numbers)
+        stream = DecodeStream(number, node, self._leases, self._decode_ahead, self._streams.changed)
         with self._streams.opened(stream):
             try:
-                await serve(context, stream.writer, stream.read(request_iterator), lambda: stream.writer.empty)
+                read = stream.read(request_iterator)
+                await serve(context, stream.writer, read, lambda: stream.writer.empty, node.violations)
             finally:
+                if stream.prefills:
+                    what = len(stream.prefills)
+                    _log.info(
+                        "the stream of %s ended with %d unfinished prompts, which are cancelled", context.peer(), what
+                    )
                 stream.close()
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:

@@ -131,7 +131,10 @@ class RouterClient:
         return self.send(prompt, sampling, prefill_node, **fields).wait()
 
     def cancel(self, result: Generated) -> None:
-        self._requests.put(pb.ServeRequest(cancel=pb.Cancel(request=result.number)))
+        self.put(pb.ServeRequest(cancel=pb.Cancel(request=result.number)))
+
+    def put(self, message: pb.ServeRequest) -> None:
+        self._requests.put(message)
 
     def half_close(self) -> None:
         self._requests.put(None)
@@ -161,16 +164,30 @@ class PrefillFailed(Exception):
         self.code = failure.code
 
 
+EventQueue = queue.SimpleQueue[pb.PrefillEvent | grpc.RpcError | None]
+
+
 @dataclass
 class Prefill:
-    """The events of one prompt."""
+    """The events of one prompt. Answers to Extend and Release are apart."""
 
     number: int
-    events: queue.SimpleQueue[pb.PrefillEvent | grpc.RpcError | None] = field(default_factory=queue.SimpleQueue)
+    events: EventQueue = field(default_factory=queue.SimpleQueue)
+    answers: EventQueue = field(default_factory=queue.SimpleQueue)
 
     def next(self) -> pb.PrefillEvent:
         """Return the next event. Raises PrefillFailed, and RpcError when the stream broke."""
-        event = self.events.get(timeout=WAIT_SECONDS)
+        return self._get(self.events)
+
+    def next_answer(self) -> pb.PrefillEvent:
+        """Return the next answer. Raises RpcError when the stream broke."""
+        return self._get(self.answers)
+
+    def put(self, event: pb.PrefillEvent) -> None:
+        (self.answers if event.WhichOneof("kind") in ("extended", "released") else self.events).put(event)
+
+    def _get(self, events: EventQueue) -> pb.PrefillEvent:
+        event = events.get(timeout=WAIT_SECONDS)
         assert event is not None, "the stream has ended"
         if isinstance(event, grpc.RpcError):
             raise event
@@ -197,6 +214,7 @@ class PrefillClient:
         self._numbers = itertools.count(1)
         self.messages: list[list[str]] = []  # the kinds of events in each received message
         self.draining = False  # as the node announced
+        self.error: grpc.RpcError | None = None
         self._call: Any = pb_grpc.PrefillNodeStub(self._channel).Serve(iter(self._requests.get, None))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -217,49 +235,45 @@ class PrefillClient:
     def half_close(self) -> None:
         """End the requests, and wait until P has ended the stream."""
         self._requests.put(None)
+        self.join()
+
+    def join(self) -> None:
+        """Wait until P has ended the stream."""
         self._reader.join(WAIT_SECONDS)
         assert not self._reader.is_alive()
 
     def send(self, request: pb.PrefillRequest, number: int | None = None) -> Prefill:
         """Send a prompt, whose events a thread collects."""
-        prefill = self._expect(number)
-        request.request = prefill.number
+        number = next(self._numbers) if number is None else number
+        prefill = self._prefills.setdefault(number, Prefill(number))
+        request.request = number
         self.put(pb.HandoffRequest(prefill=request))
         return prefill
 
-    def cancel(self, prefill: Prefill) -> None:
-        self.put(pb.HandoffRequest(cancel=pb.Cancel(request=prefill.number)))
-
-    def extend(self, epoch: str, lease: int) -> float:
+    def extend(self, prefill: Prefill) -> float:
         """Extend a lease; return its seconds, 0 if it has ended."""
-        answer = self._expect()
-        self.put(pb.HandoffRequest(extend=pb.ExtendRequest(request=answer.number, epoch=epoch, lease=lease, ask=7)))
-        extended = answer.next().extended
+        self.put(pb.HandoffRequest(extend=pb.ExtendRequest(request=prefill.number, ask=7)))
+        extended = prefill.next_answer().extended
         assert extended.ask == 7
         return extended.lease_ms / 1000
 
-    def release(self, epoch: str, lease: int) -> bool:
+    def release(self, prefill: Prefill) -> bool:
         """Release a lease; return whether it stood."""
-        answer = self._expect()
-        self.put(pb.HandoffRequest(release=pb.ReleaseRequest(request=answer.number, epoch=epoch, lease=lease)))
-        return answer.next().released.stood
+        self.put(pb.HandoffRequest(release=pb.ReleaseRequest(request=prefill.number)))
+        return prefill.next_answer().released.stood
 
     def put(self, message: pb.HandoffRequest) -> None:
         self._requests.put(message)
 
-    def _expect(self, number: int | None = None) -> Prefill:
-        number = next(self._numbers) if number is None else number
-        return self._prefills.setdefault(number, Prefill(number))
-
     def _read(self) -> None:
-        end: grpc.RpcError | None = None
         try:
             for message in self._call:
                 self.draining |= message.draining
                 self.messages.append([event.WhichOneof("kind") for event in message.events])
                 for event in message.events:
-                    self._prefills[event.request].events.put(event)
+                    self._prefills[event.request].put(event)
         except grpc.RpcError as exc:
-            end = exc
+            self.error = exc
         for prefill in self._prefills.values():
-            prefill.events.put(end)
+            prefill.events.put(self.error)
+            prefill.answers.put(self.error)

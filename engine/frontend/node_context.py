@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from engine.frontend.drain import Drainable
 from engine.frontend.engine_client import EngineClient
 from engine.frontend.health import State
+from engine.frontend.violations import Violations
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
@@ -33,6 +34,7 @@ class NodeContext:
     tracer: Tracer
     log_requests: bool
     state: State = State.LOADING
+    violations: Violations = field(default_factory=Violations)
 
     @cached_property
     def compat_hash(self) -> str:

@@ -43,6 +43,9 @@ class NodeMetrics(Collector):
         yield from _load(status)
         for name in Totals.__struct_fields__:
             yield CounterMetricFamily(f"pdserve_{name}", _TOTALS[name], getattr(status.totals, name))
+        yield CounterMetricFamily(
+            "pdserve_stream_violations", "Streams ended for a violation of the protocol.", node.violations.count
+        )
         yield from _gaps(node.engine.monitor.last, self._watch.longest_gap)
         yield from self._role_metrics()
 

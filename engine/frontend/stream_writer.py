@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from engine.frontend.violations import Violations
 from pdserve.errors import RequestError
 from pdserve.rpc.errors import abort
 
@@ -76,11 +77,16 @@ class StreamWriter(Generic[M]):
 
 
 async def serve(
-    context: Context, writer: StreamWriter[Any], read: Coroutine[Any, Any, None], is_over: Callable[[], bool]
+    context: Context,
+    writer: StreamWriter[Any],
+    read: Coroutine[Any, Any, None],
+    is_over: Callable[[], bool],
+    violations: Violations,
 ) -> None:
     """Serve a bidirectional call: send what ``writer`` collects, until ``read`` has ended and ``is_over()``.
 
-    An exception of ``read`` ends the call at once; a RequestError becomes the call's status message.
+    An exception of ``read`` ends the call at once; a RequestError is a violation of the protocol, counted in
+    ``violations``, and becomes the call's status message.
     """
     reader = asyncio.create_task(read, name="stream reader")
     reader.add_done_callback(lambda _: writer.wake())
@@ -91,6 +97,7 @@ async def serve(
                 await context.write(message)
         reader.result()
     except RequestError as exc:
+        violations.add(context.peer(), exc)
         await abort(context, exc)
     finally:
         reader.cancel()

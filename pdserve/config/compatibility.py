@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-PROTOCOL_VERSION = 3  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
+PROTOCOL_VERSION = 4  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
 
 
 def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> str:

@@ -1050,30 +1050,24 @@ class HandoffRequest(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
-    CANCEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill(self) -> Global___PrefillRequest: ...
     @_builtins.property
     def extend(self) -> Global___ExtendRequest: ...
     @_builtins.property
     def release(self) -> Global___ReleaseRequest: ...
-    @_builtins.property
-    def cancel(self) -> Global___Cancel:
-        """stop computing; announced blocks stay leased"""
-
     def __init__(
         self,
         *,
         prefill: Global___PrefillRequest | None = ...,
         extend: Global___ExtendRequest | None = ...,
         release: Global___ReleaseRequest | None = ...,
-        cancel: Global___Cancel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extend", b"extend", "kind", b"kind", "prefill", b"prefill", "release", b"release"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "extend", "release", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["prefill", "extend", "release"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1153,25 +1147,19 @@ class ExtendRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
     ASK_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    epoch: _builtins.str
-    lease: _builtins.int
     ask: _builtins.int
     """returned in the answer: it tells D when this request was sent"""
     def __init__(
         self,
         *,
         request: _builtins.int = ...,
-        epoch: _builtins.str = ...,
-        lease: _builtins.int = ...,
         ask: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "epoch", b"epoch", "lease", b"lease", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1179,26 +1167,20 @@ Global___ExtendRequest: _TypeAlias = ExtendRequest  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
-    """Releases a lease. Answered by Released; a repetition gets the same answer."""
+    """Ends a prompt and its lease, at any time. Answered by Released."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    epoch: _builtins.str
-    lease: _builtins.int
     def __init__(
         self,
         *,
         request: _builtins.int = ...,
-        epoch: _builtins.str = ...,
-        lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1291,19 +1273,16 @@ Global___PrefillEvent: _TypeAlias = PrefillEvent  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
+    """P has queued the prompt."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
-    lease: _builtins.int
-    """id of the future lease, so that a D that gives up can release it at any time"""
     def __init__(
         self,
-        *,
-        lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1317,12 +1296,10 @@ class KVReady(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
-    lease: _builtins.int
     lease_ms: _builtins.int
     """shortest time that P keeps them, from when it received the prompt; see ExtendRequest"""
     num_tokens: _builtins.int
@@ -1336,7 +1313,6 @@ class KVReady(_message.Message):
     def __init__(
         self,
         *,
-        lease: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
@@ -1344,7 +1320,7 @@ class KVReady(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "lease", b"lease", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "lease_ms", b"lease_ms", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -309,6 +309,8 @@ class PrefillNodeServicer:
 
     def Serve(self, request_iterator, context):
         """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+        Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
+        A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -134,7 +134,10 @@ class PrefillNodeStub:
     Handshake: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]
     """Check compatibility and exchange memory regions. FAILED_PRECONDITION names both values of an incompatible setting."""
     Serve: _grpc.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]
-    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them."""
+    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+    Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
+    A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class PrefillNodeAsyncStub(PrefillNodeStub):
@@ -144,7 +147,10 @@ class PrefillNodeAsyncStub(PrefillNodeStub):
     Handshake: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.HandshakeRequest, _pdserve_pb2.HandshakeReply]  # type: ignore[assignment]
     """Check compatibility and exchange memory regions. FAILED_PRECONDITION names both values of an incompatible setting."""
     Serve: _aio.StreamStreamMultiCallable[_pdserve_pb2.HandoffRequest, _pdserve_pb2.PrefillEvents]  # type: ignore[assignment]
-    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them."""
+    """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+    Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
+    A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
+    """
 
 class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ D → P"""
@@ -163,6 +169,9 @@ class PrefillNodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pdserve_pb2.HandoffRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.PrefillEvents], _abc.AsyncIterator[_pdserve_pb2.PrefillEvents]]:
-        """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them."""
+        """One stream per D. Its end cancels every prefill on it. Announced blocks stay leased: D may still read them.
+        Messages name a lease by the number of its prompt on the same stream, so a stream cannot name another stream's lease.
+        A message about a number that the stream has never sent ends it with INVALID_ARGUMENT.
+        """
 
 def add_PrefillNodeServicer_to_server(servicer: PrefillNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

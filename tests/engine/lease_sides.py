@@ -26,12 +26,12 @@ from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, SamplingParams
 from pdserve.rpc.timeouts import DEFAULT_TIMING
-from prefill_node.leases import LeaseTable
+from prefill_node.leases import LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
 StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
-KINDS = {pb.ExtendRequest: "extend", pb.ReleaseRequest: "release", pb.Cancel: "cancel"}
+_streams = count(1)
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,20 @@ class Call:
     events: deque[StreamEvent] = field(default_factory=deque)
     announced: list[tuple[int, int]] = field(default_factory=list)  # (P's block, its first token)
     num_reads: int = 0  # in flight
+    stream: int = field(default_factory=_streams.__next__)  # unique, also the prompt's rid on P
     expired_early: bool = False  # P has freed it before the agreed time, and D must notice
-    given_back: list[str] = field(default_factory=list)  # "cancel" and "release" that D has sent
+    released: bool = False  # D has sent Release
+
+    @property
+    def lease(self) -> LeaseId:
+        return LeaseId(self.stream, self.rid)
 
 
 @dataclass(frozen=True)
 class Request:
     """A message in flight to P; without ``message``, the prompt or the end of the stream."""
 
-    kind: str  # prefill, cancel, extend, release, close (the end of the stream)
+    kind: str  # prefill, extend, release, close (the end of the stream)
     call: Call
     message: ToPeer | None = None
 
@@ -106,38 +111,35 @@ class PrefillSide:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.table = LeaseTable(self.node.epoch, SECONDS, GUARD)
-        self._numbers = count(1)
-        self._calls: dict[int, Call] = {}  # by lease; not ended
+        self.table = LeaseTable(SECONDS, GUARD)
+        self._calls: dict[int, Call] = {}  # by rid, as all of these; not ended
+        self._leases: dict[int, LeaseId] = {}
         self._samples: dict[int, Tokens] = {}
-        self._unleased: dict[int, Job] = {}  # by lease, until its last blocks are announced
+        self._unleased: dict[int, Job] = {}  # until the last blocks are announced
 
     @property
     def epoch(self) -> str:
         return self.node.epoch
 
     def prefill(self, call: Call) -> None:
-        lease = next(self._numbers)
-        self.table.accept(lease)
-        self._calls[lease] = call
-        self._samples[lease] = ()
-        self._unleased[lease] = call.job
-        job = call.job
-        self.node.submit(lease, job.prompt, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
-        call.events.append(pb.PrefillEvent(accepted=pb.Accepted(lease=lease)))
+        rid, job = call.stream, call.job
+        self.table.accept(call.lease)
+        self._calls[rid], self._leases[rid] = call, call.lease
+        self._samples[rid] = ()
+        self._unleased[rid] = job
+        self.node.submit(rid, job.prompt, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
 
-    def release(self, epoch: str, lease: int) -> bool:
-        kept, free = self.table.release(epoch, lease)
+    def release(self, lease: LeaseId) -> bool:
+        stood, free = self.table.release(lease)
         if free:
             self._free(lease)
-        return kept
+        return stood
 
     def close_stream(self, call: Call) -> None:
-        for lease in [lease for lease, mine in self._calls.items() if mine is call]:
-            del self._calls[lease]
-            self.node.obey(Cancel(lease))
-            if self.table.cancel(lease):
-                self._free(lease)
+        if self._calls.pop(call.stream, None) is not None:
+            self.node.obey(Cancel(call.stream))
+            if self.table.cancel(call.lease):
+                self._free(call.lease)
 
     def expire(self, now: float) -> None:
         for lease in self.table.expire(now):
@@ -146,11 +148,10 @@ class PrefillSide:
     def expire_lease(self, call: Call, now: float) -> None:
         """Let the time of a call's lease pass, and of no other, as if P's clock was wrong."""
         call.expired_early = True
-        for lease in [lease for lease, mine in self._calls.items() if mine is call]:
-            entry = self.table._leases[lease]
-            if entry.granted:
-                entry.ends = now
-                heappush(self.table._heap, (now, lease))
+        entry = self.table._leases.get(call.lease)
+        if entry is not None and entry.granted:
+            entry.ends = now
+            heappush(self.table._heap, (now, call.lease))
         self.expire(now)
 
     def step(self, now: float) -> None:
@@ -164,22 +165,21 @@ class PrefillSide:
             self._announce(leased, now)
 
     def _announce(self, leased: Leased, now: float) -> None:
-        lease, job = leased.rid, self._unleased.get(leased.rid)
+        rid, job = leased.rid, self._unleased.get(leased.rid)
         complete = job is not None and leased.num_tokens == len(job.prompt)
-        if not self.table.announce(lease, complete, now):
+        if not self.table.announce(self._leases[rid], complete, now):
             return
         assert job is not None, "blocks follow the last ones of a prompt"
-        samples, num_choices = self._samples[lease], job.prefill_sampling.n
+        samples, num_choices = self._samples[rid], job.prefill_sampling.n
         if complete:
             assert len(samples) >= num_choices, "the last blocks come before the first tokens"
-            del self._unleased[lease]
-        call = self._calls.get(lease)
+            del self._unleased[rid]
+        call = self._calls.get(rid)
         if call is None:
             return
         if complete:
             call.events.append(samples[:num_choices])
         ready = pb.KVReady(
-            lease=lease,
             lease_ms=int(SECONDS * 1000),
             block_ids=leased.block_ids,
             num_tokens=leased.num_tokens,
@@ -189,11 +189,12 @@ class PrefillSide:
         if complete:
             call.events += [(token,) for token in samples[num_choices:]]
 
-    def _free(self, lease: int) -> None:
-        call = self._calls.pop(lease, None)
-        if self._unleased.pop(lease, None) is not None and call is not None:
+    def _free(self, lease: LeaseId) -> None:
+        rid = lease.stream
+        call = self._calls.pop(rid, None)
+        if self._unleased.pop(rid, None) is not None and call is not None:
             call.events.append(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")))
-        self.node.obey(FreeLease(lease))
+        self.node.obey(FreeLease(rid))
 
 
 class DecodeSide:
@@ -301,8 +302,12 @@ class DecodeSide:
             match action:
                 case HandoffFailed():
                     self.node.obey(PrefillLocally(call.rid, call.handoff.outputs))
-                case pb.ExtendRequest() | pb.ReleaseRequest() | pb.Cancel():
-                    self._send(call, action)
+                case pb.ExtendRequest():
+                    self.sent.append(Request("extend", call, action))
+                case pb.ReleaseRequest():
+                    assert not call.released, "D sends Release twice"
+                    call.released = True
+                    self.sent.append(Request("release", call, action))
                 case StartRead():
                     assert now < call.handoff.limit, "D begins a read after its limit"
                     self.read(call, action)
@@ -310,16 +315,7 @@ class DecodeSide:
                     self.node.obey(action)
         if not call.handoff.active:
             self.calls.pop(call.rid, None)
-        if call.handoff.done:
             call.open = False
-
-    def _send(self, call: Call, message: ToPeer) -> None:
-        kind = KINDS[type(message)]
-        if kind != "extend":
-            assert kind not in call.given_back, f"D sends {kind} twice"
-            assert call.given_back in ([], ["cancel"]), f"D sends {kind} after {call.given_back}"
-            call.given_back.append(kind)
-        self.sent.append(Request(kind, call, message))
 
     def _receive_tokens(self, call: Call, tokens: Tokens, now: float) -> None:
         handoff, job = call.handoff, call.job

@@ -1,7 +1,8 @@
 """One handoff between the real LeaseTable and Handoff, small enough to visit every order of events.
 
 A prompt has two parts. P overwrites blocks as soon as they are free. The network may reorder, lose and repeat Extend,
-Release and their answers, which is more than one stream can do; P's other events keep their order.
+Release and their answers, which is more than one stream can do; P's other events keep their order. A hostile second
+stream, which knows the prompt's number, may send Extend and Release at any time.
 Every function that takes a State is a possible event.
 """
 
@@ -19,13 +20,16 @@ from engine.ipc.messages import KVConfirmed, ReadEnded, StartRead
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import PeerTiming
-from prefill_node.leases import LeaseTable
+from prefill_node.leases import LeaseId, LeaseTable
 
 SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
-LEASE, PARTS = 1, 2
+PARTS = 2
 ALL = frozenset(range(1, PARTS + 1))
+LEASE = LeaseId(1, 1)  # of D's stream
+HOSTILE = LeaseId(2, 1)  # what the messages of the hostile stream name
+OTHER = LeaseId(3, 1)  # of another D, in P's second epoch
 
-ACCEPTED, FAILED, ENDED = -1, -2, 0  # events of P's stream besides numbers of parts
+FAILED, ENDED = -1, 0  # events of P's stream besides numbers of parts
 PEER = HandoffPeer("p", "first", PeerTiming(2 * TICK))  # an Extend is answered within a tick, a Release within two
 
 Message = tuple[str, int]  # to P: its kind, and the number of an extension
@@ -38,9 +42,10 @@ class State:
 
     faults: int
     d_runs: bool
+    make_table: Callable[[float, float], LeaseTable] = LeaseTable
     now: float = 0.0
     epoch: str = "first"
-    table: LeaseTable = field(default_factory=lambda: LeaseTable("first", SECONDS, GUARD, remember=1))
+    table: LeaseTable = field(init=False)
     computed: int | None = None  # parts of the prompt on P; None: not requested there
     leased: frozenset[int] = frozenset()  # parts
     handoff: Handoff | None = field(default_factory=lambda: Handoff(1, 1, PEER, PARTS, 0.0))  # None: it is done
@@ -48,11 +53,14 @@ class State:
     lost: bool = False  # a message to P, or one side's state
     to_p: list[Message] = field(default_factory=lambda: [("prefill", 0)])
     to_d: list[Answer] = field(default_factory=list)
-    stream: list[int] = field(default_factory=list)  # events in flight: numbers of parts, ACCEPTED, FAILED, ENDED
-    given_back: tuple[str, ...] = ()  # Cancel and Release that D has sent
-    announced: frozenset[int] = frozenset()  # parts that D has heard of
+    stream: list[int] = field(default_factory=list)  # events in flight: numbers of parts, FAILED, ENDED
+    released: bool = False  # D has sent Release
+    announced: frozenset[int] = frozenset()  # parts announced to D
     reads: frozenset[int] = frozenset()  # parts on their way to D
     tainted: bool = False  # D has read something else than P had computed
+
+    def __post_init__(self) -> None:
+        self.table = self.make_table(SECONDS, GUARD)
 
     @property
     def d_now(self) -> float:
@@ -66,9 +74,9 @@ class State:
             self.to_d, self.stream, self.announced, self.tainted = [], [], frozenset(), False
         else:
             self.handoff._progress_at = 0.0  # the horizon is nearer than D's limit on stalls, and than P's on leases
-        for lease in self.table._leases.values():
-            lease.latest = inf
-        self.table._heap = [(lease.ends, LEASE) for lease in self.table._leases.values() if lease.granted]
+        for entry in self.table._leases.values():
+            entry.latest = inf
+        self.table._heap = [(entry.ends, lease) for lease, entry in self.table._leases.items() if entry.granted]
         buffer = io.BytesIO()
         pickler = pickle.Pickler(buffer, 5)
         pickler.fast = True  # no references between equal parts
@@ -79,7 +87,7 @@ class State:
 # ---------------------------------------------------------------- P
 
 
-def p_computes(s: State) -> None:
+def p_computes_a_part(s: State) -> None:
     assert s.computed is not None
     s.computed += 1
     if s.table.announce(LEASE, s.computed == PARTS, s.now):
@@ -97,12 +105,12 @@ def p_frees(s: State) -> None:
     s.leased = frozenset()
 
 
-def p_looks(s: State) -> None:
+def p_checks_its_clock(s: State) -> None:
     if s.table.expire(s.now) and s.epoch == "first":
         p_frees(s)
 
 
-def p_hears(index: int, again: bool, s: State) -> None:
+def p_receives(index: int, again: bool, s: State) -> None:
     kind, ask = s.to_p[index]
     if not again:
         del s.to_p[index]
@@ -110,19 +118,17 @@ def p_hears(index: int, again: bool, s: State) -> None:
         case "prefill" if s.epoch == "first":
             s.table.accept(LEASE)
             s.computed = 0
-            s.stream.append(ACCEPTED)
         case "prefill":
             s.stream.append(FAILED)
-        case "cancel" | "close" if s.epoch == "first":
-            if kind == "close":
-                s.to_p = [message for message in s.to_p if message[0] != "prefill"]
+        case "close" if s.epoch == "first":
+            s.to_p = [message for message in s.to_p if message[0] != "prefill"]
             s.computed = None
             if s.table.cancel(LEASE):
                 p_frees(s)
         case "extend":
-            s.to_d.append(("extended", ask, int(1000 * s.table.extend("first", LEASE, s.now))))
+            s.to_d.append(("extended", ask, int(1000 * s.table.extend(LEASE, s.now))))
         case "release":
-            stood, free = s.table.release("first", LEASE)
+            stood, free = s.table.release(LEASE)
             if free:
                 assert s.epoch == "first", "a lease was ended with that of an earlier epoch"
                 p_frees(s)
@@ -130,14 +136,23 @@ def p_hears(index: int, again: bool, s: State) -> None:
 
 
 def p_restarts(s: State) -> None:
-    """Another request's lease gets the same number in the second epoch."""
+    """Another D's prompt gets the same number in the second epoch."""
     s.epoch, s.lost = "second", True
-    s.table = LeaseTable("second", SECONDS, GUARD, remember=1)
-    s.table.accept(LEASE)
-    s.table.announce(LEASE, True, s.now)
+    s.table = s.make_table(SECONDS, GUARD)
+    s.table.accept(OTHER)
+    s.table.announce(OTHER, True, s.now)
     s.computed, s.leased = None, frozenset()
     if s.open:
         s.stream.append(ENDED)
+
+
+def hostile_releases(s: State) -> None:
+    if s.table.release(HOSTILE)[1] and s.epoch == "first":
+        p_frees(s)
+
+
+def hostile_extends(s: State) -> None:
+    assert not s.table.extend(HOSTILE, s.now), "another stream has extended the lease"
 
 
 # ---------------------------------------------------------------- D
@@ -159,25 +174,17 @@ def d_acts(actions: list[Action], s: State) -> None:
             case pb.ExtendRequest():
                 s.to_p.append(("extend", action.ask))
             case pb.ReleaseRequest():
-                assert (action.epoch, action.lease) == ("first", LEASE)
-                give_back("release", s)
-            case pb.Cancel():
-                give_back("cancel", s)
+                assert not s.released, "D sends Release twice"
+                s.released = True
+                s.to_p.append(("release", 0))
             case KVConfirmed():
                 assert not s.tainted, "D uses KV that P has not computed"
                 assert s.announced == ALL
                 assert not s.reads
             case HandoffFailed():
                 s.reads = frozenset()  # later bytes land in quarantine
-    if handoff.done:
+    if not handoff.active:
         s.handoff = None
-
-
-def give_back(kind: str, s: State) -> None:
-    assert s.given_back in ((), ("cancel",)), f"D sends {kind} after {s.given_back}"
-    assert kind not in s.given_back, f"D sends {kind} twice"
-    s.given_back += (kind,)
-    s.to_p.append((kind, 0))
 
 
 def d_gives_up(s: State) -> None:
@@ -187,24 +194,22 @@ def d_gives_up(s: State) -> None:
     d_acts(s.handoff.give_up(), s)
 
 
-def d_hears(s: State) -> None:
+def d_receives(s: State) -> None:
     event = s.stream.pop(0)
     if event == ENDED:
         s.open = False
         d_decides(PeerError("the stream has ended"), s)
     elif event == FAILED:
         d_decides(pb.PrefillEvent(failed=pb.Failure(message="the lease has ended")), s)
-    elif event == ACCEPTED:
-        d_decides(pb.PrefillEvent(accepted=pb.Accepted(lease=LEASE)), s)
     else:
         s.announced |= {event}
-        if event == PARTS and s.handoff is not None and s.handoff.active:
+        if event == PARTS and s.handoff is not None:
             s.handoff.add_first_tokens([5])
-        ready = pb.KVReady(lease=LEASE, lease_ms=int(SECONDS * 1000), block_ids=[event], num_tokens=event)
+        ready = pb.KVReady(lease_ms=int(SECONDS * 1000), block_ids=[event], num_tokens=event)
         d_decides(pb.PrefillEvent(kv_ready=ready), s)
 
 
-def d_hears_answer(index: int, s: State) -> None:
+def d_receives_answer(index: int, s: State) -> None:
     kind, ask, value = s.to_d.pop(index)
     if kind == "extended":
         d_decides(pb.PrefillEvent(extended=pb.Extended(ask=ask, lease_ms=value)), s)
@@ -212,18 +217,18 @@ def d_hears_answer(index: int, s: State) -> None:
         d_decides(pb.PrefillEvent(released=pb.Released(stood=bool(value))), s)
 
 
-def d_has_read(part: int, s: State) -> None:
+def read_ends(part: int, s: State) -> None:
     s.reads -= {part}
     s.tainted |= part not in s.leased
     d_decides(ReadEnded(1, ""), s)
 
 
-def d_fails_to_read(part: int, s: State) -> None:
+def read_fails(part: int, s: State) -> None:
     s.reads -= {part}
     d_decides(ReadEnded(1, "broken"), s)
 
 
-def d_looks(s: State) -> None:
+def d_checks_its_clock(s: State) -> None:
     d_decides(None, s)
     assert s.handoff is None or s.d_now < s.handoff.limit or not s.reads, "D keeps reading after its limit"
 
@@ -264,20 +269,23 @@ def answer_is_lost(index: int, s: State) -> None:
 def moves(s: State) -> Iterator[Callable[[State], None]]:
     """Yield the possible next events without faults."""
     if s.computed is not None:
-        yield p_computes
+        yield p_computes_a_part
     if len(s.table):  # P may check its clock at any time
-        yield p_looks
+        yield p_checks_its_clock
+    if len(s.table._leases):
+        yield hostile_releases
+        yield hostile_extends
     if s.handoff is not None and s.handoff.wake_at <= s.d_now:
-        yield d_looks
+        yield d_checks_its_clock
     if s.stream:
-        yield d_hears
+        yield d_receives
     for index, (kind, _) in enumerate(s.to_p):
-        if kind != "cancel" or ("prefill", 0) not in s.to_p:  # one stream: Cancel never overtakes its prompt
-            yield partial(p_hears, index, False)
+        if kind in ("prefill", "close") or ("prefill", 0) not in s.to_p:  # one stream: no message overtakes its prompt
+            yield partial(p_receives, index, False)
     for index in range(len(s.to_d)):
-        yield partial(d_hears_answer, index)
+        yield partial(d_receives_answer, index)
     if s.epoch == "first":
-        yield from (partial(d_has_read, part) for part in s.reads)
+        yield from (partial(read_ends, part) for part in s.reads)
     if s.now < HORIZON:
         yield time_passes
 
@@ -286,15 +294,14 @@ def faults(s: State) -> Iterator[Callable[[State], None]]:
     if s.epoch == "first":
         yield p_restarts
     if s.handoff is not None:
-        if s.handoff.active:
-            yield d_gives_up
+        yield d_gives_up
         yield d_restarts
     if s.open:
         yield stream_breaks
-    yield from (partial(d_fails_to_read, part) for part in s.reads)
+    yield from (partial(read_fails, part) for part in s.reads)
     for index, (kind, _) in enumerate(s.to_p):
-        if kind in ("extend", "release"):
-            yield partial(p_hears, index, True)
+        if kind in ("extend", "release") and ("prefill", 0) not in s.to_p:
+            yield partial(p_receives, index, True)
         if kind != "close":  # P notices the end of the stream sooner or later
             yield partial(request_is_lost, index)
     yield from (partial(answer_is_lost, index) for index in range(len(s.to_d)))

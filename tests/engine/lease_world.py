@@ -22,9 +22,11 @@ from decode_node.handoff import Phase
 from pdserve.errors import PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
+from prefill_node.leases import LeaseId
 
 P_BLOCKS, D_BLOCKS = 14, 12
 AHEAD = 2  # tokens that P may decode ahead
+HOSTILE = 0  # stream on which no prompt is sent
 SLOWEST = 0.7  # working clocks: a lease less its margin by such a clock is shorter than a lease and its guard
 
 
@@ -87,7 +89,7 @@ class World:
             self.check()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass; neither node looks at its clock yet."""
+        """Let time pass; neither node checks its clock yet."""
         self.now += seconds
         self.check()
 
@@ -112,17 +114,22 @@ class World:
             case "close":  # the end of the stream: the prompt cannot come later
                 self.requests = [r for r in self.requests if r.call is not call or r.kind != "prefill"]
                 p.close_stream(call)
-            case "cancel":  # one stream: the prompt arrives first
-                for prompt in [r for r in self.requests if r.call is call and r.kind == "prefill"]:
-                    self.deliver(prompt)
-                p.close_stream(call)
         match request.message:
-            case pb.ExtendRequest(epoch=epoch, lease=lease, ask=ask):
-                lease_ms = int(p.table.extend(epoch, lease, self.now) * 1000)
+            case pb.ExtendRequest(ask=ask):
+                lease_ms = int(p.table.extend(call.lease, self.now) * 1000)
                 self.replies.append(Reply(call, pb.PrefillEvent(extended=pb.Extended(ask=ask, lease_ms=lease_ms))))
-            case pb.ReleaseRequest(epoch=epoch, lease=lease):
-                stood = p.release(epoch, lease)
+            case pb.ReleaseRequest():
+                for prompt in [r for r in self.requests if r.call is call and r.kind == "prefill"]:
+                    self.deliver(prompt)  # one stream: the prompt arrives first
+                stood = p.release(call.lease)
                 self.replies.append(Reply(call, pb.PrefillEvent(released=pb.Released(stood=stood))))
+        self.check()
+
+    def claim(self, number: int) -> None:
+        """A hostile stream sends Extend and Release with the number of a prompt of D's streams."""
+        lease = LeaseId(HOSTILE, number)
+        assert not self.p.table.extend(lease, self.now), "another stream has extended a lease"
+        assert not self.p.release(lease), "a lease stood for another stream"
         self.check()
 
     def deliver_all(self) -> None:
@@ -228,7 +235,7 @@ class World:
                 continue
             if call.expired_early:
                 continue
-            leased = self.p.node.leased.get(handoff._lease, ())
+            leased = self.p.node.leased.get(call.stream, ())
             for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
                 tokens = call.job.prompt[start : start + BLOCK]

@@ -38,7 +38,7 @@ def test_no_read_is_given_up_while_p_answers(lease_ms: int, pauses: list[float],
     numbers = count()
     events: list[TimedEvent] = []
     for number, at in enumerate(accumulate(pauses), 1):
-        part = pb.KVReady(lease=5, lease_ms=lease_ms, block_ids=[number], num_tokens=number)
+        part = pb.KVReady(lease_ms=lease_ms, block_ids=[number], num_tokens=number)
         heappush(events, (at * lease, next(numbers), pb.PrefillEvent(kv_ready=part)))
     now, num_extends = 0.0, 0
     while handoff.phase is not Phase.CONFIRMING:

@@ -13,9 +13,8 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.timeouts import PeerTiming
 
 TIMING = PeerTiming(4.0)
-CANCEL = pb.Cancel(request=9)
-RELEASE = pb.ReleaseRequest(request=9, epoch="epoch", lease=5)
-ACCEPTED = pb.PrefillEvent(request=9, accepted=pb.Accepted(lease=5))
+RELEASE = pb.ReleaseRequest(request=9)
+ACCEPTED = pb.PrefillEvent(request=9, accepted=pb.Accepted())
 STOOD, ENDED_EARLY = (pb.PrefillEvent(request=9, released=pb.Released(stood=stood)) for stood in (True, False))
 DRAINING = pb.PrefillEvent(request=9, failed=pb.Failure(code=pb.Failure.DRAINING))
 
@@ -23,8 +22,8 @@ DRAINING = pb.PrefillEvent(request=9, failed=pb.Failure(code=pb.Failure.DRAINING
 GOOD, CORRUPT = ReadChecked(1, "epoch", 0, ""), ReadChecked(1, "epoch", 1, "block 0 differs")
 
 
-def part(num_tokens: int, lease: int = 5, digests: Sequence[int] = ()) -> pb.PrefillEvent:
-    ready = pb.KVReady(lease=lease, lease_ms=3000, block_ids=[num_tokens], num_tokens=num_tokens, digests=digests)
+def part(num_tokens: int, digests: Sequence[int] = ()) -> pb.PrefillEvent:
+    ready = pb.KVReady(lease_ms=3000, block_ids=[num_tokens], num_tokens=num_tokens, digests=digests)
     return pb.PrefillEvent(request=9, kv_ready=ready)
 
 
@@ -48,7 +47,7 @@ def test_kv_is_confirmed_once_its_lease_stood_and_its_digests_are_equal(order: t
     assert handoff.on(order[0], 0.4) == []
     assert handoff.active
     assert handoff.on(order[1], 0.5) == [KVConfirmed(1, ((7,),))]
-    assert handoff.done
+    assert not handoff.active
 
 
 @pytest.mark.parametrize("before", [(), (STOOD,)], ids=["unconfirmed", "confirmed"])
@@ -58,7 +57,6 @@ def test_corrupt_kv_is_given_up_also_after_its_lease_stood(before: tuple[Event, 
         assert handoff.on(event, 0.4) == []
     assert "block 0 differs" in str(failure(handoff.on(CORRUPT, 0.5)))
     assert handoff.phase is Phase.GIVEN_UP
-    assert handoff.done
 
 
 def test_the_end_of_the_stream_means_nothing_once_the_lease_stood() -> None:
@@ -73,56 +71,42 @@ def failure(actions: list[Action]) -> Exception:
     return actions[-1].error
 
 
-def test_giving_up_before_the_lease_is_named_cancels_then_releases_once() -> None:
+@pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, part(1)]])
+def test_giving_up_at_any_time_releases_once(before: list[pb.PrefillEvent]) -> None:
     handoff = waiting()
-    assert handoff.give_up() == [CANCEL]
-    assert handoff.give_up() == []
-    assert not handoff.done
-    assert handoff.on(ACCEPTED, 0.1) == [RELEASE]
-    assert handoff.done
-    assert handoff.on(part(1), 0.2) == []
-
-
-@pytest.mark.parametrize("last", [DRAINING, PeerError("the stream ended")])
-def test_a_lease_that_is_never_named_is_not_released(last: pb.PrefillEvent | PeerError) -> None:
-    handoff = waiting()
-    assert handoff.give_up() == [CANCEL]
-    assert handoff.on(last, 0.1) == []
-    assert handoff.done
-
-
-def test_giving_up_a_named_lease_releases_it_once() -> None:
-    handoff = waiting()
-    handoff.on(ACCEPTED, 0.1)
+    for event in before:
+        handoff.on(event, 0.1)
     assert handoff.give_up() == [RELEASE]
-    assert handoff.done
-    assert handoff.on(part(1), 0.2) == handoff.give_up() == []
+    assert not handoff.active
+    assert handoff.on(part(2), 0.2) == handoff.give_up() == []
 
 
-def test_a_refused_prompt_needs_no_message_to_p() -> None:
+def test_a_prompt_that_p_refuses_needs_no_message() -> None:
     handoff = waiting()
     actions = handoff.on(DRAINING, 0.1)
     assert isinstance(failure(actions), Draining)
     assert len(actions) == 1
-    assert handoff.done
+
+
+def test_a_prompt_that_p_fails_after_a_part_is_released() -> None:
+    handoff = waiting()
+    handoff.on(part(1), 0.1)
+    assert handoff.on(DRAINING, 0.2)[:-1] == [RELEASE]
 
 
 def test_the_end_of_the_stream_gives_the_lease_back() -> None:
-    """The messages arrive where D itself ends the stream."""
-    named, unnamed = waiting(), waiting()
-    named.on(ACCEPTED, 0.1)
-    for handoff, message in (named, RELEASE), (unnamed, CANCEL):
-        error = PeerError("the stream ended")
-        assert handoff.on(error, 0.2) == [message, HandoffFailed(error)]
-        assert handoff.done
+    """The message arrives where D itself ends the stream."""
+    handoff, error = waiting(), PeerError("the stream ended")
+    assert handoff.on(error, 0.2) == [RELEASE, HandoffFailed(error)]
 
 
-def test_a_read_of_another_lease_than_the_accepted_one_is_refused() -> None:
+def test_a_part_after_the_last_one_is_refused() -> None:
     handoff = waiting()
-    handoff.on(ACCEPTED, 0.1)
-    actions = handoff.on(part(1, lease=6), 0.2)
+    handoff.add_first_tokens([7])
+    handoff.on(part(2), 0.1)
+    actions = handoff.on(part(3), 0.2)
     assert actions[:-1] == [RELEASE]
-    assert "lease 6" in str(failure(actions))
+    assert "after the last ones" in str(failure(actions))
 
 
 def test_released_before_the_release_is_ignored() -> None:
@@ -136,7 +120,7 @@ def test_released_before_the_release_is_ignored() -> None:
 def test_kv_is_confirmed_by_a_lease_that_stood() -> None:
     handoff = confirming()
     assert handoff.on(STOOD, 0.4) == [KVConfirmed(1, ((7,),))]
-    assert handoff.done
+    assert not handoff.active
 
 
 def test_a_lease_that_ended_early_confirms_nothing() -> None:

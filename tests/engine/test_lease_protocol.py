@@ -33,7 +33,7 @@ class LeaseProtocol(RuleBasedStateMachine):
         self.world.step(steps)
 
     @rule(steps=st.integers(1, 3))
-    def go_on(self, steps: int) -> None:
+    def step_and_deliver(self, steps: int) -> None:
         for _ in range(steps):
             self.world.step()
             self.world.deliver_all()
@@ -63,13 +63,13 @@ class LeaseProtocol(RuleBasedStateMachine):
             if read_id in self._reads:
                 self.world.land(read_id)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 2.6, 4.5]), p_first=st.booleans(), d_looks=st.booleans())
-    def wait(self, seconds: float, p_first: bool, d_looks: bool) -> None:
-        """Let time pass; each node looks at its clock now or later."""
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.6, 4.5]), p_ticks=st.booleans(), d_ticks=st.booleans())
+    def wait(self, seconds: float, p_ticks: bool, d_ticks: bool) -> None:
+        """Let time pass; each node checks its clock now or later."""
         self.world.wait(seconds)
-        if p_first:
+        if p_ticks:
             self.world.tick_p()
-        if d_looks:
+        if d_ticks:
             self.world.tick_d()
 
     # ------------------------------------------------------------ faults
@@ -111,15 +111,22 @@ class LeaseProtocol(RuleBasedStateMachine):
     def reconnect(self) -> None:
         self.world.reconnect()
 
-    @rule(sure=st.integers(0, 3))
-    def restart_p(self, sure: int) -> None:
-        if not sure:
+    @rule(chance=st.integers(0, 3))
+    def restart_p(self, chance: int) -> None:
+        if not chance:  # restarts are rarer than other faults
             self.world.restart_p()
 
-    @rule(sure=st.integers(0, 3))
-    def restart_d(self, sure: int) -> None:
-        if not sure:
+    @rule(chance=st.integers(0, 3))
+    def restart_d(self, chance: int) -> None:
+        if not chance:
             self.world.restart_d()
+
+    @precondition(lambda self: self.world.d.jobs)
+    @rule(pick=picks)
+    def claim(self, pick: int) -> None:
+        """A hostile stream names one of D's prompts."""
+        rids = list(self.world.d.jobs)
+        self.world.claim(rids[pick % len(rids)])
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

@@ -8,6 +8,8 @@ from collections import deque
 import pytest
 from lease_states import State, check, faults, moves
 
+from prefill_node.leases import LeaseId, LeaseTable
+
 
 def search(initial: State) -> int:
     """Visit all states and return their number. Raises AssertionError with the shortest path to a bad state."""
@@ -51,3 +53,15 @@ def _path(came_from: dict[bytes, tuple[bytes, str] | None], frozen: bytes) -> li
 def test_no_order_of_events_and_faults_breaks_a_promise(num_faults: int, d_runs: bool) -> None:
     """With a stopped clock, D may read blocks that P has reused, but must not use them."""
     assert search(State(num_faults, d_runs)) > 1000
+
+
+class SharedLeases(LeaseTable):
+    """Leases that every stream can name."""
+
+    def release(self, lease: LeaseId) -> tuple[bool, bool]:
+        return super().release(next((held for held in self._leases if held.request == lease.request), lease))
+
+
+def test_the_search_finds_a_release_by_another_stream() -> None:
+    with pytest.raises(AssertionError, match=r"P freed blocks that D may read, after .*hostile_releases"):
+        search(State(0, True, SharedLeases))

@@ -139,16 +139,16 @@ def test_a_draining_prefill_node_keeps_its_leases(fleet: Fleet, start: Start) ->
     """SIGTERM comes between an announcement and the read."""
     node = start("prefill")
     with PrefillClient(node.address) as client:
-        request = prefill_request(node)
-        ready = ready_of(client.send(request))
+        prefill = client.send(prefill_request(node))
+        ready = ready_of(prefill)
         drain(fleet, node)
         assert serves(node) == (True, True, False)
         with pytest.raises(PrefillFailed) as refused:
             client.send(prefill_request(node)).all()
         assert refused.value.code == pb.Failure.DRAINING
-        assert client.extend(request.epoch, ready.lease) > 0
+        assert client.extend(prefill) > 0
         assert node.status().leased_blocks == len(ready.block_ids)
-        assert client.release(request.epoch, ready.lease), "it stood"
+        assert client.release(prefill), "it stood"
         client.half_close()
         assert client.draining
         assert_ended(node)
@@ -158,12 +158,12 @@ def test_a_draining_prefill_node_computes_accepted_prompts(fleet: Fleet, start: 
     node = start("prefill", *SLOW_PROMPTS)
     prompt = [3 + i % 100 for i in range(1000)]
     with PrefillClient(node.address) as client:
-        request = prefill_request(node, prompt)
         prefills = [client.send(prefill_request(node, [i, *prompt])) for i in range(3, 6)]
         assert prefills[-1].next().WhichOneof("kind") == "accepted"
         drain(fleet, node)
         for prefill in prefills:
-            assert client.release(request.epoch, ready_of(prefill).lease)
+            ready_of(prefill)
+            assert client.release(prefill)
         client.half_close()
         assert_ended(node)
 

@@ -41,7 +41,9 @@ def overwrite(nodes: Nodes) -> None:
         for seed in range(8):
             tokens = pack_tokens(prompt_of(480, 1000 + seed))
             request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)))
-            client.release(epoch, client.send(request).all()[-1].kv_ready.lease)
+            prefill = client.send(request)
+            prefill.all()
+            client.release(prefill)
 
 
 def claim_a_minute(event: pb.PrefillEvent) -> tuple[pb.PrefillEvent]:

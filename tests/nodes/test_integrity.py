@@ -147,7 +147,7 @@ def test_an_announcement_without_blocks_is_refused(checked: Checked) -> None:
         if not event.HasField("kv_ready"):
             return (event,)
         ready = event.kv_ready
-        return pb.PrefillEvent(kv_ready=pb.KVReady(lease=ready.lease, lease_ms=ready.lease_ms)), event
+        return pb.PrefillEvent(kv_ready=pb.KVReady(lease_ms=ready.lease_ms)), event
 
     checked.proxy.alter_event = insert
     with RouterClient(checked.strict.address) as client:

@@ -9,20 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_node.leases import LeaseState, LeaseTable
+from prefill_node.leases import LeaseId, LeaseState, LeaseTable
 
-EPOCH, SECONDS, GUARD, TERMS = "mine", 3.0, 1.0, 10
+SECONDS, GUARD, TERMS = 3.0, 1.0, 10
+STREAMS = 3
 
 _operations = st.lists(
     st.one_of(
         st.just(("accept", 0)),
         st.tuples(
-            st.sampled_from(["announce", "announce last", "extend", "release", "hang up"]), st.integers(0, 4)
+            st.sampled_from(["announce", "announce last", "extend", "release", "cancel"]), st.integers(0, 4)
         ),  # how many leases ago
         st.tuples(st.sampled_from(["wait", "wait on time"]), st.integers(0, 5)),
     ),
     max_size=60,
 )
+
+
+def id_of(number: int) -> LeaseId:
+    """Streams use the same numbers."""
+    return LeaseId(number % STREAMS, number // STREAMS)
 
 
 @dataclass
@@ -34,24 +40,24 @@ class _Lease:
 
 @given(_operations)
 def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tuple[str, int]]) -> None:
-    table, now = LeaseTable(EPOCH, SECONDS, GUARD), 0.0
-    model: dict[int, _Lease] = {}  # those that have not ended
-    ended: dict[int, str] = {}
+    table, now = LeaseTable(SECONDS, GUARD), 0.0
+    model: dict[LeaseId, _Lease] = {}  # those that have not ended
+    ended: dict[LeaseId, str] = {}
     accepted, granted = 10, 0  # so that there are numbers before the first one
 
-    def end(lease: int, how: str) -> None:
+    def end(lease: LeaseId, how: str) -> None:
         del model[lease]
         assert lease not in ended
         ended[lease] = how
 
     for operation, value in operations:
-        lease = accepted - 1 - value
+        lease = id_of(accepted - 1 - value)
         entry = model.get(lease)
         stands = entry is not None
         match operation:
             case "accept":
-                table.accept(accepted)
-                model[accepted] = _Lease()
+                table.accept(id_of(accepted))
+                model[id_of(accepted)] = _Lease()
                 accepted += 1
             case "announce" | "announce last":
                 assert table.announce(lease, operation == "announce last", now) == stands
@@ -60,7 +66,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                     entry.ends, entry.announced = min(entry.ends, now + SECONDS + GUARD), now
                     entry.complete = operation == "announce last"
             case "extend":
-                kept = table.extend(EPOCH, lease, now)
+                kept = table.extend(lease, now)
                 if entry is not None and stands and entry.ends < inf:
                     latest = entry.announced + TERMS * SECONDS
                     entry.ends = max(entry.ends, min(now + SECONDS, latest) + GUARD)
@@ -68,12 +74,12 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                 else:
                     assert kept == 0
             case "release":
-                kept, free = table.release(EPOCH, lease)
+                kept, free = table.release(lease)
                 assert free == stands
                 if entry is not None and stands:
                     end(lease, "released" if entry.complete else "aborted" if entry.ends < inf else "never granted")
-                assert kept == (ended.get(lease) == "released")
-            case "hang up":
+                assert kept == (stands and ended[lease] == "released")
+            case "cancel":
                 assert table.cancel(lease) == (entry is not None and entry.ends == inf)
                 if entry is not None and entry.ends == inf:
                     end(lease, "never granted")
@@ -81,7 +87,7 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                 now += value
                 if operation == "wait on time":
                     overdue = [lease for lease, entry in model.items() if entry.ends <= now]
-                    assert sorted(table.expire(now)) == overdue
+                    assert sorted(table.expire(now)) == sorted(overdue)
                     for lease in overdue:
                         end(lease, "expired")
         ends = [entry.ends for entry in model.values() if entry.ends < inf]
@@ -91,55 +97,57 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
     assert table.counts == {**counts, LeaseState.GRANTED: granted}
 
 
-def complete(table: LeaseTable, lease: int, now: float = 0.0) -> None:
+SEVEN = LeaseId(1, 7)
+
+
+def complete(table: LeaseTable, lease: LeaseId, now: float = 0.0) -> None:
     table.accept(lease)
     assert table.announce(lease, True, now)
 
 
-def test_a_repeated_release_gets_the_same_answer_until_it_is_forgotten() -> None:
-    table = LeaseTable(EPOCH, SECONDS, GUARD, remember=2)
-    for lease in range(3):
-        complete(table, lease)
-        assert table.release(EPOCH, lease) == (True, True)
-    assert table.release(EPOCH, 2) == (True, False)
-    assert table.release(EPOCH, 0) == (False, False)  # forgotten: the safe answer
+def test_a_lease_stands_at_its_first_release_only() -> None:
+    table = LeaseTable(SECONDS, GUARD)
+    complete(table, SEVEN)
+    assert table.release(SEVEN) == (True, True)
+    assert table.release(SEVEN) == (False, False)
 
 
 def test_an_expired_lease_did_not_stand() -> None:
-    table = LeaseTable(EPOCH, SECONDS, GUARD)
-    table.accept(7)
+    table = LeaseTable(SECONDS, GUARD)
+    table.accept(SEVEN)
     assert table.expire(1e9) == []
-    assert table.announce(7, False, 0.0)
-    assert table.announce(7, True, 1.0), "its time runs from the first blocks"
+    assert table.announce(SEVEN, False, 0.0)
+    assert table.announce(SEVEN, True, 1.0), "its time runs from the first blocks"
     assert table.expire(SECONDS + GUARD - 0.001) == []
-    assert table.expire(SECONDS + GUARD) == [7]
-    assert table.extend(EPOCH, 7, 0.0) == 0
-    assert table.release(EPOCH, 7) == (False, False)
+    assert table.expire(SECONDS + GUARD) == [SEVEN]
+    assert table.extend(SEVEN, 0.0) == 0
+    assert table.release(SEVEN) == (False, False)
     assert table.expire(1e9) == []
 
 
 def test_an_extended_lease_outlives_its_first_end() -> None:
-    table = LeaseTable(EPOCH, SECONDS, GUARD)
-    complete(table, 7)
-    assert table.extend(EPOCH, 7, 2.0) == SECONDS
+    table = LeaseTable(SECONDS, GUARD)
+    complete(table, SEVEN)
+    assert table.extend(SEVEN, 2.0) == SECONDS
     assert table.expire(2.0 + SECONDS + GUARD - 0.001) == []
-    assert table.release(EPOCH, 7) == (True, True)
+    assert table.release(SEVEN) == (True, True)
 
 
-def test_messages_of_another_epoch_change_nothing() -> None:
-    table = LeaseTable(EPOCH, SECONDS, GUARD)
-    complete(table, 7)
-    assert table.extend("another", 7, 2.0) == 0
-    assert table.release("another", 7) == (False, False)
+def test_another_stream_changes_nothing_with_the_same_number() -> None:
+    table, other = LeaseTable(SECONDS, GUARD), LeaseId(2, 7)
+    complete(table, SEVEN)
+    assert other not in table
+    assert table.extend(other, 2.0) == 0
+    assert table.release(other) == (False, False)
+    assert not table.cancel(other)
     assert table.next_expiry() == SECONDS + GUARD
-    assert table.release(EPOCH, 7) == (True, True)
-    assert table.release("another", 7) == (False, False)
+    assert table.release(SEVEN) == (True, True)
 
 
 def test_extensions_are_bounded() -> None:
-    table, now = LeaseTable(EPOCH, SECONDS, GUARD), 5.0
-    complete(table, 7, now)
-    while table.extend(EPOCH, 7, now):
+    table, now = LeaseTable(SECONDS, GUARD), 5.0
+    complete(table, SEVEN, now)
+    while table.extend(SEVEN, now):
         now += 1.0
     assert now == pytest.approx(5.0 + TERMS * SECONDS)
-    assert table.expire(now + GUARD) == [7]
+    assert table.expire(now + GUARD) == [SEVEN]

@@ -6,7 +6,7 @@ import time
 
 import grpc
 import pytest
-from node_client import PrefillClient, PrefillFailed, greedy
+from node_client import Prefill, PrefillClient, PrefillFailed, greedy
 from node_fleet import Nodes
 
 from pdserve.config.compatibility import PROTOCOL_VERSION
@@ -30,66 +30,63 @@ def prefill_request(
     )
 
 
-def run(client: PrefillClient, request: pb.PrefillRequest) -> tuple[pb.Accepted, pb.FirstTokens, pb.KVReady]:
-    events = {event.WhichOneof("kind"): event for event in client.send(request).all()}
-    return events["accepted"].accepted, events["first_tokens"].first_tokens, events["kv_ready"].kv_ready
+def run(client: PrefillClient, request: pb.PrefillRequest) -> tuple[Prefill, pb.FirstTokens, pb.KVReady]:
+    prefill = client.send(request)
+    events = {event.WhichOneof("kind"): event for event in prefill.all()}
+    return prefill, events["first_tokens"].first_tokens, events["kv_ready"].kv_ready
 
 
 def test_a_prompt_is_leased_until_its_release(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
-        accepted, first, ready = run(client, prefill_request(epoch))
+        prefill, first, ready = run(client, prefill_request(epoch))
         assert len(first.choices) == 1
         assert ready.num_tokens == len(PROMPT)
         assert len(ready.block_ids) == len(set(ready.block_ids)) == len(PROMPT) // BLOCK
-        assert ready.lease == accepted.lease
         assert nodes.prefill.status().leased_blocks == len(ready.block_ids)
-        assert client.release(epoch, ready.lease)
-        assert client.release(epoch, ready.lease), "a repeated release says the same"
+        assert client.release(prefill)
+        assert not client.release(prefill), "a lease stands once"
         nodes.prefill.wait_idle()
 
 
 def test_skipped_tokens_are_not_leased(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
-        _, whole, ready = run(client, prefill_request(epoch))
-        client.release(epoch, ready.lease)
-        _, part, ready = run(client, prefill_request(epoch, skip_tokens=2 * BLOCK))
+        prefill, whole, ready = run(client, prefill_request(epoch))
+        client.release(prefill)
+        prefill, part, ready = run(client, prefill_request(epoch, skip_tokens=2 * BLOCK))
         assert len(ready.block_ids) == 3
         assert part.choices == whole.choices
-        assert client.release(epoch, ready.lease)
+        assert client.release(prefill)
 
 
 def test_every_choice_gets_its_first_token(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     sampling = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=5, logprobs=2)
     with PrefillClient(nodes.prefill.address) as client:
-        _, first, ready = run(client, prefill_request(epoch, sampling=sampling))
+        prefill, first, _ = run(client, prefill_request(epoch, sampling=sampling))
         assert len(first.choices) == 3
         assert all(len(choice.logprobs.top_ids) == 2 for choice in first.choices)
-        assert client.release(epoch, ready.lease)
+        assert client.release(prefill)
 
 
 def test_a_lease_without_extension_expires(nodes: Nodes) -> None:
     epoch = nodes.short.describe().epoch
     before = nodes.counter("leases_expired", nodes.short)
     with PrefillClient(nodes.short.address) as client:
-        _, _, ready = run(client, prefill_request(epoch))
+        prefill, _, _ = run(client, prefill_request(epoch))
         nodes.short.wait_idle()
         assert nodes.counter("leases_expired", nodes.short) == before + 1
-        assert not client.release(epoch, ready.lease)
+        assert not client.extend(prefill)
+        assert not client.release(prefill)
 
 
-def test_another_epoch_is_refused_and_releases_nothing(nodes: Nodes) -> None:
+def test_a_prompt_for_another_epoch_is_refused(nodes: Nodes) -> None:
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         with pytest.raises(PrefillFailed, match=epoch) as raised:
             run(client, prefill_request("0123456789abcdef"))
         assert raised.value.code == pb.Failure.NODE_FAILED
-        _, _, ready = run(client, prefill_request(epoch))
-        assert not client.release("0123456789abcdef", ready.lease)
-        assert client.release(epoch, ready.lease)
-        assert not client.release(epoch, 10**12)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +109,15 @@ def test_invalid_prompts_are_refused(
         assert raised.value.code == pb.Failure.INVALID
 
 
-def test_a_cancelled_prompt_frees_every_block(nodes: Nodes) -> None:
-    """Cancel comes before the prefill, during it, during announcements, and afterwards."""
+def test_a_prompt_released_at_any_time_frees_every_block(nodes: Nodes) -> None:
+    """Release comes before the prefill, during it, during announcements, and afterwards."""
     epoch = nodes.prefill.describe().epoch
     with PrefillClient(nodes.prefill.address) as client:
         for index in range(30):
             prompt = [(index * 31 + position) % 120 + 3 for position in range(200)]
             prefill = client.send(prefill_request(epoch, prompt))
-            lease = prefill.next().accepted.lease
             time.sleep(0.002 * (index % 7))
-            client.cancel(prefill)
-            client.release(epoch, lease)
+            client.release(prefill)
         nodes.prefill.wait_idle()
 
 
@@ -169,7 +164,8 @@ def test_prompts_beyond_the_queue_limit_are_overloaded(nodes: Nodes) -> None:
         ]
         for prefill in prefills:
             try:
-                client.release(epoch, prefill.all()[-1].kv_ready.lease)
+                prefill.all()
+                client.release(prefill)
                 served += 1
             except PrefillFailed as exc:
                 codes.add(exc.code)

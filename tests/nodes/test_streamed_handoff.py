@@ -71,28 +71,28 @@ def test_announced_blocks_are_read_while_the_prompt_is_computed(pair: Pair) -> N
     assert pair.decode.counter("handoff_failures") == failures
 
 
-def test_parts_are_announced_in_order_under_one_lease(pair: Pair) -> None:
+def test_parts_are_announced_in_order(pair: Pair) -> None:
     epoch = pair.prefill.describe().epoch
     request = pb.PrefillRequest(
         epoch=epoch, token_ids=pack_tokens(prompt_of(2)), sampling=sampling_to_pb(greedy(4)), skip_tokens=2 * BLOCK
     )
     with PrefillClient(pair.prefill.address) as client:
-        accepted, *parts, first, last = client.send(request).all()
+        prefill = client.send(request)
+        _, *parts, first, last = prefill.all()
         parts.append(last)
         (message,) = (kinds for kinds in client.messages if "first_tokens" in kinds)
         at = message.index("first_tokens")
         assert message[at : at + 3] == ["first_tokens", "kv_ready", "finished"], "in one message"
         assert len(first.first_tokens.choices) == 1
         assert [part.kv_ready.num_tokens for part in parts] == [64, 128, 192, 256, LENGTH]
-        assert {part.kv_ready.lease for part in parts} == {accepted.accepted.lease}
         blocks = [block for part in parts for block in part.kv_ready.block_ids]
         assert len(blocks) == len(set(blocks)) == -(-LENGTH // BLOCK) - 2
         assert pair.prefill.status().leased_blocks == len(blocks)
-        assert client.release(epoch, accepted.accepted.lease)
+        assert client.release(prefill)
         pair.prefill.wait_idle()
 
 
-@pytest.mark.parametrize("how", ["released", "cancelled", "the stream breaks", "the stream ends"])
+@pytest.mark.parametrize("how", ["released", "the stream breaks", "the stream ends"])
 def test_a_handoff_that_ends_between_parts_frees_every_block(how: str, pair: Pair) -> None:
     """D gives a prompt up after any number of events, or releases a lease while P computes its prompt."""
     epoch = pair.prefill.describe().epoch
@@ -101,19 +101,14 @@ def test_a_handoff_that_ends_between_parts_frees_every_block(how: str, pair: Pai
         request = pb.PrefillRequest(epoch=epoch, token_ids=tokens, sampling=sampling_to_pb(greedy(1)), cache_salt=salt)
         with PrefillClient(pair.prefill.address) as client:
             prefill = client.send(request)
-            accepted, *_ = [prefill.next() for _ in range(1 + index)]
-            lease = accepted.accepted.lease
+            for _ in range(index):
+                prefill.next()
             if how == "released":
-                client.release(epoch, lease)
-                with pytest.raises(PrefillFailed, match=f"lease {lease} ended"):
+                client.release(prefill)
+                with pytest.raises(PrefillFailed, match="the lease ended"):
                     prefill.all()
-            elif how == "cancelled":
-                client.cancel(prefill)
-                client.release(epoch, lease)
             elif how == "the stream ends":
                 client.half_close()
-        with PrefillClient(pair.prefill.address) as client:  # what was announced may be given back by another stream
-            client.release(epoch, lease)
     pair.prefill.wait_idle(RELEASE_SECONDS)
     granted = pair.prefill.counter("leases_granted")
     assert granted == sum(pair.prefill.counter(f"leases_{end}") for end in ("released", "expired", "aborted"))
