@@ -63,7 +63,7 @@ def resolve(
         max_model_len=_choose_max_model_len(options, model, layout, _measures(options, device), choices),
         parallel=parallel,
         kv_layout=layout,
-        kv_checksum=_checks_kv(options),
+        kv_checksum=options.kv_checksum != "off" and not options.simulated,
         measure_kv_memory=_measures(options, device),
         gpu_memory_utilization=options.gpu_memory_utilization,
         attention_backend=backend,
@@ -234,10 +234,6 @@ def model_name(model: str) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def _checks_kv(options: NodeOptions) -> bool:
-    return options.kv_checksum != "off" and not options.simulated
-
-
 def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
     """Return the fields that must be equal on both sides of a handoff; a refusal names those that differ.
 
@@ -253,5 +249,5 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         "num_kv_heads": str(model.num_kv_heads),
         "head_dim": str(layout.head_dim),
         "block_size": str(layout.block_size),
-        "kv_checksum": "on" if _checks_kv(options) else "off",
+        "kv_checksum": options.kv_checksum or "on",
     }
