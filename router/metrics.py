@@ -33,6 +33,7 @@ class RouterMetrics:
         )
         self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests in progress.")
         self.waiting = gauge("pdserve_requests_waiting", "Generating requests that wait for a slot.")
+        self.body_bytes = gauge("pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet.")
         self.prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
         self.cached_tokens = counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
         self.expected_cached_tokens = counter(

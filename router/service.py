@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from pdserve.errors import ModelNotFound, NodeError, RequestError, shown
+from pdserve.errors import ModelNotFound, NodeError, Overloaded, RequestError, shown
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.dashboard_state import DashboardState
@@ -17,6 +17,7 @@ from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile
 from router.generation.generation import RequestGeneration
 from router.loop_lag import LoopLag
+from router.memory import MemoryTrimmer
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.text.chat.parsers import select_parsers
@@ -67,11 +68,13 @@ class Service:
         self.dashboard = DashboardState(self.metrics, self.nodes, tokenizers.keys()) if options.dashboard else None
         self.turns = asyncio.Lock()  # of large responses, to encode their next piece
         self._loop_lag = LoopLag(self.metrics.loop_lag)
+        self._memory = MemoryTrimmer()
         self._key_watch: asyncio.Task[None] | None = None
         self._generations: set[RequestGeneration] = set()
 
     def start(self) -> None:
         self._loop_lag.start()
+        self._memory.start()
         self.nodes.start()
         if self.dashboard is not None:
             self.dashboard.start()
@@ -80,6 +83,7 @@ class Service:
 
     async def close(self) -> None:
         self._loop_lag.close()
+        self._memory.close()
         if self._key_watch is not None:
             self._key_watch.cancel()
         if self.dashboard is not None:
@@ -105,6 +109,14 @@ class Service:
         if name not in self.models:
             raise ModelNotFound(f"model {shown(name)} is not served here; use {served}", "model", "model_not_found")
         return self.models[name]
+
+    def longest_context(self) -> int:
+        """``max_model_len`` of the model where it is largest; 0 while no model has a ready node."""
+        longest = 0
+        for model in self.models.values():
+            with suppress(Overloaded):
+                longest = max(longest, model.fleet.limits().max_model_len)
+        return longest
 
     @contextmanager
     def running(self, generation: RequestGeneration) -> Iterator[None]:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError, cut
+from router.text.json_bounds import MAX_ITEMS
 
 MAX_NESTING = 100  # levels of objects and lists
-MAX_ITEMS = 200_000  # values in all objects and lists, token ids excluded
 MAX_LENGTHS = {  # by field
     "messages": 10_000,
     "tools": 1024,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -10,7 +11,6 @@ import msgspec
 from pdserve.errors import RequestError, cut
 from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
-from router.text.chat.messages import check_messages
 from router.text.chat.template import RenderRequest
 from router.text.chat.tools import ToolUse, tool_use
 from router.text.prompt import pack_prompt
@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool = False  # accepted, never done
 
 
-class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
+class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     """Fields of both completions and chats."""
 
     model: str | None = None
@@ -65,7 +65,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
+    @cached_property  # conversion takes time
     def structure(self) -> OutputGrammar:
         """The grammar of the output. Raises RequestError."""
         guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
@@ -165,9 +165,9 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
 
     @property
     def render_request(self) -> RenderRequest:
-        """The arguments of the chat template. Raises RequestError for malformed messages."""
+        """The arguments of the chat template."""
         return RenderRequest(
-            check_messages(self.messages),
+            self.messages,
             self.opens_message,
             self.template_variables,
             self.tool_use.tools,
@@ -244,6 +244,7 @@ def check_ranges(body: GenerateBody) -> None:
     _within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
     if "" in body.stops:
         raise RequestError("a stop string is empty; leave it out", "stop")
+    body.structure  # noqa: B018 - converted where the body is parsed, for large bodies on a thread
 
 
 def _within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from time import monotonic
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # Prompt tokens that a completion's detokenizer sees first: a character takes up to four tokens, and some decoders treat
 # the beginning of a text specially.
 _CONTEXT_TOKENS = 4
+_SENT_AT_ONCE = 64  # prompts, each about 0.1 ms on the event loop
 
 
 class Consumer(Protocol):
@@ -65,9 +67,13 @@ class RequestGeneration:
         for run in self.runs:
             await fleet.prepare(run.prefix)
 
-    def start(self, fleet: Fleet) -> None:
+    async def start(self, fleet: Fleet) -> None:
         """Send every prompt. An error ends the generation."""
-        for run in self.runs:
+        for index, run in enumerate(self.runs):
+            if index % _SENT_AT_ONCE == _SENT_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            if self._ended:
+                return
             try:
                 run.start(fleet)
             except PdserveError as exc:

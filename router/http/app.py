@@ -15,6 +15,7 @@ from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
 from router.errors import ClientDisconnected, ResponseNotStored, encode_error
 from router.http.authentication import Authentication
+from router.http.body_reader import BodyReader
 from router.http.error_responses import error_response, server_error
 from router.http.generate_endpoint import GenerateEndpoint
 from router.http.openapi import openapi_document
@@ -56,15 +57,16 @@ def create_app(service: Service) -> ASGIApp:
         await service.close()
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
     endpoints = {
-        "/v1/completions": GenerateEndpoint(service, "completions", parse_completion),
-        "/v1/chat/completions": GenerateEndpoint(service, "chat", parse_chat),
-        "/v1/responses": GenerateEndpoint(service, "responses", parse_responses),
+        "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
+        "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
+        "/v1/responses": GenerateEndpoint(service, bodies, "responses", parse_responses),
     }
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     _add_stored_responses(app)
     add_info_routes(app, service)
-    add_token_routes(app, service)
+    add_token_routes(app, service, bodies)
     document = openapi_document(VERSION)
 
     @app.get("/openapi.json")

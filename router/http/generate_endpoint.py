@@ -18,12 +18,13 @@ from pdserve.rpc.http_connections import abort_connection
 from router.completions_api.jobs import add_echo, encode_prompts, make_job
 from router.completions_api.request_bodies import GenerateBody
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
-from router.errors import BodyTooLarge, ClientDisconnected, status_and_type
+from router.errors import ClientDisconnected, status_and_type
 from router.gate.admission import RequestAdmission, RequestWork
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions
 from router.http.authentication import address_of, client_of
+from router.http.body_reader import BodyReader
 from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
@@ -32,7 +33,6 @@ from router.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
-_BODY_TIMEOUT = 60.0  # seconds; arriving requests are bounded by --max-inflight
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
 _DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
 _STREAM_HEADERS = [
@@ -45,8 +45,9 @@ _STREAM_HEADERS = [
 class GenerateEndpoint:
     """ASGI application of one path."""
 
-    def __init__(self, service: Service, name: str, parse: Callable[[bytes], GenerateBody]) -> None:
+    def __init__(self, service: Service, bodies: BodyReader, name: str, parse: Callable[[bytes], GenerateBody]) -> None:
         self._service = service
+        self._bodies = bodies
         self._name = name
         self._parse = parse
 
@@ -55,7 +56,7 @@ class GenerateEndpoint:
         accounting = RequestAccounting(service, self._name, client, scope)
         try:
             with service.admission.enter(client, address_of(scope)) as admission:
-                body = self._parse(await read_body(receive, service.options.max_body_bytes))
+                body = await self._bodies.read(receive, self._parse)
                 async with _watch_disconnect(receive) as disconnected:
                     accounting.finished(await self._generate(body, send, admission, accounting, disconnected))
         except PdserveError as exc:
@@ -117,29 +118,13 @@ class GenerateEndpoint:
         deadline = loop.call_at(loop.time() + options.remaining + _DEADLINE_GRACE, _expire, generation)
         try:
             with service.running(generation):
-                generation.start(model.fleet)
+                await generation.start(model.fleet)
                 return await _send_response(send, response, options, headers, service.turns)
         finally:
             deadline.cancel()
             generation.close()
             accounting.generated(generation)
             admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
-
-
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """Read the whole body of at most ``limit`` bytes. Raises BodyTooLarge, DeadlineExceeded or ClientDisconnected."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT):
-            while (message := await receive())["type"] != "http.disconnect":
-                body += message.get("body", b"")
-                if len(body) > limit:
-                    raise BodyTooLarge(f"the body exceeds {limit} bytes; send less", code="body_too_large")
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError as exc:
-        raise DeadlineExceeded(f"the body did not arrive within {_BODY_TIMEOUT:g} s; send it faster") from exc
-    raise ClientDisconnected
 
 
 @asynccontextmanager

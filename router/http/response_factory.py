@@ -28,6 +28,7 @@ def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> Ou
         return grammar
     if body.tool_use.must_call:
         grammar = OutputGrammar(tool_call_grammar(body.tool_use), "tools")
+        grammar.check_size()
     state = _reasoning_state(model, body, prompt)
     if not grammar.text or state.markers is None:
         return grammar

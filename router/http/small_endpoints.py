@@ -21,7 +21,7 @@ from router.completions_api.jobs import check_vocabulary
 from router.completions_api.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.completions_api.request_bodies import ChatBody
 from router.fleet.policy import no_decode_node
-from router.http.generate_endpoint import read_body
+from router.http.body_reader import BodyReader
 from router.service import ServedModel, Service
 from router.text.prompt_encoder import PromptEncoder
 
@@ -133,10 +133,10 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.export(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def add_token_routes(app: FastAPI, service: Service) -> None:
+def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), TokenizeBody)
+        body = await bodies.read(request.receive, lambda data: convert(parse_json(data), TokenizeBody))
         model = service.find(body.model)
         token_ids = await _tokenize(model.encoder, body)
         token = model.tokenizer.token
@@ -146,7 +146,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = convert(parse_json(await read_body(request.receive, service.options.max_body_bytes)), DetokenizeBody)
+        body = await bodies.read(request.receive, lambda data: convert(parse_json(data), DetokenizeBody))
         model = service.find(body.model)
         check = partial(check_vocabulary, "tokens", limits=model.fleet.limits())
         return _large_json(DetokenizeResponse(await model.encoder.decode(body.tokens, check)), service.turns)

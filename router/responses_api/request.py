@@ -12,6 +12,7 @@ from router.completions_api.request_bodies import ChatBody, check_chat
 
 Message = dict[str, Any]
 
+MAX_INPUT_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the second has no effect: reasoning is never encrypted
 _NOT_STORED = "responses are not stored, send the whole conversation as input"
@@ -136,6 +137,8 @@ def input_messages(source: str | list[dict[str, Any]], instructions: str | None)
         return [*messages, {"role": "user", "content": source}]
     if not source:
         raise RequestError("input is empty; give a text or at least one item", "input")
+    if len(source) > MAX_INPUT_ITEMS:
+        raise RequestError(f"input has {len(source)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
     for index, item in enumerate(source):
         _add(messages, item, f"input[{index}]")
     return messages

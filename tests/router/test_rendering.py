@@ -15,7 +15,7 @@ from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import TemplateRenderers
 
 TEMPLATE = """
-{%- set say = messages[0]['content'] -%}
+{%- set say = messages[0]['say'] -%}
 {%- if say == 'loop' -%}{%- for a in range(99999) -%}{%- for b in range(99999) -%}{%- endfor -%}{%- endfor -%}
 {%- elif say == 'memory' -%}{{ 'x' * 10000000000 }}
 {%- elif say == 'double' -%}
@@ -39,7 +39,7 @@ HOSTILE = {
 
 
 def render_request(say: object) -> RenderRequest:
-    return RenderRequest([{"role": "user", "content": say}], True, {}, None, None, False)
+    return RenderRequest([{"role": "user", "say": say}], True, {}, None, None, False)
 
 
 def render_all(says: Sequence[object]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.errors import RequestError, shown
+from router.text.json_bounds import check_json
 
 Message = dict[str, Any]
 
@@ -53,6 +54,7 @@ def _call(call: Any, where: str) -> Message:
         raise RequestError(f"{where} must have type 'function' and a string as id", where)
     arguments, field = function.get("arguments"), f"{where}.function.arguments"
     if isinstance(arguments, str):
+        check_json(arguments.encode(), 0)
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as exc:

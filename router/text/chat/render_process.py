@@ -9,6 +9,7 @@ import msgspec
 
 from pdserve.errors import RequestError, cut
 from pdserve.process import end_with_parent
+from router.text.chat.messages import check_messages
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import RendererConfig, RenderResult
 from router.text.worker_process import read_message, write_message
@@ -29,7 +30,9 @@ def main() -> None:
 
 def _render(template: ChatTemplate, message: bytes) -> RenderResult:
     try:
-        return RenderResult(template.render(msgspec.json.decode(message, type=RenderRequest)))
+        request = msgspec.json.decode(message, type=RenderRequest)
+        checked = msgspec.structs.replace(request, messages=check_messages(request.messages))
+        return RenderResult(template.render(checked))
     except RequestError as exc:
         return RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
     except MemoryError:

@@ -30,7 +30,7 @@ _END = "\ue000end of the last message\ue001 "
 class RenderRequest(msgspec.Struct, frozen=True):
     """The variables of a template; ``variables`` holds those beyond the common ones."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = {}
     tools: Sequence[Mapping[str, Any]] | None = None

@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from pdserve.errors import Overloaded, RequestError
-from pdserve.grammar import check_size
 from router.text.structured.structured_outputs import OutputGrammar
 from router.text.worker_process import WorkerProcess
 
@@ -45,10 +44,7 @@ class GrammarChecker:
             await worker.kill()
 
     async def _compile_once(self, grammar: OutputGrammar) -> str:
-        try:
-            check_size(grammar.text)
-        except RequestError as exc:
-            raise RequestError(f"{grammar.field}: {exc}", grammar.field) from exc
+        grammar.check_size()
         if self._waiting >= _MAX_WAITING:
             raise Overloaded(
                 f"{self._waiting} grammars wait to be compiled, the limit is {_MAX_WAITING}; try again shortly"

@@ -16,6 +16,8 @@ import msgspec
 from pdserve import grammar as grammars
 from pdserve.errors import RequestError, shown
 
+MAX_STRUCTURES = 128  # of a structural tag, as tools
+
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's field; exactly one of the first six is set."""
@@ -36,6 +38,13 @@ class OutputGrammar(msgspec.Struct, frozen=True):
     text: str = ""
     field: str = ""
 
+    def check_size(self) -> None:
+        """Raises RequestError that names the field if the grammar is too long."""
+        try:
+            grammars.check_size(self.text)
+        except RequestError as exc:
+            raise RequestError(f"{self.field}: {exc}", self.field) from exc
+
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -46,13 +55,16 @@ def json_schema_grammar(schema: dict[str, Any] | str, *, whitespace: str | None 
     Raises RequestError for text that is not a JSON object.
     """
     if isinstance(schema, str):
+        grammars.check_size(schema)
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError) as exc:
             raise RequestError(f"the schema is not valid JSON: {exc}") from exc
         if not isinstance(schema, dict):
             raise RequestError(f"a schema must be a JSON object, not {type(schema).__name__}")
-    return grammars.from_json_schema(msgspec.json.encode(schema).decode(), whitespace)
+    text = msgspec.json.encode(schema).decode()
+    grammars.check_size(text)
+    return grammars.from_json_schema(text, whitespace)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -72,10 +84,14 @@ def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
 
     Takes vLLM's ``{"type": "structural_tag", "structures": […], "triggers": […]}``. Raises RequestError.
     """
+    if isinstance(tag, str):
+        grammars.check_size(tag)
     try:
         spec = msgspec.convert(msgspec.json.decode(tag) if isinstance(tag, str) else tag, _StructuralTag)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise RequestError(f"the structural tag is not valid: {exc}") from exc
+    if max(len(spec.structures), len(spec.triggers)) > MAX_STRUCTURES:
+        raise RequestError(f"the structural tag has more than {MAX_STRUCTURES} structures or triggers; send fewer")
     parts = []
     for structure in spec.structures:
         trigger = next((trigger for trigger in spec.triggers if trigger and structure.begin.startswith(trigger)), None)
