@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 ClientT = TypeVar("ClientT", bound=Hashable)
 _MAX_ACCOUNTS = 4096  # clients whose balances are kept; those who owe most are the last to be forgotten
+
+
+def _any(client: object) -> bool:
+    return True
 
 
 class _Level(Generic[ClientT, T]):
@@ -48,10 +52,15 @@ class FairQueue(Generic[ClientT, T]):
     @property
     def head(self) -> T | None:
         """The request to serve next."""
+        return self.first(_any)
+
+    def first(self, eligible: Callable[[ClientT], bool]) -> T | None:
+        """The request to serve next of eligible clients; None if none of them waits at the lowest level."""
         if not self._order:
             return None
         level = self._levels[self._order[0]]
-        return level.requests[self._turn(level)][0]
+        client = self._turn(level, eligible)
+        return None if client is None else level.requests[client][0]
 
     def push(self, request: T, client: ClientT, key: Any, *, first: bool = False) -> None:
         """Add at the end of the client's requests of a level, or before them."""
@@ -96,8 +105,12 @@ class FairQueue(Generic[ClientT, T]):
     def pass_turn(self) -> None:
         """Let the next client of the head's level have its turn."""
         level = self._levels[self._order[0]]
-        self._turn(level)
+        self._turn(level, _any)
         level.next_round.append(level.this_round.popleft())
+
+    def holds_before(self, key: Any) -> bool:
+        """Whether a request of a lower level waits."""
+        return bool(self._order) and bool(self._order[0] < key)
 
     def ahead(self, client: ClientT, key: Any) -> int:
         """Estimate how many requests are served before a new one; other clients get as many as this one."""
@@ -128,13 +141,16 @@ class FairQueue(Generic[ClientT, T]):
         spent = self._spent.get(client)
         return self._quantum if spent is None else min(self._granted - spent, self._quantum)
 
-    def _turn(self, level: _Level[ClientT, T]) -> ClientT:
-        """Return the client whose turn it is. If all clients are overdrawn, rounds pass until one is not."""
+    def _turn(self, level: _Level[ClientT, T], eligible: Callable[[ClientT], bool]) -> ClientT | None:
+        """Return the eligible client whose turn it is. If all of them are overdrawn, rounds pass until one is not."""
         while True:
             while level.this_round:
-                if self._balance(level.this_round[0]) > 0:
-                    return level.this_round[0]
+                client = level.this_round[0]
+                if self._balance(client) > 0 and eligible(client):
+                    return client
                 level.next_round.append(level.this_round.popleft())
             level.this_round, level.next_round = level.next_round, level.this_round
-            largest = max(map(self._balance, level.this_round))
+            largest = max(map(self._balance, filter(eligible, level.this_round)), default=None)
+            if largest is None:
+                return None
             self._granted += self._quantum * max(1, 1 + -largest // self._quantum)

@@ -18,7 +18,8 @@ from pdserve.request_cost import TYPICAL
 _TOTALS = {  # by field
     "steps": "Steps with a forward pass.",
     "step_seconds": "Duration of these steps, each without the time of the step before it.",
-    "preemptions": "Sequences preempted because KV blocks were lacking.",
+    "preemptions": "Sequences preempted because KV blocks were lacking, or for fairness.",
+    "fair_preemptions": "Of these, to make room for a client with far fewer sequences.",
     "preempted_tokens": "Tokens whose KV was dropped by preemption.",
     "admitted_prompt_tokens": "Prompt tokens of admitted requests.",
     "prefix_cached_tokens": "Admitted prompt tokens found in the prefix cache.",

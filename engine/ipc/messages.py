@@ -282,6 +282,7 @@ class Totals(msgspec.Struct, array_like=True):
 
     steps: int = 0
     preemptions: int = 0
+    fair_preemptions: int = 0  # of these, for a client with fewer sequences
     preempted_tokens: int = 0  # tokens whose KV a preemption dropped
     admitted_prompt_tokens: int = 0
     prefix_cached_tokens: int = 0  # of the admitted prompt tokens

@@ -294,6 +294,7 @@ class Scheduler:
             if self._in_flight:
                 return False
             self._preempt(sequence)
+            self.totals.fair_preemptions += 1
             self._fair_share.made_room(self._num_plans)
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -21,7 +22,8 @@ from router.metrics import RouterMetrics
 class AdmissionController:
     """``max_inflight`` requests run, ``max_queue`` wait, and ``max_inflight`` more may be arriving.
 
-    Arriving requests have a bound of their own, because the priority is known only after the body has been read.
+    Arriving requests have a bound of their own, because the priority is known only after the body has been read. It is
+    an eighth higher for clients with few requests.
     """
 
     def __init__(self, max_inflight: int, max_queue: int, metrics: RouterMetrics) -> None:
@@ -32,6 +34,7 @@ class AdmissionController:
         self._secret = os.urandom(16)
         self._rate_limits: dict[str, RateLimits] = {}  # by client name
         self._requests: set[RequestAdmission] = set()
+        self._by_client = Counter[str]()  # requests
         self._empty = asyncio.Event()
         self._closed = False
         metrics.waiting.set_function(lambda: self._queue.num_waiting)
@@ -59,16 +62,18 @@ class AdmissionController:
         if self._closed:
             raise _draining()
         arriving = len(self._requests) - self._queue.num_admitted - self._queue.num_waiting
-        if arriving >= self._max_arriving:
+        key = fairness_key(client, address)
+        extra = self._max_arriving // 8 if self._by_client[key] < max(1, self._max_arriving // 64) else 0
+        if arriving >= self._max_arriving + extra:
             text = f"{arriving} requests are arriving, the limit is {self._max_arriving}; retry later"
             raise Overloaded(text, self._queue.expected_wait(self._queue.num_waiting))
         arrived = perf_counter()
         limits = self._limits_of(client, arrived)
         limits.start_request(arrived)
-        key = fairness_key(client, address)
         client_tag = int.from_bytes(hashlib.blake2b(key.encode(), key=self._secret, digest_size=8).digest())
         request = RequestAdmission(key, client_tag, self._queue, limits, self._output, self._metrics)
         self._requests.add(request)
+        self._by_client[key] += 1
         self._empty.clear()
         self._metrics.in_flight.inc()
         try:
@@ -79,6 +84,9 @@ class AdmissionController:
             limits.finish_request(now - arrived)
             self._metrics.in_flight.dec()
             self._requests.discard(request)
+            self._by_client[key] -= 1
+            if not self._by_client[key]:
+                del self._by_client[key]
             if not self._requests:
                 self._empty.set()
 

@@ -5,6 +5,7 @@ Callers pass in times: seconds of one monotonic clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -46,13 +47,19 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """``slots`` requests are admitted at once, ``max_waiting`` more wait."""
+    """``slots`` requests are admitted at once, ``max_waiting`` more wait.
+
+    One client may fill the slots for long. So clients with few requests get an eighth more slots.
+    """
 
     def __init__(self, slots: int, max_waiting: int) -> None:
         self._slots = slots
         self._max_waiting = max_waiting
         self._waiting = FairQueue[str, Ticket](_QUANTUM)
+        self._extra_slots = slots // 8
+        self._extra_per_client = max(1, self._extra_slots // 8)
         self._admitted: set[Ticket] = set()
+        self._by_client = Counter[str]()  # admitted requests
         self._duration = RecentMean()  # of admitted requests
 
     @property
@@ -73,7 +80,7 @@ class AdmissionQueue:
         A waiting ticket gets one call of ``on_decision``. Raises Overloaded if the expected wait exceeds the timeout.
         A full queue rejects the last ticket of the client that has the most, which may be this one.
         """
-        if len(self._admitted) >= self._slots:
+        if not self._may_enter(ticket.client) or self._waiting.holds_before(ticket.priority):
             wait = self.expected_wait(self._waiting.ahead(ticket.client, ticket.priority))
             if wait > timeout:
                 text = f"a slot is expected in {wait:.1f} s, beyond the time limit of {timeout:.1f} s; retry later"
@@ -81,20 +88,22 @@ class AdmissionQueue:
             if len(self._waiting) >= self._max_waiting:
                 self._reject_for(ticket)
         self._waiting.push(ticket, ticket.client, ticket.priority)
-        if len(self._admitted) < self._slots:
-            self._admit_first(now)
+        self._admit(now, ticket)
 
     def leave(self, ticket: Ticket, now: float) -> None:
         """Release a slot or stop waiting. Does nothing for a ticket that has left or was rejected."""
         if ticket in self._admitted:
             assert ticket.admitted_at is not None
             self._admitted.discard(ticket)
+            self._by_client[ticket.client] -= 1
+            if not self._by_client[ticket.client]:
+                del self._by_client[ticket.client]
             self._duration.add(now - ticket.admitted_at)
-            if self._waiting:
-                self._admit_first(now).on_decision(None)
+            self._admit(now)
         elif not ticket.admitted:
             with suppress(ValueError):  # it was rejected
                 self._remove(ticket)
+                self._admit(now)
 
     def charge(self, client: str, cost: int) -> None:
         """Correct the cost of a request that ran, by ``cost`` tokens."""
@@ -105,13 +114,22 @@ class AdmissionQueue:
             self._remove(ticket)
             ticket.on_decision(error)
 
-    def _admit_first(self, now: float) -> Ticket:
-        ticket = self._waiting.head
-        assert ticket is not None
-        self._waiting.take(ticket, ticket.client, ticket.priority, ticket.cost)
-        ticket.admitted_at = now
-        self._admitted.add(ticket)
-        return ticket
+    def _may_enter(self, client: str) -> bool:
+        beyond = len(self._admitted) - self._slots
+        return beyond < 0 or (beyond < self._extra_slots and self._by_client[client] < self._extra_per_client)
+
+    def _admit(self, now: float, new: Ticket | None = None) -> None:
+        """Admit waiting requests while there are slots. ``new`` is told by its return from ``join``."""
+        while len(self._admitted) < self._slots + self._extra_slots:
+            ticket = self._waiting.first(self._may_enter)
+            if ticket is None:
+                return
+            self._waiting.take(ticket, ticket.client, ticket.priority, ticket.cost)
+            ticket.admitted_at = now
+            self._admitted.add(ticket)
+            self._by_client[ticket.client] += 1
+            if ticket is not new:
+                ticket.on_decision(None)
 
     def _reject_for(self, ticket: Ticket) -> None:
         """Reject a waiting ticket so that ``ticket`` may wait. Raises Overloaded if it is the one to reject."""

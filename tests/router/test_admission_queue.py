@@ -1,16 +1,20 @@
-"""Properties of the token bucket and the admission queue."""
+"""Properties of the token bucket, the admission queue and the bound of arriving requests."""
 
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import Overloaded
+from router.gate.admission import AdmissionController
 from router.gate.admission_queue import AdmissionQueue, Ticket
+from router.gate.keys import ANONYMOUS, Client, fairness_key
 from router.gate.rate_limits import TokenBucket
+from router.metrics import RouterMetrics
 
 NO_TIMEOUT = math.inf
 
@@ -82,8 +86,7 @@ class Crowd:
         waiting = self.waiting
         self.queue.leave(ticket, self.now)
         self.queue.leave(ticket, self.now)  # a second time changes nothing
-        if ticket.admitted and waiting:
-            (admitted,) = set(waiting) - set(self.waiting)
+        for admitted in set(waiting) - set(self.waiting):
             assert admitted.priority == min(each.priority for each in waiting)
             assert next(each for each in waiting if self.same_line(each, admitted)) is admitted
 
@@ -99,18 +102,26 @@ class Crowd:
         admitted = len(self.tickets) - len(self.waiting)
         assert (admitted, len(self.waiting)) == (self.queue.num_admitted, self.queue.num_waiting)
         assert len(self.waiting) <= self.max_waiting
-        assert admitted == min(self.slots, len(self.tickets))
+        assert min(self.slots, len(self.tickets)) <= admitted <= self.slots + self.slots // 8
+        if self.waiting:
+            first = min(each.priority for each in self.waiting)
+            assert not any(self.few(each.client) for each in self.waiting if each.priority == first)
+
+    def few(self, client: str) -> bool:
+        """Whether an extra slot is free for the client."""
+        admitted = [each.client for each in self.tickets if each.admitted]
+        return len(admitted) < self.slots + self.slots // 8 and client not in admitted
 
 
 @given(
-    slots=st.integers(1, 4),
+    slots=st.integers(1, 17),
     max_waiting=st.integers(0, 4),
     events=st.lists(
         st.one_of(
             st.tuples(st.just("arrive"), st.integers(-2, 2), st.sampled_from("abc")),
             st.tuples(st.just("leave"), st.integers(0, 9), st.just("")),
         ),
-        max_size=80,
+        max_size=120,
     ),
 )
 def test_slots_are_granted_by_priority_then_in_order_of_each_client(
@@ -140,6 +151,22 @@ def test_request_of_a_quiet_client_passes_those_of_a_busy_one() -> None:
     quiet = join(queue, "quiet")
     queue.leave(running, 1.0)
     assert quiet.admitted
+
+
+def test_quiet_clients_get_slots_beyond_those_that_a_busy_one_has_filled() -> None:
+    queue = AdmissionQueue(64, 10)
+    busy = [join(queue, "busy") for _ in range(74)]
+    quiet = [join(queue, f"quiet {index}") for index in range(8)]
+    assert all(ticket.admitted for ticket in quiet)
+    assert not join(queue, "quiet 8").admitted, "there are eight of them"
+    assert sum(ticket.admitted for ticket in busy) == 64
+    assert queue.num_waiting == 10, (
+        "a full queue lost one request of the busy client to the ninth quiet one, none before"
+    )
+    for ticket in quiet:
+        queue.leave(ticket, 1.0)
+    assert sum(ticket.admitted for ticket in busy) == 64
+    assert queue.num_admitted == 65
 
 
 def test_quiet_client_finds_place_in_a_queue_that_a_busy_one_has_filled() -> None:
@@ -189,3 +216,33 @@ def test_fail_waiting_rejects_every_waiting_ticket() -> None:
     queue.fail_waiting(error)
     assert decisions == [error, error]
     assert queue.num_waiting == 0
+
+
+def test_slow_bodies_of_one_client_do_not_keep_others_out() -> None:
+    admission = AdmissionController(64, 0, RouterMetrics())
+    with ExitStack() as requests:
+        for _ in range(64):
+            requests.enter_context(admission.enter(ANONYMOUS, "10.0.0.1"))
+        for address in ("10.0.0.1", *(f"10.0.1.{index}" for index in range(8)), "10.0.0.3"):
+            if address.startswith("10.0.1"):
+                requests.enter_context(admission.enter(ANONYMOUS, address))
+            else:
+                with pytest.raises(Overloaded, match="are arriving"):
+                    requests.enter_context(admission.enter(ANONYMOUS, address))
+    assert not admission._by_client
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "key"),
+    [
+        ("alice", "10.0.0.1", "alice"),
+        ("", "10.0.0.1", "10.0.0.1"),
+        ("", "::ffff:10.0.0.1", "10.0.0.1"),
+        ("", "2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("", "fe80::1%eth0", "fe80::/64"),
+        ("", "::1", "::/64"),
+        ("", "", ""),
+    ],
+)
+def test_client_is_a_key_or_a_network(name: str, address: str, key: str) -> None:
+    assert fairness_key(Client(name=name), address) == key

@@ -1,0 +1,87 @@
+"""One short request of a client passes 200 long ones of another, at the router's queue and at the nodes'."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from fleet import Fleet, start_fleet
+
+from pdserve.api_keys import key_entry, new_key
+from pdserve.config.hub import EMBEDDED_MODEL
+
+SIMULATED = ["--engine", "simulated"]
+LONG = {"prompt": list(range(10, 1010)), "max_tokens": 60, "ignore_eos": True}
+SHORT = {"prompt": [3, 4, 5], "max_tokens": 4, "ignore_eos": True}
+NUM_LONG = 200
+
+
+class Tenant(NamedTuple):
+    key: str = ""
+    address: str = "127.0.0.1"
+
+    def client(self, fleet: Fleet) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=fleet.url,
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
+            transport=httpx.AsyncHTTPTransport(local_address=self.address, limits=httpx.Limits(max_connections=None)),
+            timeout=100,
+        )
+
+
+BUSY, QUIET = new_key(), new_key()
+
+
+@pytest.fixture(scope="module", params=["1024", "100"], ids=["queue at the nodes", "queues at router and nodes"])
+def flags(request: pytest.FixtureRequest) -> list[str]:
+    return ["--max-inflight", request.param]
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, flags: list[str], tmp_path: Path) -> Iterator[Fleet]:
+    if request.param:
+        keys = tmp_path / "keys.toml"
+        keys.write_text(key_entry("busy", BUSY) + key_entry("quiet", QUIET))
+        flags = [*flags, "--api-keys", str(keys)]
+    decode_flags = [*SIMULATED, "--max-num-seqs", "8"]
+    with start_fleet(EMBEDDED_MODEL, prefill_flags=SIMULATED, decode_flags=decode_flags, router_flags=flags) as fleet:
+        yield fleet
+
+
+async def ended_before(fleet: Fleet, busy: Tenant, quiet: Tenant) -> int:
+    """Return how many of ``busy``'s long requests ended before the short one of ``quiet``, sent after them."""
+    async with busy.client(fleet) as http, quiet.client(fleet) as other:
+        ended = 0
+
+        async def send(seed: int) -> None:
+            nonlocal ended
+            await asyncio.sleep(0.003 * seed)
+            (await http.post("/v1/completions", json=LONG | {"cache_salt": str(seed)})).raise_for_status()
+            ended += 1
+
+        requests = [asyncio.create_task(send(seed)) for seed in range(NUM_LONG)]
+        while int(re.findall(r"^pdserve_requests_in_flight (\d+)", (await other.get("/metrics")).text, re.M)[0]) < 150:
+            await asyncio.sleep(0.01)
+            assert ended < NUM_LONG / 4, "the long requests end before the others have arrived"
+        before = ended
+        (await other.post("/v1/completions", json=SHORT)).raise_for_status()
+        passed = ended - before
+        await asyncio.gather(*requests)
+    return passed
+
+
+@pytest.mark.parametrize(
+    ("fleet", "busy", "quiet"),
+    [
+        pytest.param(False, Tenant(), Tenant(address="127.0.0.2"), id="addresses"),
+        pytest.param(True, Tenant(BUSY), Tenant(QUIET), id="keys"),
+    ],
+    indirect=["fleet"],
+)
+def test_short_request_passes_long_ones_of_another_client(fleet: Fleet, busy: Tenant, quiet: Tenant) -> None:
+    assert asyncio.run(ended_before(fleet, busy, quiet)) <= 30
