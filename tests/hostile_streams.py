@@ -49,8 +49,13 @@ class HostileStreams:
                 self._attack_prefill(self._rng.choice(self._fleet.prefill))
 
     def _attack_decode(self, node: NodeProcess) -> None:
-        cancel = pb.ServeRequest(cancel=pb.Cancel(request=self._number()))
-        self._send(node, "decode", self._rng.choice([[cancel], [pb.ServeRequest()]]))
+        number = self._number()
+        claims = (
+            pb.ServeRequest(cancel=pb.Cancel(request=number)),
+            pb.ServeRequest(pause=pb.Pause(request=number)),
+            pb.ServeRequest(),
+        )
+        self._send(node, "decode", [self._rng.choice(claims)])
 
     def _attack_prefill(self, node: NodeProcess) -> None:
         """Send one claim; or make numbers look used with a prompt that is refused, and then claim many."""

@@ -217,7 +217,8 @@ class DecodeNodeServicer:
     """
 
     def Serve(self, request_iterator, context):
-        """One stream per router. Its end cancels every request on it.
+        """One stream per router. Its end cancels every request on it. A message about a number that the stream has never sent
+        ends it with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -101,7 +101,9 @@ class DecodeNodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeNodeAsyncStub: ...
     Serve: _grpc.StreamStreamMultiCallable[_pdserve_pb2.ServeRequest, _pdserve_pb2.OutputBatch]
-    """One stream per router. Its end cancels every request on it."""
+    """One stream per router. Its end cancels every request on it. A message about a number that the stream has never sent
+    ends it with INVALID_ARGUMENT.
+    """
 
 @_typing.type_check_only
 class DecodeNodeAsyncStub(DecodeNodeStub):
@@ -109,7 +111,9 @@ class DecodeNodeAsyncStub(DecodeNodeStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Serve: _aio.StreamStreamMultiCallable[_pdserve_pb2.ServeRequest, _pdserve_pb2.OutputBatch]  # type: ignore[assignment]
-    """One stream per router. Its end cancels every request on it."""
+    """One stream per router. Its end cancels every request on it. A message about a number that the stream has never sent
+    ends it with INVALID_ARGUMENT.
+    """
 
 class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
     """------------------------------------------------------------------ router → D"""
@@ -120,7 +124,9 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_pdserve_pb2.ServeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_pdserve_pb2.OutputBatch], _abc.AsyncIterator[_pdserve_pb2.OutputBatch]]:
-        """One stream per router. Its end cancels every request on it."""
+        """One stream per router. Its end cancels every request on it. A message about a number that the stream has never sent
+        ends it with INVALID_ARGUMENT.
+        """
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

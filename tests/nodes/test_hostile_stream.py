@@ -34,11 +34,20 @@ def pair(started: Pair) -> Iterator[Pair]:
     started.check_served()
 
 
-def claims(number: int) -> list[pb.HandoffRequest]:
-    """Return one message of each kind that names a prompt by its number."""
+def claims_on_p(number: int) -> list[pb.HandoffRequest]:
+    """Return a message of each kind that names a prompt by its number."""
     return [
         pb.HandoffRequest(release=pb.ReleaseRequest(request=number)),
         pb.HandoffRequest(extend=pb.ExtendRequest(request=number, ask=1)),
+    ]
+
+
+def claims_on_d(number: int) -> list[pb.ServeRequest]:
+    """Return a message of each kind that names a request by its number."""
+    return [
+        pb.ServeRequest(cancel=pb.Cancel(request=number)),
+        pb.ServeRequest(pause=pb.Pause(request=number)),
+        pb.ServeRequest(resume=pb.Resume(request=number)),
     ]
 
 
@@ -64,7 +73,7 @@ def overwrite_free_blocks(node: NodeProcess) -> None:
 def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> None:
     """The hostile streams run when all blocks of four prompts are announced, and before D has read the last ones."""
     prompts = [prompt_of(70 + seed, 200) for seed in range(VICTIMS)]
-    messages = [message for number in range(30) for message in claims(number)]
+    messages = [message for number in range(30) for message in claims_on_p(number)]
     computed, attacked = threading.Semaphore(0), threading.Event()
 
     def hold(kind: str) -> None:
@@ -93,12 +102,13 @@ def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> Non
     assert pair.prefill.output.count("broke the protocol") < len(messages) / 4, "the log is rate-limited"
 
 
-def test_cancel_of_another_stream_changes_no_request(pair: Pair) -> None:
+def test_cancel_and_pause_of_another_stream_change_no_request(pair: Pair) -> None:
+    messages = [message for number in range(5) for message in claims_on_d(number)]
     violations = pair.decode.counter("stream_violations")
     with held_at("decoding", pair) as held:
-        for number in range(10):
+        for message in messages:
             with RouterClient(pair.decode.address) as hostile:
-                hostile.put(pb.ServeRequest(cancel=pb.Cancel(request=number)))
+                hostile.put(message)
                 assert end_of(hostile) is grpc.StatusCode.INVALID_ARGUMENT
         with RouterClient(pair.decode.address) as hostile:
             own = send_prompt(hostile, pair)
@@ -106,7 +116,7 @@ def test_cancel_of_another_stream_changes_no_request(pair: Pair) -> None:
             hostile.cancel(own)
         held.release()
         assert held.result.wait().tokens == pair.expected
-    assert pair.decode.counter("stream_violations") == violations + 10
+    assert pair.decode.counter("stream_violations") == violations + len(messages)
 
 
 def test_killed_engine_during_handoffs_leaves_no_traceback_in_the_log(checkpoint: Path) -> None:
