@@ -69,10 +69,8 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
                 await serve(context, stream.writer, read, lambda: stream.writer.empty, node.violations)
             finally:
                 if stream.prefills:
-                    what = len(stream.prefills)
-                    _log.info(
-                        "the stream of %s ended with %d unfinished prompts, which are cancelled", context.peer(), what
-                    )
+                    text = "the stream of %s ended; its %d prompts without a Release are cancelled"
+                    _log.info(text, context.peer(), len(stream.prefills))
                 stream.close()
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:

@@ -1,4 +1,4 @@
-"""Counts and logs the streams that a node ended because their peer broke the protocol."""
+"""Counts and logs protocol violations: each ends the stream of the peer that sent it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOG_SECONDS = 10.0  # between two lines, as a hostile peer may open streams wit
 
 
 class Violations:
-    """The violations at one node since its start. ``count`` is exported as a metric."""
+    """Protocol violations at one node since its start. ``count`` is exported as a metric."""
 
     def __init__(self) -> None:
         self.count = 0
