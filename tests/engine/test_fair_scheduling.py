@@ -62,6 +62,18 @@ def test_short_prompt_passes_a_long_one_that_is_being_computed(make: Make) -> No
     assert [rid for rid, _ in node.finished] == [1, 0, 2]
 
 
+def test_short_prompt_passes_many_long_ones_in_the_next_step(make: Make) -> None:
+    node = make(900)
+    for rid in range(20):
+        node.submit(rid, [rid] * 10 * BATCH_TOKENS, SamplingParams(max_tokens=1), Mode.LEASE, client=BUSY)
+    for _ in range(3):
+        node.step()
+    node.submit(99, [99] * 4, SamplingParams(max_tokens=1), Mode.LEASE, client=QUIET)
+    for _ in range(6):
+        node.step()
+    assert [rid for rid, _ in node.finished] == [99]
+
+
 def test_half_of_each_step_is_left_to_the_long_prompt(make: Make) -> None:
     """Short prompts of ever new clients slow it down to half."""
     node = make(400)

@@ -71,6 +71,20 @@ def test_announced_blocks_are_read_while_the_prompt_is_computed(pair: Pair) -> N
     assert pair.decode.counter("handoff_failures") == failures
 
 
+def test_priority_and_client_of_a_request_reach_p(pair: Pair) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(request: pb.HandoffRequest) -> list[pb.HandoffRequest]:
+        if request.HasField("prefill"):
+            seen.append((request.prefill.priority, request.prefill.client))
+        return [request]
+
+    pair.proxy.alter_request = note
+    with RouterClient(pair.decode.address) as client:
+        client.generate(prompt_of(3), greedy(2), pair.prefill.address, priority=-3, client=2**64 - 1)
+    assert seen == [(-3, 2**64 - 1)]
+
+
 def test_parts_are_announced_in_order(pair: Pair) -> None:
     epoch = pair.prefill.describe().epoch
     request = pb.PrefillRequest(

@@ -225,6 +225,15 @@ def test_priority_reaches_the_node(
     assert scripted_node.seen["answer"].message.priority == sent
 
 
+def test_nodes_tell_clients_apart_and_learn_no_names(http: httpx.Client, scripted_node: ScriptedNode) -> None:
+    seen: list[int] = []
+    for name in ("alice", "bob", "alice"):
+        assert ask(http, name).status_code == 200
+        seen.append(scripted_node.seen["answer"].message.client)
+        assert name.encode() not in scripted_node.seen["answer"].message.SerializeToString()
+    assert seen[0] == seen[2] != seen[1]
+
+
 def test_full_decode_node_passes_a_request_on_once(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     async def full(conversation: Conversation) -> None:
         conversation.fail(pb.Failure.OVERLOADED, "no room", retry_after_ms=7000)
