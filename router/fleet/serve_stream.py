@@ -121,10 +121,11 @@ class ServeStream:
             async for batch in self._rpc:
                 if batch.draining:
                     self.drain()
-                for number, output in enumerate(batch.outputs, 1):
-                    self._deliver(output)
-                    if number % _OUTPUTS_AT_ONCE == 0:
+                for start in range(0, len(batch.outputs), _OUTPUTS_AT_ONCE):
+                    if start:
                         await asyncio.sleep(0)  # a step may have a thousand outputs, each with 20 log-probabilities
+                    for output in batch.outputs[start : start + _OUTPUTS_AT_ONCE]:
+                        self._deliver(output)
         except grpc.aio.AioRpcError as exc:
             reason = rpc_reason(exc)
         self.close(reason)

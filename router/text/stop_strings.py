@@ -49,7 +49,7 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that is safe to send, and whether a stop string ended it; then no push may follow."""
-        if not self._held and self._first_letters.isdisjoint(text):
+        if not self._patterns or (not self._held and self._first_letters.isdisjoint(text)):
             return text, False
         end, stop_length = self._scan(text)
         text = self._held + text
