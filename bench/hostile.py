@@ -1,6 +1,6 @@
 """Hostile requests: how long each of them delays an honest client, and what it costs the router.
 
-    PYTHONPATH=.:tests python bench/hostile.py [--only WORDS …] [--seconds 60]
+    PYTHONPATH=.:tests python bench/hostile.py [--only WORDS …] [--seconds 60] [--clients 1]
 
 A prefill node, a decode node (simulated, without delays) and a router, each a process. Another process asks for
 /health every 5 ms over one connection; its longest wait while a row runs is the stall. Columns:
@@ -24,6 +24,7 @@ import multiprocessing
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,9 +111,13 @@ ROWS = (
     ),
     Row("16 stop strings of 4 KB, n=128", COMPLETIONS, stops),
     Row("the same, streamed", COMPLETIONS, lambda: stops(stream=True)),
+    Row("1,024 prompts", COMPLETIONS, lambda: prompts(prompt=[[300 + i] for i in range(1024)])),
+    Row("1,024 prompts, streamed", COMPLETIONS, lambda: prompts(prompt=[[300 + i] for i in range(1024)], stream=True)),
     # small endpoints
     Row("detokenize 4 M ids", "/detokenize", lambda: {"tokens": [300] * 4_000_000}),
+    Row("detokenize 1 M ids", "/detokenize", lambda: {"tokens": [300] * 1_000_000}),
     Row("tokenize 7 MB with strings", "/tokenize", lambda: {"prompt": "word " * 1_400_000, "return_token_strs": True}),
+    Row("tokenize 1 MB with strings", "/tokenize", lambda: {"prompt": "word " * 200_000, "return_token_strs": True}),
     # errors
     Row("8 MB of an unknown name", CHAT, lambda: chat(**{"x" * 8_000_000: 1})),
     Row("8 MB of a model's name", CHAT, lambda: chat(model="x" * 8_000_000)),
@@ -208,7 +213,15 @@ class Memory:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10
 
 
-def measure(fleet: Fleet, row: Row, limit: float) -> str:
+def send_all(address: str, row: Row, limit: float, num_clients: int) -> Result:
+    """Send a row from several clients at once and return all statuses, the bytes, and the longest time."""
+    with ThreadPoolExecutor(num_clients) as threads:
+        results = list(threads.map(lambda _: send(address, row, limit), range(num_clients)))
+    statuses, sent, received, seconds = zip(*results, strict=True)
+    return Result(" or ".join(sorted(set(statuses))), sum(sent), sum(received), max(seconds))
+
+
+def measure(fleet: Fleet, row: Row, limit: float, num_clients: int) -> str:
     """Send the body of a row and return the line of the table."""
     assert fleet.router is not None
     address = fleet.router.address
@@ -221,7 +234,7 @@ def measure(fleet: Fleet, row: Row, limit: float) -> str:
         time.sleep(SETTLE)
         usual, lag, before = _longest_wait(ours), lag_buckets(address), memory.now
         memory.reset_peak()
-        result = send(address, row, limit)
+        result = send_all(address, row, limit, num_clients)
         peak = memory.peak
         stall = max(0.0, _longest_wait(ours) - usual)
         lagged = largest_lag(lag, lag_buckets(address))
@@ -247,6 +260,7 @@ def main() -> None:
         "--only", nargs="+", default=[""], metavar="WORDS", help="rows whose names contain one of these"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="longest time of a row")
+    parser.add_argument("--clients", type=int, default=1, help="that send each row at once")
     args = parser.parse_args()
     print("| body | status | sent MB | answer MB | seconds | stall ms | lag ms | before MiB | peak | after |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -254,7 +268,7 @@ def main() -> None:
         if any(words in row.name for words in args.only):
             with start_fleet(EMBEDDED_MODEL, prefill_flags=NODE, decode_flags=NODE) as fleet:
                 fleet.wait_until(fleet.serves, 10.0)
-                print(measure(fleet, row, args.seconds), flush=True)
+                print(measure(fleet, row, args.seconds, args.clients), flush=True)
 
 
 if __name__ == "__main__":

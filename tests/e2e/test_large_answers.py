@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,13 @@ def test_answer_beyond_the_memory_of_a_request_ends_with_an_error(client: httpx.
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 400
     assert "takes more than 67108864 bytes of memory; stream it" in response.json()["error"]["message"]
+
+
+def test_client_that_leaves_within_a_large_answer_ends_its_request(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/completions", json=prompts(40, prompt_logprobs=20)) as response:
+        next(response.iter_raw())
+    end = time.monotonic() + 20.0
+    while "pdserve_requests_in_flight 0.0" not in client.get("/metrics").text:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert 'outcome="disconnected"} 1.0' in client.get("/metrics").text
