@@ -19,6 +19,8 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import sampling_from_pb, unpack_tokens
 from pdserve.tracing.spans import Attributes
 
+RESUMED_LENGTHS = 128  # resumed tokens of a request, in lengths of the longest context: one per choice
+
 
 class DecodeService(pb_grpc.DecodeNodeServicer):
     def __init__(self, node: NodeContext, handoffs: HandoffContext) -> None:
@@ -56,8 +58,12 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         """Handle messages until the router ends the stream. Raises RequestError for a protocol violation."""
         async for message in requests:
             match message.WhichOneof("kind"):
+                case "resumed_choices":
+                    stream.add_resumed(message.resumed_choices, RESUMED_LENGTHS * self._node.config.max_model_len)
                 case "generate":
+                    message.generate.resume.extend(stream.take_resumed(message.generate.request))
                     self._generate(stream, message.generate)
+                    await stream.writer.room()
                 case "cancel":
                     if (generation := stream.find(message.cancel.request)) is not None:
                         generation.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
@@ -26,10 +26,12 @@ from engine.ipc.messages import (
 from engine.request import finish_reason
 from pdserve.errors import DeadlineExceeded, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import FinishReason, Sample, SamplingParams, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, FinishReason, Sample, SamplingParams, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb
 
+_LOGPROBS_BYTES = 512 << 10  # of a prompt's log-probabilities in an output
+_TOP_BYTES = 10  # of one of the most likely tokens in an output
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -40,13 +42,28 @@ class RouterStream:
         self.generations: dict[int, NodeGeneration] = {}
         self.largest = -1  # the router's largest number of a request so far
         self.writer = StreamWriter(pb.OutputBatch)
+        self._resumed = pb.ResumedChoices()  # of a request that follows
 
     def is_idle(self) -> bool:
         return not self.generations and self.writer.empty
 
-    def add(self, request: int, bulk: int = 0) -> pb.Output:
-        """Append an output, to be filled in at once; ``bulk`` is a large output's size in bytes."""
-        output = self.writer.put(bulk).outputs.add()
+    def add_resumed(self, resumed: pb.ResumedChoices, max_tokens: int) -> None:
+        """Keep choices of the next request. Raises RequestError for several requests or over ``max_tokens`` tokens."""
+        kept = self._resumed
+        if kept.choices and kept.request != resumed.request:
+            raise RequestError(f"choices of request {resumed.request} came before request {kept.request} itself")
+        kept.MergeFrom(resumed)
+        if (size := kept.ByteSize()) > max_tokens * TOKEN_BYTES:
+            raise RequestError(f"resumed choices take {size} bytes, the limit is {max_tokens} tokens; resume fewer")
+
+    def take_resumed(self, request: int) -> Iterable[pb.ResumedChoice]:
+        """Return the choices that came before the request."""
+        kept, self._resumed = self._resumed, pb.ResumedChoices()
+        return kept.choices if kept.request == request else ()
+
+    def add(self, request: int, num_bytes: int = 0) -> pb.Output:
+        """Append an output, to be filled in at once; ``num_bytes`` are those of its long fields."""
+        output = self.writer.put(num_bytes).outputs.add()
         output.request = request
         return output
 
@@ -143,7 +160,8 @@ class NodeGeneration:
         if self.ended:
             return
         self.error = error
-        self._stream.add(self.number).failure.CopyFrom(failure_to_pb(error))
+        failure = failure_to_pb(error)
+        self._stream.add(self.number, failure.ByteSize()).failure.CopyFrom(failure)
         self.cancel()
 
     def cancel(self) -> None:
@@ -170,8 +188,9 @@ class NodeGeneration:
             case Prefilled():
                 self._prefilled = event
             case Scored(_, found):
-                output = self._stream.add(self.number, len(found.table))
-                output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(found))
+                for part in found.parts(_LOGPROBS_BYTES):
+                    output = self._stream.add(self.number, len(part.table))
+                    output.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(part))
             case Reserved(_, cached_tokens) if self.handoff is not None:
                 self.handoff.on_reserved(cached_tokens)
             case ReadEnded() | ReadChecked() if self.handoff is not None:
@@ -189,7 +208,7 @@ class NodeGeneration:
     ) -> None:
         if choice not in self._choices:
             return
-        output = self._stream.add(self.number)
+        output = self._stream.add(self.number, 0 if logprobs is None else _TOP_BYTES * len(logprobs.top_ids))
         if choice:
             output.choice = choice
         output.token_id, output.has_token = token_id, True

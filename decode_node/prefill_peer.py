@@ -37,6 +37,7 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
 from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc
+from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.protobuf import rank_from_pb
 from pdserve.transports import Connected
 
@@ -184,9 +185,9 @@ class PrefillPeer:
         connection = await self._engine.connect(Peer(reply.node_id, reply.epoch, ranks))
         self._check_transport(connection)
         self._metrics.transport = connection.transport
-        self.stream = PrefillStream(
-            self._stub, HandoffPeer(self.node_id, self.epoch, self._timing), self._streams, self.check
-        )
+        peer = HandoffPeer(self.node_id, self.epoch, self._timing)
+        limit = request_limit(description.max_model_len)
+        self.stream = PrefillStream(self._stub, peer, limit, self._streams, self.check)
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)

@@ -14,6 +14,7 @@ from pdserve.errors import Draining, Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import error_from_rpc
+from pdserve.rpc.message_limits import MAX_ENTRIES
 
 _MAX_UNSENT = 4096  # queued messages to P beyond which no prompt is added
 _CLOSE_SECONDS = 2.0  # between the last message and the cancellation of the call, for P to receive released leases
@@ -33,12 +34,15 @@ class PrefillStream:
         self,
         stub: pb_grpc.PrefillNodeAsyncStub,
         peer: HandoffPeer,
+        max_request: int,
         background: BackgroundTasks,
         on_change: Callable[[], None],
     ) -> None:
+        """``max_request`` is what P accepts, in bytes."""
         self.peer = peer
         self.ended = ""  # reason
         self.draining = False  # P takes no more prompts
+        self._max_request = max_request
         self._on_change = on_change
         self._handlers: dict[int, Handler] = {}
         self._numbers = itertools.count(1)
@@ -53,7 +57,8 @@ class PrefillStream:
     def prefill(self, request: pb.PrefillRequest, handler: Handler) -> int:
         """Send a prompt; set its number and P's epoch, and return the number.
 
-        Raises PeerError when the stream has ended, Draining when P drains, Overloaded when P does not read.
+        Raises PeerError when the stream has ended or P takes no prompt of this size, Draining when P drains, Overloaded
+        when P does not read.
         """
         if self.draining:
             raise Draining(f"{self.peer.name} is draining")
@@ -63,8 +68,11 @@ class PrefillStream:
             waiting = self._unsent.qsize()
             raise Overloaded(f"{self.peer.name} does not read: {waiting} messages to it wait; try again later")
         request.request, request.epoch = next(self._numbers), self.peer.epoch
+        message = pb.HandoffRequest(prefill=request)
+        if (size := message.ByteSize()) > self._max_request:
+            raise PeerError(f"the prompt takes {size} bytes, {self.peer.name} takes {self._max_request} at most")
         self._handlers[request.request] = handler
-        self._unsent.put_nowait(pb.HandoffRequest(prefill=request))
+        self._unsent.put_nowait(message)
         return request.request
 
     def send(self, message: ToPeer) -> None:
@@ -107,6 +115,9 @@ class PrefillStream:
         reason = f"{self.peer.name} ended the stream"
         try:
             async for message in self._call:
+                if len(message.events) > MAX_ENTRIES:
+                    reason = f"{self.peer.name} sent {len(message.events)} events in a message of {MAX_ENTRIES} at most"
+                    break
                 if message.draining:
                     self.drain()
                 for event in message.events:

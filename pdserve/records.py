@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -96,6 +97,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """Index after the last of them."""
         return self.first + len(self.table) // self.row_bytes(self.num_top)
+
+    def parts(self, num_bytes: int) -> Iterator[PromptLogprobs]:
+        """Yield the rows in order, in tables of at most ``num_bytes``."""
+        row = self.row_bytes(self.num_top)
+        step = num_bytes // row * row
+        for start in range(0, len(self.table), step):
+            yield PromptLogprobs(self.first + start // row, self.num_top, self.table[start : start + step])
 
     @staticmethod
     def row_bytes(num_top: int) -> int:

@@ -70,7 +70,8 @@ class DecodeStream:
 
     def send(self, number: int, **kind: Any) -> None:
         """Queue an event of prompt ``number``; ``kind`` is the field that is set."""
-        self.writer.put().events.append(pb.PrefillEvent(request=number, **kind))
+        event = pb.PrefillEvent(request=number, **kind)
+        self.writer.put(event.ByteSize()).events.append(event)
 
     def end(self, number: int, error: PdserveError | None) -> None:
         """Forget a prompt; send the error, if any."""

@@ -1,6 +1,6 @@
 """The command line of a node: parse flags, bind ports, then run the node, or the ranks that this host adds to one.
 
-The ports are bound before anything is loaded, so that a port in use is found at once.
+The ports are checked before anything is loaded, so that a port in use is found at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdserve.config.resolve import resolve
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
 from pdserve.rpc import channel as rpc
-from pdserve.rpc.timeouts import PeerTiming
+from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.trace_flags import make_tracer
 
@@ -74,16 +74,18 @@ async def _serve(
     role: Role, options: NodeOptions, local: LocalRanks, frontend: FrontendOptions, status: StatusWriter
 ) -> None:
     signals = ShutdownSignals()
-    server = grpc.aio.server(options=rpc.server_options(PeerTiming(options.peer_timeout)))
+    rpc.check_port(frontend.host, frontend.port)
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     metrics_server = None
     if frontend.metrics_port is not None:
         from engine.frontend.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
 
         metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
-    address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
     devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
+    limit = request_limit(config.max_model_len)
+    server = grpc.aio.server(options=rpc.server_options(config.peer_timing, limit))
+    address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
     for choice in config.choices:
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))

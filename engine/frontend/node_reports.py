@@ -16,15 +16,15 @@ from engine.ipc.messages import Batch, Status
 from engine.kv_cache.kv_events import KVEvents
 from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.rpc.protobuf import throughput_to_pb
 
-MOST_BLOCKS = 65_536  # cached blocks of one node that are reported
 _REPORT_INTERVAL = 1.0  # seconds between two reports at most
 
 
 def sample_bits(num_blocks: int) -> int:
     """Return how many low bits of a short block hash must be zero for the block to be reported."""
-    return max(0, (num_blocks - 1).bit_length() - MOST_BLOCKS.bit_length() + 1)
+    return max(0, (num_blocks - 1).bit_length() - MAX_REPORTED_BLOCKS.bit_length() + 1)
 
 
 class ReportSubscriber:

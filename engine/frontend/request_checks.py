@@ -15,8 +15,6 @@ def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: No
     """Raise RequestError for a request that this node can never serve."""
     if not token_ids:
         raise RequestError("the prompt has 0 tokens; it needs at least 1", "prompt")
-    vocab_size = config.model.vocab_size
-    _check_ids("prompt", "token id", (max(token_ids),), vocab_size)
     _check_sampling(sampling, config)
     total = len(token_ids) + sampling.max_tokens
     if total > config.max_model_len:
@@ -26,6 +24,7 @@ def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: No
             "max_tokens" if len(token_ids) < config.max_model_len else "prompt",
             "context_length_exceeded",
         )
+    _check_ids("prompt", "token id", (max(token_ids),), config.model.vocab_size)
 
 
 def check_resume(resume: Mapping[int, Sequence[int]], sampling: SamplingParams, config: NodeConfig) -> None:

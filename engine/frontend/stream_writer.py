@@ -12,11 +12,11 @@ import grpc
 from engine.frontend.violations import Violations
 from pdserve.errors import RequestError
 from pdserve.rpc.errors import abort
+from pdserve.rpc.message_limits import BATCH_LIMIT, ENTRY_BYTES
 
 M = TypeVar("M")
 
 _MOST_UNSENT = 4096  # entries; beyond, no messages are read that would produce more
-_MOST_BULK = 4 << 20  # bytes of large entries in a message, far below MAX_MESSAGE_BYTES
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,14 +24,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class StreamWriter(Generic[M]):
     """Collects entries into the next message while gRPC's flow control delays the one before.
 
-    Large entries are spread over several messages.
+    Entries beyond the size of a message go into further ones.
     """
 
     def __init__(self, kind: Callable[[], M]) -> None:
         self._kind = kind
         self._messages = deque([kind()])  # unsent, oldest first; entries are added to the last one
         self._size = 0  # entries
-        self._bulk = 0  # bytes of large entries in the last message
+        self._bytes = 0  # of the last message, at most
         self._wake = asyncio.Event()
         self._sent = asyncio.Event()
 
@@ -39,15 +39,14 @@ class StreamWriter(Generic[M]):
     def empty(self) -> bool:
         return not self._size
 
-    def put(self, bulk: int = 0) -> M:
-        """Return the last unsent message, to add one entry to at once; ``bulk`` is a large entry's size in bytes."""
+    def put(self, num_bytes: int = 0) -> M:
+        """Return the last unsent message, to add one entry to at once; ``num_bytes`` are those of its long fields."""
         self._size += 1
         self._wake.set()
-        if bulk:
-            if self._bulk + bulk > _MOST_BULK:
-                self._messages.append(self._kind())
-                self._bulk = 0
-            self._bulk += bulk
+        self._bytes += ENTRY_BYTES + num_bytes
+        if self._bytes > BATCH_LIMIT:
+            self._messages.append(self._kind())
+            self._bytes = ENTRY_BYTES + num_bytes
         return self._messages[-1]
 
     def wake(self) -> None:
@@ -65,7 +64,7 @@ class StreamWriter(Generic[M]):
             self._wake.set()
             return message
         self._messages.append(self._kind())
-        self._size = self._bulk = 0
+        self._size = self._bytes = 0
         self._sent.set()
         return message
 

@@ -545,6 +545,7 @@ class ServeRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    RESUMED_CHOICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def generate(self) -> Global___Generate: ...
     @_builtins.property
@@ -553,6 +554,8 @@ class ServeRequest(_message.Message):
     def pause(self) -> Global___Pause: ...
     @_builtins.property
     def resume(self) -> Global___Resume: ...
+    @_builtins.property
+    def resumed_choices(self) -> Global___ResumedChoices: ...
     def __init__(
         self,
         *,
@@ -560,16 +563,44 @@ class ServeRequest(_message.Message):
         cancel: Global___Cancel | None = ...,
         pause: Global___Pause | None = ...,
         resume: Global___Resume | None = ...,
+        resumed_choices: Global___ResumedChoices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "kind", b"kind", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "kind", b"kind", "pause", b"pause", "resume", b"resume", "resumed_choices", b"resumed_choices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "kind", b"kind", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "generate", b"generate", "kind", b"kind", "pause", b"pause", "resume", b"resume", "resumed_choices", b"resumed_choices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["generate", "cancel", "pause", "resume"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["generate", "cancel", "pause", "resume", "resumed_choices"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
+
+@_typing.final
+class ResumedChoices(_message.Message):
+    """Choices of the request that follows, in addition to its ``resume``: all in one message could exceed the limit of a
+    message (pdserve/rpc/message_limits.py).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]: ...
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        choices: _abc.Iterable[Global___ResumedChoice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoices: _TypeAlias = ResumedChoices  # noqa: Y015
 
 @_typing.final
 class Generate(_message.Message):

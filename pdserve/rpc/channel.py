@@ -6,24 +6,27 @@ calls in flight. The calls fail with UNAVAILABLE.
 
 from __future__ import annotations
 
+import resource
+
 import grpc
 
 from pdserve.errors import CapacityError
 from pdserve.rpc.address import join_address, probe_port
+from pdserve.rpc.message_limits import ANSWER_LIMIT
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
 
-MAX_MESSAGE_BYTES = 64 << 20  # a prompt of 16 M tokens
+_IDLE = 60.0  # seconds without a call after which a server closes a connection
+_FEWEST, _MOST = 64, 65_536  # connections of a server
 
 Options = tuple[tuple[str, int | str], ...]
 
 _COMMON: Options = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),  # 0: no limit
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _CHANNEL: Options = (
+    ("grpc.max_receive_message_length", ANSWER_LIMIT),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -33,6 +36,7 @@ _CHANNEL: Options = (
     ("grpc.use_local_subchannel_pool", 1),  # channels to one address share neither connections nor back-off
 )
 _SERVER: Options = (
+    ("grpc.max_concurrent_streams", 128),  # of a connection; a router has about ten
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error
     ("grpc.http2.min_ping_interval_without_data_ms", 200),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
@@ -44,8 +48,18 @@ def channel_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
     return (*_COMMON, *_keepalive(timing), *_CHANNEL)
 
 
-def server_options(timing: PeerTiming = DEFAULT_TIMING) -> Options:
-    return (*_COMMON, *_keepalive(timing), *_SERVER)
+def server_options(timing: PeerTiming = DEFAULT_TIMING, max_request: int = ANSWER_LIMIT) -> Options:
+    """``max_request`` is in bytes. A quarter of the open files that the process may have is kept from connections."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    idle = max(_IDLE, 2 * timing.connect_timeout)  # a decode node sends nothing while its connector connects
+    return (
+        *_COMMON,
+        ("grpc.max_receive_message_length", max_request),
+        ("grpc.max_allowed_incoming_connections", max(_FEWEST, min(_MOST, open_files // 4 * 3))),
+        ("grpc.max_connection_idle_ms", int(idle * 1000)),
+        *_keepalive(timing),
+        *_SERVER,
+    )
 
 
 def open_channel(address: str, timing: PeerTiming = DEFAULT_TIMING, tls: PeerTls | None = None) -> grpc.aio.Channel:
@@ -88,16 +102,26 @@ def _keepalive(timing: PeerTiming) -> Options:
     )
 
 
+def check_port(host: str, port: int) -> None:
+    """Raise CapacityError unless a server can bind the port; gRPC would log an error without the reason."""
+    try:
+        probe_port(host, port)
+    except OSError as exc:
+        raise _port_taken(host, port, (exc.strerror or str(exc)).lower()) from exc
+
+
 def bind(server: grpc.aio.Server, host: str, port: int, tls: PeerTls | None = None) -> int:
     """Bind a server's port (0: any free port) and return it. Raises CapacityError if it is taken."""
+    check_port(host, port)
     address = join_address(host, port)
     try:
-        probe_port(host, port)  # gRPC would log an error without the reason
         if tls is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, tls.server_credentials()))
-    except OSError as exc:
-        reason = (exc.strerror or str(exc)).lower()
-    except RuntimeError:
-        reason = "address already in use"
-    raise CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")
+    except RuntimeError as exc:
+        raise _port_taken(host, port, "address already in use") from exc
+
+
+def _port_taken(host: str, port: int, reason: str) -> CapacityError:
+    address = join_address(host, port)
+    return CapacityError(f"cannot listen on {address}: {reason}; choose another --port (0 takes a free one) or --host")

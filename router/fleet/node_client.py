@@ -17,6 +17,7 @@ from pdserve.pb.pdserve_pb2_grpc import NodeStub
 from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import rpc_reason
+from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
 from pdserve.rpc.protobuf import throughput_from_pb
 from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import NodeView
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # exists in the stubs' types only
 
 logger = logging.getLogger(__name__)
 
+_MAX_CACHED = 2 * MAX_REPORTED_BLOCKS
 RETRY = 0.1  # seconds until a lost node is tried again
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
 REPORTED = 0.05  # seconds, plus the pause between reports, after which reports include a request that was sent
@@ -171,6 +173,8 @@ class NodeClient:
             sequence += 1
             if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
                 raise ValueError(f"report {report.sequence} came in place of {sequence}")
+            if self.cached is not None and len(self.cached) > _MAX_CACHED:
+                raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
             self._reported_at = asyncio.get_running_loop().time()
             self._on_report(report)
 
@@ -195,7 +199,8 @@ class NodeClient:
         self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
         assert self.description is not None, "the first report has a description"
         if self._usable and self.role == "decode" and self.stream is None:
-            self.stream = ServeStream(self._dialer.channel, self.description.node_id, self._on_stream_change)
+            limit = request_limit(self.description.max_model_len)
+            self.stream = ServeStream(self._dialer.channel, self.description.node_id, limit, self._on_stream_change)
             changed = True
         if self.stream is not None and self.description.state == "draining":
             self.stream.drain()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 
 import grpc.aio
 
-from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
+from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb, rpc_reason
+from pdserve.rpc.message_limits import MAX_ENTRIES, RESUME_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,12 @@ class ServeStream:
     ``on_change`` is called whenever ``open`` changes.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, name: str, on_change: Callable[[ServeStream], None]) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, name: str, max_request: int, on_change: Callable[[ServeStream], None]
+    ) -> None:
+        """``max_request`` is what the node accepts, in bytes."""
         self.name = name
+        self._max_request = max_request
         self.draining = False
         self._on_change = on_change
         self._handlers: dict[int, OutputHandler] = {}
@@ -70,7 +75,10 @@ class ServeStream:
         return not (self.ended or self.draining or self._full)
 
     def generate(self, message: pb.Generate, handler: OutputHandler) -> int:
-        """Send a request and return its number. Raises NodeLost after the end, Overloaded if the node does not read."""
+        """Send a request and return its number.
+
+        Raises NodeLost after the end, Overloaded if the node does not read, RequestError beyond the node's limit.
+        """
         if self.ended:
             raise NodeLost(f"decode node {self.name} is gone: {self._end_reason}")
         if self._full:
@@ -80,8 +88,14 @@ class ServeStream:
         number = self._next_number
         self._next_number += 1
         message.request = number
+        messages = [*(pb.ServeRequest(resumed_choices=part) for part in _split_resume(message))]
+        messages.append(pb.ServeRequest(generate=message))
+        if (size := max(each.ByteSize() for each in messages)) > self._max_request:
+            text = f"the request takes {size} bytes, decode node {self.name} takes {self._max_request} at most"
+            raise RequestError(f"{text}; shorten its prompt")
         self._handlers[number] = handler
-        self._put(pb.ServeRequest(generate=message))
+        for each in messages:
+            self._put(each)
         return number
 
     def cancel(self, number: int) -> None:
@@ -119,6 +133,9 @@ class ServeStream:
         reason = "it ended the stream"
         try:
             async for batch in self._rpc:
+                if len(batch.outputs) > MAX_ENTRIES:
+                    reason = f"it sent {len(batch.outputs)} outputs in a message, the limit is {MAX_ENTRIES}"
+                    break
                 if batch.draining:
                     self.drain()
                 for start in range(0, len(batch.outputs), _OUTPUTS_AT_ONCE):
@@ -161,3 +178,19 @@ class ServeStream:
         """Half-close the stream of a draining node without requests, so that the node can exit."""
         if self.draining and not self._handlers:
             self._queue.put_nowait(None)
+
+
+def _split_resume(message: pb.Generate) -> Iterator[pb.ResumedChoices]:
+    """Leave choices of RESUME_LIMIT bytes, or one longer choice, in the message; yield the others, to be sent first."""
+    choices = list(message.resume)
+    if sum(len(choice.token_ids) for choice in choices) <= RESUME_LIMIT:
+        return
+    del message.resume[:]
+    part, size = pb.ResumedChoices(request=message.request), 0
+    for choice in choices:
+        if size and size + len(choice.token_ids) > RESUME_LIMIT:
+            yield part
+            part, size = pb.ResumedChoices(request=message.request), 0
+        part.choices.append(choice)
+        size += len(choice.token_ids)
+    message.resume.extend(part.choices)

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.frontend.node_reports import MOST_BLOCKS, NodeReports, sample_bits
+from engine.frontend.node_reports import NodeReports, sample_bits
 from engine.ipc.messages import Batch, Status, Totals
 from pdserve.hashing import unpack_block_hashes
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 
 NODE = pb.NodeDescription(node_id="n", state="ready")
 REPORT_INTERVAL = 1.0  # seconds
@@ -149,8 +150,8 @@ def test_a_router_that_wants_fewer_reports_still_gets_one_per_interval() -> None
 
 
 def test_a_sample_of_a_large_cache_is_reported() -> None:
-    bits = sample_bits(4 * MOST_BLOCKS)
-    assert [sample_bits(count) for count in (1, MOST_BLOCKS, MOST_BLOCKS + 1)] == [0, 0, 1]
+    bits = sample_bits(4 * MAX_REPORTED_BLOCKS)
+    assert [sample_bits(count) for count in (1, MAX_REPORTED_BLOCKS, MAX_REPORTED_BLOCKS + 1)] == [0, 0, 1]
     assert bits == 2
 
     async def watch() -> set[int]:

@@ -39,7 +39,7 @@ async def stream_to(serve: Serve, ended: asyncio.Event) -> AsyncIterator[Prefill
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         peer = HandoffPeer("p", "epoch", DEFAULT_TIMING)
-        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), peer, background, ended.set)
+        yield PrefillStream(pb_grpc.PrefillNodeStub(channel), peer, 1 << 20, background, ended.set)
     await background.close()
     await server.stop(0)
 

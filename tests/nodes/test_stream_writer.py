@@ -30,7 +30,8 @@ def test_room_waits_until_the_peer_has_read() -> None:
         room = asyncio.ensure_future(writer.room())
         await asyncio.sleep(0)
         assert not room.done()
-        await writer.take()
+        while not writer.empty:
+            await writer.take()
         await asyncio.wait_for(room, 5.0)
 
     asyncio.run(run())

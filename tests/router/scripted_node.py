@@ -42,9 +42,12 @@ class Conversation:
     def fail(self, code: pb.Failure.Code.ValueType, message: str = "scripted", retry_after_ms: int = 0) -> None:
         self._put(pb.Output(failure=pb.Failure(code=code, message=message, retry_after_ms=retry_after_ms)))
 
+    def send(self, batch: pb.OutputBatch) -> None:
+        self._outbox.put_nowait(batch)
+
     def _put(self, output: pb.Output) -> None:
         output.request = self.message.request
-        self._outbox.put_nowait(pb.OutputBatch(outputs=[output]))
+        self.send(pb.OutputBatch(outputs=[output]))
 
 
 Script = Callable[[Conversation], Coroutine[Any, Any, None]]

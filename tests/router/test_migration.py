@@ -104,6 +104,18 @@ def resumed(conversation: Conversation) -> dict[int, list[int]]:
     return {each.choice: list(unpack_tokens(each.token_ids)) for each in conversation.message.resume}
 
 
+def test_prompts_leave_a_node_that_sends_too_many_outputs_in_a_message(nodes: Nodes) -> None:
+    """Each of a million empty outputs would cost the router time; its other requests go on after one message."""
+
+    async def flooding(conversation: Conversation) -> None:
+        conversation.token(9)
+        conversation.send(pb.OutputBatch(outputs=[pb.Output()] * 1_000_000))
+
+    body = nodes.play(flooding, saying([9, 9], "length"))
+    assert text_of(stream(nodes.client, body))
+    wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
+
+
 @pytest.mark.parametrize("num_scored", [0, 1, 3])
 def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Nodes, num_scored: int) -> None:
     """Log-probabilities that arrived only in part are requested again; after the first token none are."""
