@@ -113,7 +113,7 @@ async def run(args: argparse.Namespace) -> None:
     config = resolve(options_from(args), devices[0])
     engine = EngineClient(config, agent="", placement=RankPlacement(devices))
     start = time.perf_counter()
-    await engine.start()
+    await engine.start(config)
     try:
         print(
             json.dumps({"start_s": round(time.perf_counter() - start, 2), "runner": config.decision.runner}), flush=True

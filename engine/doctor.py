@@ -1,6 +1,7 @@
 """``pdserve doctor``: check whether a node with these flags would start on this machine.
 
-It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind. It prints a line per
+It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind but a cache of weight
+digests, which --prefill needs. It prints a line per
 check: ok; warn if a node would start; fail if it would not start, or not do what its flags say.
 """
 
@@ -23,7 +24,7 @@ from pdserve.config.compatibility import compat_hash
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
-from pdserve.config.resolve import resolve
+from pdserve.config.resolve import resolve, with_weight_digests
 from pdserve.discovery.sources import source_addresses
 from pdserve.doctor import checks
 from pdserve.doctor.findings import Finding, Level, fail, ok, run_check, warn
@@ -92,6 +93,8 @@ def _findings(
     config: NodeConfig | None = None
     try:
         config = resolve(options, devices[0]) if checks.is_local(options) else None
+        if config is not None and prefill:
+            config = with_weight_digests(config)
         yield run_check("checkpoint", checks.check_checkpoint, options, config)
     except PdserveError as exc:
         yield Finding("checkpoint", Level.FAIL, str(exc))
@@ -149,7 +152,7 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
     here = version("pdserve")
     if peer.version != here:
         return fail(f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
-    if config is not None and compat_hash(config.compat_fields) != peer.compat_hash:
+    if config is not None and peer.compat_hash not in ("", compat_hash(config.compat_fields)):
         return fail(
             f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"
         )

@@ -20,6 +20,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 
+MAX_BLOCKS = 1 << 24  # of a KV cache: a hostile config has blocks of a few bytes, and each costs memory on the host
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from pdserve.config.hub import resolve_model
+from pdserve.errors import CheckpointError
 from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
@@ -24,6 +25,7 @@ from router.file_reload import FileReloader
 from router.http.app import create_app
 from router.options import RouterOptions
 from router.service import Service
+from router.text.chat.template_renderer import check_template
 from router.text.tokenizer import Tokenizer
 
 _GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
@@ -41,7 +43,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     name = join_address(socket.gethostname(), listener.getsockname()[1])
     set_process_fields(node=name)
     status.loading("tokenizer", -1)
-    tokenizers = {name: (root, Tokenizer.load(resolve_model(root))) for name, root in options.models}
+    tokenizers = {name: (root, load_tokenizer(root)) for name, root in options.models}
     service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))
     config = uvicorn.Config(
         create_app(service),
@@ -64,6 +66,17 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         config.ssl = certificate.context
     server = _Server(config, service, status, certificate)
     server.run(sockets=[listener])
+
+
+def load_tokenizer(root: str) -> Tokenizer:
+    """Load a model's tokenizer and compile its chat template. Raises CheckpointError."""
+    tokenizer = Tokenizer.load(resolve_model(root))
+    if tokenizer.chat_template is not None:
+        try:
+            check_template(tokenizer.chat_template)
+        except CheckpointError as exc:
+            raise CheckpointError(f"{root}: {exc}") from exc
+    return tokenizer
 
 
 class _Server(uvicorn.Server):

@@ -100,8 +100,8 @@ class SimulatedVocabulary:
 
     def __init__(self, token_ids: Iterable[int], eos_token_ids: Collection[int]) -> None:
         every = array("I", token_ids)
-        self._eos_token_ids = eos_token_ids
-        self.ids = array("I", (token_id for token_id in every if token_id not in eos_token_ids)) or every
+        self._eos_token_ids = ends = frozenset(eos_token_ids)
+        self.ids = array("I", (token_id for token_id in every if token_id not in ends)) or every
 
     def allowed(self, mask: bytes) -> SimulatedVocabulary:
         """Return the tokens that ``TokenMask.words`` allows."""

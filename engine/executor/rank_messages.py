@@ -27,7 +27,7 @@ from pdserve.config.parallel import ParallelConfig
 from pdserve.kv import KVLayout
 from pdserve.records import ModelRunnerOutput, RankKV, StepPlan
 
-MAX_HELLO_BYTES = 1 << 16  # any program may connect to the port
+MAX_HELLO_BYTES = 1 << 19  # any program may connect to the port; a layer's tensor groups take about 200 bytes
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

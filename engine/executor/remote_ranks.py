@@ -21,7 +21,7 @@ from engine.executor.rendezvous import connect_leader, join, make_hello
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.config.parallel import RankPosition
-from pdserve.config.resolve import resolve
+from pdserve.config.resolve import resolve, with_weight_digests
 from pdserve.errors import ConfigError, NodeError
 from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter, describe_exit
 
@@ -61,7 +61,8 @@ def _join(
 ) -> NodeConfig:
     """Start each rank with a connection to the leader, which has accepted it."""
     devices = node_devices(options, len(local.ranks))
-    config = resolve(options, devices[0])
+    status.loading("weight digests", -1.0)
+    config = with_weight_digests(resolve(options, devices[0]))
     threads = max(1, config.threads // len(local.ranks))
     for rank, device in zip(local.ranks, devices, strict=True):
         status.loading(f"connecting to the leader at {local.leader}", -1.0)

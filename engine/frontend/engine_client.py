@@ -72,7 +72,8 @@ class EngineClient:
     """One engine process. No method but ``start`` and ``shutdown`` waits."""
 
     def __init__(self, config: NodeConfig, agent: str, placement: RankPlacement) -> None:
-        self._configure = Configure(config, agent, placement)
+        self._agent = agent
+        self._placement = placement
         self._handlers: dict[int, RequestHandler] = {}
         self._rids = itertools.count(1)
         self._process: asyncio.subprocess.Process | None = None
@@ -94,7 +95,7 @@ class EngineClient:
 
     # ------------------------------------------------------------ process
 
-    async def start(self) -> None:
+    async def start(self, config: NodeConfig) -> None:
         """Start the engine and wait until it is ready. Raises the error that it reports, or EngineDied."""
         ours, theirs = socket.socketpair()
         heartbeats, their_heartbeats = socket.socketpair()
@@ -114,7 +115,7 @@ class EngineClient:
             lambda: _EngineProtocol(self._receive, self._socket_ended), sock=ours
         )
         await loop.create_connection(lambda: _EngineProtocol(self._receive, lambda: None), sock=heartbeats)
-        self.send(self._configure)
+        self.send(Configure(config, self._agent, self._placement))
         ready = await self._started
         self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
         total = ready.kv_layout.num_blocks
@@ -145,6 +146,11 @@ class EngineClient:
     def close(self, rid: int) -> None:
         """Drop further events of this request. Idempotent."""
         self._handlers.pop(rid, None)
+
+    @property
+    def has_remote_ranks(self) -> bool:
+        """Whether ranks on other hosts join; they must have the configuration that ``start`` is given."""
+        return bool(self._placement.listen)
 
     @property
     def pid(self) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -26,6 +27,7 @@ from engine.frontend.node_reports import NodeReports
 from engine.frontend.node_service import NODE_SERVICE, NodeService, add_node_service, describe
 from engine.ipc.messages import Progress
 from engine.liveness.heartbeat_monitor import LivenessWatch
+from pdserve.config.resolve import with_weight_digests
 from pdserve.errors import Draining, NodeError
 from pdserve.process import StatusWriter
 
@@ -89,10 +91,22 @@ class Node:
 
     async def _load(self) -> None:
         started = time.monotonic()
-        await self._engine.start()
+        await self._start_engine()
         _log.info("engine ready after %.1f s", time.monotonic() - started)
         await self._enter(State.CONNECTING)
         await self._role.connect()
+
+    async def _start_engine(self) -> None:
+        """Start the engine; compute the digests of the weights while it loads them."""
+        context, stop = self._context, threading.Event()
+        digests = asyncio.create_task(asyncio.to_thread(with_weight_digests, context.config, stop))
+        try:
+            if self._engine.has_remote_ranks:  # they send theirs when they join
+                context.set_config(await digests)
+            await asyncio.gather(self._engine.start(context.config), digests)
+            context.set_config(digests.result())
+        finally:
+            stop.set()
 
     async def _watch_engine(self) -> None:
         """Report engine liveness to health checks and routers until cancelled; fail requests while it is stuck."""

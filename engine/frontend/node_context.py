@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Protocol
 
 import grpc
@@ -35,10 +34,12 @@ class NodeContext:
     log_requests: bool
     state: State = State.LOADING
     violations: Violations = field(default_factory=Violations)
+    compat_hash: str = ""  # empty until the digests of the weights are known
 
-    @cached_property
-    def compat_hash(self) -> str:
-        return compat_hash(self.config.compat_fields)
+    def set_config(self, config: NodeConfig) -> None:
+        """Use a configuration whose ``compat_fields`` are complete."""
+        self.config = config
+        self.compat_hash = compat_hash(config.compat_fields)
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.request import Constraint
+from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, start_thread, without
@@ -155,7 +156,7 @@ def _load_vocabulary(model_dir: Path, model: ModelConfig) -> GrammarVocabulary |
     if not model.eos_token_ids:
         return RequestError("the model has no end-of-sequence token to end a grammar with; leave it out", "grammar")
     try:
-        return GrammarVocabulary(path.read_text(encoding="utf-8"), model.vocab_size, model.eos_token_ids)
-    except (OSError, ValueError) as exc:
+        return GrammarVocabulary(read_text(path, MAX_TOKENIZER), model.vocab_size, model.eos_token_ids)
+    except BaseException as exc:  # a panic in Rust is not an Exception
         reason = " ".join(str(exc).split())
         return RequestError(f"the node's {path.name} cannot be used for grammars: {reason}", "grammar")

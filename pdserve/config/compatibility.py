@@ -6,6 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from pdserve.errors import cut
+
+_MAX_NAMED = 10  # fields in an error
+
 PROTOCOL_VERSION = 4  # of proto/pdserve.proto between nodes; raise it when a node could misread an older one
 
 
@@ -16,9 +20,13 @@ def compat_hash(fields: Mapping[str, str], protocol: int = PROTOCOL_VERSION) -> 
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there") -> str:
-    """Describe differing fields with both values: ``block_size: 16 here, 32 there; …``; empty if none differ."""
-    return "; ".join(
-        f"{name}: {mine.get(name, 'nothing')} {here}, {theirs.get(name, 'nothing')} {there}"
-        for name in sorted({*mine, *theirs})
-        if mine.get(name) != theirs.get(name)
-    )
+    """Describe differing fields with both values: ``block_size: 16 here, 32 there; …``; empty if none differ.
+
+    Names the first ten; a layer has several fields of weights.
+    """
+    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    found = [
+        f"{cut(name)}: {cut(mine.get(name, 'nothing'))} {here}, {cut(theirs.get(name, 'nothing'))} {there}"
+        for name in names[:_MAX_NAMED]
+    ]
+    return "; ".join(found + [f"and {len(names) - _MAX_NAMED} more"] * (len(names) > _MAX_NAMED))

@@ -1,33 +1,43 @@
-"""A JSON object on disk, such as a checkpoint's config.json, with typed access to its fields."""
+"""A JSON object on disk, such as a checkpoint's config.json, with typed and bounded access to its fields."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from pdserve.checkpoint.files import read_object
+from pdserve.errors import CheckpointError, shown
 
-from pdserve.errors import CheckpointError
+_MAX_BYTES = 4 << 20
+
+#: The largest value of each number of a config, well beyond those of known models.
+LARGEST: Mapping[str, int] = {
+    "vocab_size": 1 << 21,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "max_window_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "max_position_embeddings": 1 << 27,
+    "original_max_position_embeddings": 1 << 27,
+    "sliding_window": 1 << 27,
+}
 
 
 class ConfigFields:
-    """Fields of a JSON file. Its errors name file, field and value."""
+    """Fields of a JSON file. Its errors name file, field, value and limit."""
 
     def __init__(self, path: Path) -> None:
+        """Raises CheckpointError unless the file is a JSON object of bounded size and depth."""
         self.path = path
         self.defaults: Mapping[str, Any] = {}
-        try:
-            values = msgspec.json.decode(path.read_bytes())
-        except FileNotFoundError as exc:
-            raise CheckpointError(
-                f"{path} does not exist; a model directory holds config.json, a tokenizer and *.safetensors"
-            ) from exc
-        except (OSError, msgspec.DecodeError) as exc:
-            raise CheckpointError(f"{path} cannot be read as JSON ({exc}); download the checkpoint again") from exc
-        if not isinstance(values, dict):
-            raise self.error(f"holds a {type(values).__name__}, not an object; download the checkpoint again")
-        self.values: dict[str, Any] = values
+        if not os.path.exists(path):
+            raise self.error("does not exist; a model directory holds config.json, a tokenizer and *.safetensors")
+        self.values = read_object(path, _MAX_BYTES)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the field, else the family's default, else ``default``. A null in the file means ``default``."""
@@ -37,24 +47,43 @@ class ConfigFields:
         return self.defaults.get(name, default)
 
     def flag(self, name: str) -> bool:
-        return bool(self.get(name, False))
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise self.error(f"has {name} = {shown(value)}; it must be true or false")
+        return value
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number from ``least`` to ``LARGEST[name]``."""
         value = self.get(name, default)
         if value is None:
             raise self.error(f"lacks {name!r}; download the checkpoint again")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"has {name} = {value!r}; it must be a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST[name]:
+            raise self.error(
+                f"has {name} = {shown(value)}; it must be a whole number from {least} to {LARGEST[name]}. {REMEDY}"
+            )
         return value
 
     def optional_integer(self, name: str) -> int | None:
         return None if self.get(name) is None else self.integer(name)
 
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.error(f"has {name} = {value!r}; it must be a positive number")
-        return float(value)
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        """Return a number from ``least`` to ``most``."""
+        return self.check_number(name, self.get(name, default), least, most)
+
+    def check_number(self, name: str, value: Any, least: float, most: float) -> float:
+        """Return ``value``, which belongs to the field ``name``. Raises CheckpointError."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"has {name} = {shown(value)}; it must be a number from {least:g} to {most:g}. {REMEDY}")
+        return value
+
+    def choice(self, name: str, value: Any, supported: tuple[str, ...]) -> str:
+        """Return ``value``, which belongs to the field ``name`` and must be one of ``supported``."""
+        if not isinstance(value, str) or value not in supported:
+            raise self.error(f"has {name} {shown(value)}; supported are {', '.join(supported)}. {REMEDY}")
+        return value
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path} {message}")
+
+
+REMEDY = "Correct the file or choose another checkpoint"

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.config.config_fields import ConfigFields
+from pdserve.errors import shown
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 
@@ -29,15 +30,15 @@ def windows_by_layer_type(fields: ConfigFields, num_layers: int) -> Windows:
     if not fields.flag("use_sliding_window"):
         return (None,) * num_layers
     window = fields.optional_integer("sliding_window")
-    first = fields.get("max_window_layers", num_layers)
+    first = fields.integer("max_window_layers", num_layers, least=0)
     layer_types = fields.get("layer_types") or [
         "sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)
     ]
-    if len(layer_types) != num_layers:
-        raise fields.error(f"has {len(layer_types)} layer_types for {num_layers} layers")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
+        raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
     for layer_type in layer_types:
-        if layer_type not in ("full_attention", "sliding_attention"):
-            raise fields.error(f"has layer type {layer_type!r}; supported are full_attention and sliding_attention")
+        fields.choice("layer type", layer_type, ("full_attention", "sliding_attention"))
     if window is None and "sliding_attention" in layer_types:
         raise fields.error("has sliding_attention layers but no sliding_window")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

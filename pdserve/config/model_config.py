@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pdserve.config.attention_spec import AttentionSpec
-from pdserve.config.config_fields import ConfigFields
+from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
 from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format
+from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
 
 
@@ -43,7 +45,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention: tuple[AttentionSpec, ...] = ()  # per layer
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
 
     @property
@@ -64,6 +65,21 @@ _ROPE_PARAMS: dict[str, tuple[str, ...]] = {
     "yarn": (),  # a missing factor follows from the two lengths
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+# Smallest and largest value of each number of rope parameters; others are not used.
+_ROPE_BOUNDS: dict[str, tuple[float, float]] = {
+    "rope_theta": (2, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "original_max_position_embeddings": (1, LARGEST["original_max_position_embeddings"]),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "mscale": (0, 1e3),
+    "mscale_all_dim": (0, 1e3),
+    "attention_factor": (1e-6, 1e3),
+}
+_OTHER_BOUNDS = (-1e15, 1e15)
+_MAX_EOS_TOKENS = 64
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
@@ -86,19 +102,22 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
-    max_position_embeddings = fields.integer("max_position_embeddings")
+    rope = _rope(fields, fields.integer("max_position_embeddings"))
+    if rope.rope_type == "dynamic" and head_dim < 4:
+        raise fields.error(f"head_dim {head_dim} is too small for rope type 'dynamic'; it needs at least 4")
+    vocab_size = fields.integer("vocab_size")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, max_position_embeddings),
-        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 1e-20, 1.0),
+        rope=rope,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
         dtype=_dtype(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
@@ -108,77 +127,79 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         ),
         weight_format=weight_format,
         quantization=fields.get("quantization_config") or {},
-        bos_token_id=fields.get("bos_token_id"),
-        eos_token_ids=_eos_token_ids(model_dir, fields),
+        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
     )
 
 
 def _architecture(fields: ConfigFields) -> str:
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    if name not in FAMILIES:
-        raise fields.error(f"has architecture {name!r}; supported are {', '.join(FAMILIES)}. Choose a model of these")
-    return str(name)
+    return fields.choice("architecture", name, tuple(FAMILIES))
 
 
 def _check_activation(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise fields.error(f"has hidden_act = {activation!r}; supported is 'silu'")
+        raise fields.error(f"has hidden_act = {shown(activation)}; supported is 'silu'. {REMEDY}")
 
 
 def _dtype(fields: ConfigFields) -> str:
-    dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
-    if dtype not in SUPPORTED_DTYPES:
-        raise fields.error(
-            f"has dtype {dtype!r}; supported are {', '.join(SUPPORTED_DTYPES)}. Convert the checkpoint to one of them"
-        )
-    return str(dtype)
+    return fields.choice("dtype", fields.get("dtype", fields.get("torch_dtype", "float32")), SUPPORTED_DTYPES)
 
 
 def _rope(fields: ConfigFields, max_position_embeddings: int) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling`` (4; "type" is older)."""
-    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise fields.error(f"has rope_parameters = {given!r}; it must be an object")
-    nested = [value for value in given.values() if isinstance(value, dict)]
-    if nested:
-        if any(value != nested[0] for value in nested):
-            raise fields.error("has different rope_parameters per layer type; supported is one set for all layers")
-        given = nested[0]
-    params = {name: value for name, value in given.items() if value is not None}
+    params = _rope_params(fields)
     rope_type = params.pop("rope_type", params.get("type", "default"))
     params.pop("type", None)
-    if rope_type not in _ROPE_PARAMS:
-        raise fields.error(f"has rope type {rope_type!r}; supported are {', '.join(_ROPE_PARAMS)}")
-    theta = params.pop("rope_theta", None) or fields.number("rope_theta", 10_000.0)
+    fields.choice("rope type", rope_type, tuple(_ROPE_PARAMS))
+    theta = params.pop("rope_theta", None) or fields.get("rope_theta", 10_000.0)
     partial = params.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise fields.error(f"has partial_rotary_factor {partial!r}; supported is 1.0")
+        raise fields.error(f"has partial_rotary_factor {shown(partial)}; supported is 1.0. {REMEDY}")
+    trained = fields.get("original_max_position_embeddings")
     if rope_type == "dynamic":
         params["original_max_position_embeddings"] = max_position_embeddings
     elif rope_type in ("yarn", "llama3"):
         params.setdefault("original_max_position_embeddings", max_position_embeddings)
-        outer = fields.get("original_max_position_embeddings")
-        if outer is not None:
-            params["original_max_position_embeddings"] = outer
-    if rope_type == "yarn":
-        params.setdefault("factor", max_position_embeddings / params["original_max_position_embeddings"])
+        if trained is not None:
+            params["original_max_position_embeddings"] = trained
     for name in _ROPE_PARAMS[rope_type]:
         if name not in params:
-            raise fields.error(f"has rope type {rope_type!r} without {name!r}")
+            raise fields.error(f"has rope type {rope_type!r} without {name!r}. {REMEDY}")
     for name, value in [*params.items(), ("rope_theta", theta)]:
-        if not isinstance(value, int | float):
-            raise fields.error(f"has {name} = {value!r} for rope type {rope_type!r}; it must be a number")
+        if name in _ROPE_BOUNDS or not isinstance(value, bool):
+            fields.check_number(name, value, *_ROPE_BOUNDS.get(name, _OTHER_BOUNDS))
+    if rope_type == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
+        raise fields.error(f"has a high_freq_factor that is not above low_freq_factor. {REMEDY}")
+    if rope_type == "yarn":
+        params.setdefault("factor", max_position_embeddings / params["original_max_position_embeddings"])
     return RopeConfig(theta=float(theta), rope_type=rope_type, params=params)
 
 
-def _eos_token_ids(model_dir: Path, fields: ConfigFields) -> tuple[int, ...]:
+def _rope_params(fields: ConfigFields) -> dict[str, Any]:
+    """Return the parameters without nulls. They may be nested per layer type, if all are equal."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise fields.error(f"has rope_parameters = {shown(given)}; it must be an object. {REMEDY}")
+    nested = [value for value in given.values() if isinstance(value, dict)]
+    if any(value != nested[0] for value in nested):
+        raise fields.error("has different rope_parameters per layer type; supported is one set for all layers")
+    return {name: value for name, value in (nested[0] if nested else given).items() if value is not None}
+
+
+def _eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tuple[int, ...]:
     path = model_dir / "generation_config.json"
-    value = ConfigFields(path).get("eos_token_id") if path.exists() else None
-    if value is None:
-        value = fields.get("eos_token_id")
+    source = ConfigFields(path) if os.path.exists(path) else fields
+    if source.get("eos_token_id") is None:
+        source = fields
+    value = source.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) for token in ids):
-        raise fields.error(f"has eos_token_id = {value!r}; it must be a token id or a list of them")
+    if len(ids) > _MAX_EOS_TOKENS:
+        raise source.error(f"has {len(ids)} end-of-sequence tokens, the limit is {_MAX_EOS_TOKENS}. {REMEDY}")
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise source.error(
+                f"has eos_token_id = {shown(token)}; it must be a token id below {vocab_size}, or a list. {REMEDY}"
+            )
     return tuple(ids)

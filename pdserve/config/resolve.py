@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from pdserve.checkpoint.weight_digests import group_digests
+from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
     COMMON_PAGES,
     NO_BACKEND,
@@ -18,7 +21,7 @@ from pdserve.config.attention_backends import (
     choose_page_size,
     find_platform,
 )
-from pdserve.config.hub import resolve_model, weights_fingerprint
+from pdserve.config.hub import resolve_model
 from pdserve.config.model_config import ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
@@ -26,7 +29,7 @@ from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, deci
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.weight_formats import UNQUANTIZED
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.kv import DTYPE_BYTES, KVLayout, group_layers
+from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, group_layers
 from pdserve.rpc.timeouts import PeerTiming
 
 _CPU_KV_MEMORY = 1 << 30
@@ -155,7 +158,7 @@ def _choose_layout(
     largest = msgspec.structs.replace(one_block, num_layers=max(parallel.stage_layers))
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
     memory = _choose_kv_memory(options, device, weights, choices)
-    return msgspec.structs.replace(one_block, num_blocks=memory // largest.block_bytes)
+    return msgspec.structs.replace(one_block, num_blocks=min(memory // largest.block_bytes, MAX_BLOCKS))
 
 
 def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
@@ -235,15 +238,16 @@ def model_name(model: str) -> str:
 
 
 def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
-    """Return the fields that must be equal on both sides of a handoff; a refusal names those that differ.
+    """Return the fields that must be equal on both sides of a handoff; ``with_weight_digests`` adds the weights.
 
     A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
     """
-    absent = "simulated" if options.simulated else "dummy"
+    if options.reads_weights:
+        read_headers(model_dir)  # a broken file is found before anything starts
     return {
         "architecture": model.architecture,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
-        "weights": weights_fingerprint(model_dir) if options.reads_weights else absent,
+        "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
         "kv_dtype": layout.dtype,
         "num_layers": str(model.num_layers),
         "num_kv_heads": str(model.num_kv_heads),
@@ -251,3 +255,15 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         "block_size": str(layout.block_size),
         "kv_checksum": options.kv_checksum or "on",
     }
+
+
+def with_weight_digests(config: NodeConfig, stop: threading.Event | None = None) -> NodeConfig:
+    """Return the configuration with a digest per tensor group in ``compat_fields``.
+
+    Reads all weights, unless they are cached or not those of the checkpoint. Raises CheckpointError, Stopped.
+    """
+    if config.compat_fields["weights"] != "checkpoint":
+        return config
+    groups = group_digests(Path(config.model_dir), stop)
+    fields = {f"weights of {group}": digest for group, digest in groups.items()}
+    return msgspec.structs.replace(config, compat_fields=config.compat_fields | fields)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.config.config_fields import ConfigFields
+from pdserve.config.config_fields import REMEDY, ConfigFields
+from pdserve.errors import shown
 from pdserve.kv import DTYPE_BYTES
 
 UNQUANTIZED = "unquantized"
@@ -30,10 +31,14 @@ def read_weight_format(fields: ConfigFields) -> str:
     if not quantization:
         return UNQUANTIZED
     name = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if name not in WEIGHT_FORMATS:
+    if not isinstance(quantization, dict) or not isinstance(name, str) or name not in WEIGHT_FORMATS:
         formats = [*SUPPORTED_DTYPES, *(known for known in WEIGHT_FORMATS if known != UNQUANTIZED)]
         raise fields.error(
-            f"describes a quantized checkpoint ({name!r}); supported are {', '.join(formats)} weights. "
+            f"describes a quantized checkpoint ({shown(name)}); supported are {', '.join(formats)} weights. "
             "Choose a checkpoint in one of these formats"
         )
-    return str(name)
+    try:
+        msgspec.msgpack.encode(quantization)  # as it travels to the ranks
+    except OverflowError as exc:
+        raise fields.error(f"has a number beyond 64 bits in quantization_config. {REMEDY}") from exc
+    return name

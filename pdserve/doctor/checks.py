@@ -13,8 +13,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import detect_devices
-from pdserve.config.hub import resolve_model, weight_files
+from pdserve.config.hub import resolve_model
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.doctor.findings import Finding, fail, ok, warn
 from pdserve.rpc.address import probe_port

@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
+from msgspec import UNSET, UnsetType
 
-from pdserve.errors import CheckpointError
-from router.text.chat.template import ChatTemplate, either_template
+from pdserve.checkpoint.files import MAX_TOKENIZER, read_file, read_object, read_text
+from pdserve.errors import CheckpointError, shown
+from router.text.chat.template import MAX_SOURCE, ChatTemplate, either_template
 from router.text.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
 from router.text.token_bytes import byte_table
 
+_MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
+_MAX_TOKEN_ID = 1 << 22
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+class _ListedToken(msgspec.Struct):
+    """An entry of ``added_tokens_decoder``."""
+
+    content: str
+    single_word: bool | UnsetType = UNSET
+    lstrip: bool | UnsetType = UNSET
+    rstrip: bool | UnsetType = UNSET
+    normalized: bool | UnsetType = UNSET
+    special: bool | UnsetType = UNSET
+
+
+class _NamedTemplate(msgspec.Struct):
+    name: str
+    template: str
+
+
+class _Config(msgspec.Struct):
+    """The fields of tokenizer_config.json that are used. A token is a string or an object with ``content``."""
+
+    bos_token: Any = None
+    eos_token: Any = None
+    unk_token: Any = None
+    sep_token: Any = None
+    pad_token: Any = None
+    cls_token: Any = None
+    mask_token: Any = None
+    additional_special_tokens: list[Any] | dict[str, Any] | None = None
+    extra_special_tokens: list[Any] | dict[str, Any] | None = None
+    added_tokens_decoder: dict[int, _ListedToken] | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
 
 
 class Tokenizer:
@@ -26,13 +63,20 @@ class Tokenizer:
     the config counts only without tokenizer.json.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], template: str | None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, config: _Config, template: str | None) -> None:
+        """Raises CheckpointError."""
         self._backend = backend
         special_tokens = _named_tokens(config)
         _add_missing_tokens(backend, config)
         backend.no_padding()
         backend.no_truncation()
         self.chat_template = None if template is None else ChatTemplate(template, special_tokens)
+        ids = backend.get_vocab().values()
+        if not ids or max(ids) > _MAX_TOKEN_ID:
+            raise CheckpointError(
+                f"tokenizer.json has {len(ids)} tokens with ids up to {max(ids, default=0)}; it needs at least one, "
+                f"and the limit of ids is {_MAX_TOKEN_ID}. Download the checkpoint again"
+            )
         self._special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
         self._bytes = byte_table(backend)
 
@@ -40,14 +84,20 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer:
         """Raises CheckpointError when there is no usable tokenizer."""
         path = model_dir / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.exists(path):
             raise CheckpointError(f"{model_dir} has no tokenizer.json; convert its tokenizer to the fast format")
+        data = read_file(path, MAX_TOKENIZER)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises bare Exception
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # the library raises bare Exception; a panic in Rust is not even that
             raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
         config = _read_config(model_dir / "tokenizer_config.json")
-        return cls(backend, config, _find_template(model_dir, config))
+        try:
+            return cls(backend, config, _find_template(model_dir, config))
+        except CheckpointError as exc:
+            raise CheckpointError(f"{model_dir}: {exc}") from exc
 
     @cached_property
     def longest_token(self) -> int:
@@ -114,38 +164,33 @@ class Tokenizer:
         return decoder
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_config(path: Path) -> _Config:
+    if not os.path.exists(path):
+        return _Config()
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object; download the checkpoint again")
-    return config
+        return msgspec.convert(read_object(path, _MAX_CONFIG), _Config, str_keys=True)
+    except msgspec.ValidationError as exc:
+        raise CheckpointError(f"{path} cannot be used: {exc}; correct it or download the checkpoint again") from exc
 
 
-def _find_template(model_dir: Path, config: dict[str, Any]) -> str | None:
+def _find_template(model_dir: Path, config: _Config) -> str | None:
     """Find ``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names.
 
     A template named "tool_use" renders requests with tools, as in transformers.
     """
     path = model_dir / "chat_template.jinja"
-    if path.is_file():
+    if os.path.exists(path):
         tool_use = model_dir / "additional_chat_templates" / "tool_use.jinja"
-        source = path.read_text(encoding="utf-8")
-        return either_template(tool_use.read_text(encoding="utf-8"), source) if tool_use.is_file() else source
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        if "default" not in named:
-            names = ", ".join(sorted(named))
-            raise CheckpointError(f"{model_dir} has chat templates named {names}; name one 'default'")
-        template = named["default"]
-        if "tool_use" in named:
-            template = either_template(named["tool_use"], template)
-    return template if isinstance(template, str) else None
+        source = read_text(path, MAX_SOURCE)
+        return either_template(read_text(tool_use, MAX_SOURCE), source) if os.path.exists(tool_use) else source
+    template = config.chat_template
+    if not isinstance(template, list):
+        return template
+    named = {entry.name: entry.template for entry in template}
+    if "default" not in named:
+        raise CheckpointError(f"it has chat templates named {shown(', '.join(sorted(named)))}; name one 'default'")
+    default = named["default"]
+    return either_template(named["tool_use"], default) if "tool_use" in named else default
 
 
 def _content(token: Any) -> str | None:
@@ -155,23 +200,30 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
+def _named_tokens(config: _Config) -> dict[str, str]:
+    found = {name: _content(getattr(config, name)) for name in _NAMED_TOKENS}
     return {name: token for name, token in found.items() if token is not None}
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _Config) -> None:
     """Add tokens that only ``tokenizer_config.json`` lists, in id order, and mark special ones."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    decoder = config.get("added_tokens_decoder") or {}
-    for _, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
-        if entry["content"] not in known:
-            fields = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
-            backend.add_tokens([tokenizers.AddedToken(entry["content"], **fields)])
+    listed = [token for _, token in sorted((config.added_tokens_decoder or {}).items())]
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(**msgspec.to_builtins(token))  # without unset fields
+            for token in listed
+            if token.content not in known
+        ]
+    )
     special = list(_named_tokens(config).values())
-    for name in _TOKEN_LISTS:
-        listed = config.get(name) or []
-        special += [c for c in map(_content, listed.values() if isinstance(listed, dict) else listed) if c is not None]
-    for content in dict.fromkeys(special):
-        if content not in known or not known[content].special:
-            backend.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False)])
+    for names in (config.additional_special_tokens or [], config.extra_special_tokens or []):
+        contents = map(_content, names.values() if isinstance(names, dict) else names)
+        special += [content for content in contents if content is not None]
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(content, special=True, normalized=False)
+            for content in dict.fromkeys(special)
+            if content not in known or not known[content].special
+        ]
+    )

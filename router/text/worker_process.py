@@ -38,7 +38,7 @@ class WorkerProcess:
         assert stdout is not None
         async with asyncio.timeout(seconds):
             try:
-                stdin.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+                stdin.write(packed(message))
             except RuntimeError as exc:  # uvloop raises it when the process has ended
                 raise EOFError from exc
             await stdin.drain()
@@ -52,6 +52,16 @@ class WorkerProcess:
         await self._process.wait()
 
 
+def packed(message: bytes) -> bytes:
+    """Return a message with its length before it."""
+    return len(message).to_bytes(_LENGTH_BYTES, "little") + message
+
+
+def unpacked(data: bytes) -> bytes:
+    """Return the only message in ``data``."""
+    return data[_LENGTH_BYTES:]
+
+
 def read_message() -> bytes | None:
     """Read the next message in the worker; None at the end of its input."""
     length = sys.stdin.buffer.read(_LENGTH_BYTES)
@@ -59,5 +69,5 @@ def read_message() -> bytes | None:
 
 
 def write_message(message: bytes) -> None:
-    sys.stdout.buffer.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+    sys.stdout.buffer.write(packed(message))
     sys.stdout.buffer.flush()

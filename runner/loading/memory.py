@@ -14,7 +14,7 @@ from pdserve.config.model_config import ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import RankPosition, weight_bytes
 from pdserve.errors import CapacityError
-from pdserve.kv import KVLayout
+from pdserve.kv import MAX_BLOCKS, KVLayout
 from runner.distributed.parallel_state import ParallelState
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def layout_that_fits(
     others = total - free - torch.cuda.memory_reserved(device)
     usable = int(total * config.gpu_memory_utilization)
     left = max(usable - others - peak - kept - _FRAGMENTATION, 0)
-    num_blocks = parallel.all_reduce_min(left // config.kv_layout.block_bytes)
+    num_blocks = parallel.all_reduce_min(min(left // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
         "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pdserve.config.node_config import NodeConfig
@@ -49,7 +50,9 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _build(self) -> Decoder:
-        return decoder_class(self._config.model.architecture)(self._config.model, self._parallel, self.placement)
+        # The table of rotary embeddings takes memory for every position that a sequence can have here.
+        model = msgspec.structs.replace(self._config.model, max_position_embeddings=self._config.max_model_len)
+        return decoder_class(model.architecture)(model, self._parallel, self.placement)
 
     @torch.inference_mode()
     def _load(self, model_dir: str, progress: Callable[[float], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import safetensors
 import torch
 
-from pdserve.config.hub import weight_files
+from pdserve.checkpoint.weight_files import weight_files
 from pdserve.errors import CheckpointError
 from runner.models.layers.weight_shard import WeightShard
 

@@ -150,7 +150,7 @@ def test_forbidden_template_operation_is_a_request_error(source: str) -> None:
 
 def test_template_syntax_error_is_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="does not compile"):
-        ChatTemplate("{% if %}", {})
+        assert ChatTemplate("{% if %}", {}).compiled
 
 
 def test_jinja_file_takes_precedence_over_the_config(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Model directories, fingerprints of weights, and errors for weights that are broken or of another model."""
+"""Model directories, and errors for weights that are broken or of another model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from checkpoints import make_checkpoint, node_config
 from safetensors.torch import load_file, save_file
 
 import runner
-from pdserve.config.hub import resolve_model, weights_fingerprint
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.hub import resolve_model
 from pdserve.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -55,19 +56,9 @@ def test_a_failed_download_names_the_hub_id(monkeypatch: pytest.MonkeyPatch) -> 
         resolve_model("pdserve/does-not-exist")
 
 
-def test_fingerprints_differ_between_fine_tunes(tmp_path: Path) -> None:
-    one = make_checkpoint(tmp_path / "one", "llama", seed=1)
-    same = make_checkpoint(tmp_path / "same", "llama", seed=1)
-    other = make_checkpoint(tmp_path / "other", "llama", seed=2)
-    shards = make_checkpoint(tmp_path / "shards", "llama", seed=1, max_shard_size="60KB")
-    assert len(weights_fingerprint(one)) == 16
-    assert weights_fingerprint(one) == weights_fingerprint(same)
-    assert len({weights_fingerprint(path) for path in (one, other, shards)}) == 3
-
-
 def test_a_directory_without_weights_is_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    for refused in (build, weights_fingerprint):
+    for refused in (build, read_headers):
         with pytest.raises(CheckpointError, match=r"has no \*.safetensors"):
             refused(checkpoint)
 
@@ -80,11 +71,11 @@ def test_truncated_weights_are_refused(checkpoint: Path, size: int) -> None:
         build(checkpoint)
 
 
-def test_truncated_weights_have_no_fingerprint(checkpoint: Path) -> None:
+def test_truncated_weights_have_no_headers(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="truncated at 1000 bytes"):
-        weights_fingerprint(checkpoint)
+        read_headers(checkpoint)
 
 
 def test_missing_tensors_are_named(checkpoint: Path) -> None:
@@ -124,7 +115,7 @@ def test_an_index_that_is_broken_or_names_absent_files_is_refused(tmp_path: Path
     index = checkpoint / "model.safetensors.index.json"
     shard = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
     (checkpoint / shard).unlink()
-    with pytest.raises(CheckpointError, match=f"names {shard}, which is missing"):
+    with pytest.raises(CheckpointError, match=f"names '{shard}', which is missing"):
         build(checkpoint)
     index.write_text("{}")
     with pytest.raises(CheckpointError, match=r"index.json cannot be read"):

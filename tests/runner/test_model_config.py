@@ -98,7 +98,7 @@ def scaled(**rope: Any) -> dict[str, Any]:
         ({"architectures": None}, "architecture None; supported are LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoint .'awq'.; supported are float32"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"vocab_size": -3}, "vocab_size = -3; it must be a positive whole number"),
+        ({"vocab_size": -3}, "vocab_size = -3; it must be a whole number from 1 to 2097152"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers = '4'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
         ({"head_dim": 15}, "head_dim 15 is odd"),

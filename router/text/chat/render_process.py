@@ -7,11 +7,11 @@ import signal
 
 import msgspec
 
-from pdserve.errors import RequestError, cut
+from pdserve.errors import CheckpointError, RequestError, cut
 from pdserve.process import end_with_parent
 from router.text.chat.messages import check_messages
 from router.text.chat.template import ChatTemplate, RenderRequest
-from router.text.chat.template_renderer import RendererConfig, RenderResult
+from router.text.chat.template_renderer import COMPILE_SECONDS, RendererConfig, RenderResult
 from router.text.worker_process import read_message, write_message
 
 _MAX_ERROR = 1000  # characters; a template may quote a message
@@ -21,25 +21,40 @@ def main() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router, which ends this process
     config = msgspec.json.decode(read_message() or b"", type=RendererConfig)
-    template = ChatTemplate(config.source, config.special_tokens)
     resource.setrlimit(resource.RLIMIT_AS, (config.max_memory, config.max_memory))
+    template = ChatTemplate(config.source, config.special_tokens)
+    try:
+        _compile(template)
+    except CheckpointError as exc:
+        write_message(msgspec.json.encode(RenderResult(error=str(exc))))
+        return
     write_message(msgspec.json.encode(RenderResult()))
     while (message := read_message()) is not None:
-        write_message(msgspec.json.encode(_render(template, message)))
+        write_message(_render(template, message))
 
 
-def _render(template: ChatTemplate, message: bytes) -> RenderResult:
+def _compile(template: ChatTemplate) -> None:
+    """Compile within COMPILE_SECONDS of CPU, which do not depend on the load of the machine."""
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, most))
+    assert template.compiled
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+
+
+def _render(template: ChatTemplate, message: bytes) -> bytes:
+    """Return a RenderResult."""
     try:
         request = msgspec.json.decode(message, type=RenderRequest)
         checked = msgspec.structs.replace(request, messages=check_messages(request.messages))
-        return RenderResult(template.render(checked))
+        return msgspec.json.encode(RenderResult(template.render(checked)))
     except RequestError as exc:
-        return RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
+        result = RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
     except MemoryError:
-        return RenderResult(error="the chat template takes too much memory with these messages", param="messages")
+        result = RenderResult(error="the chat template takes too much memory with these messages", param="messages")
     except Exception as exc:  # a template may raise anything
         text = f"the chat template fails with these messages: {type(exc).__name__}: {cut(str(exc))}"
-        return RenderResult(error=text, param="messages")
+        result = RenderResult(error=text, param="messages")
+    return msgspec.json.encode(result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Chat templates: Jinja in a sandbox, rendering what transformers' ``apply_chat_template`` renders.
 
-Templates come with checkpoints and are not trusted: the sandbox is immutable and sees plain JSON values only.
+Templates come with checkpoints and are not trusted: the sandbox is immutable and sees plain JSON values only. The
+router compiles and renders them in separate processes (template_renderer.py).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -22,6 +24,7 @@ from pdserve.errors import CheckpointError, RequestError
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+MAX_SOURCE = 1 << 20  # characters; real templates have less than 50,000
 
 # Marks the end of the last message in a rendered text. Its space shows whether the template strips contents.
 _END = "\ue000end of the last message\ue001 "
@@ -39,16 +42,29 @@ class RenderRequest(msgspec.Struct, frozen=True):
 
 
 class ChatTemplate:
-    """A compiled template. ``special_tokens`` (bos_token, eos_token …) are variables in it."""
+    """A template, compiled on first use. ``special_tokens`` (bos_token, eos_token …) are variables in it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as exc:
-            raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
+        """Raises CheckpointError for a source that is too long."""
+        if len(source) > MAX_SOURCE:
+            raise CheckpointError(
+                f"the chat template has {len(source)} characters, the limit is {MAX_SOURCE}; shorten it"
+            )
         self.source = source
         self.special_tokens = dict(special_tokens)
         self._has_developer = "developer" in source
+
+    @cached_property
+    def compiled(self) -> jinja2.Template:
+        """Raises CheckpointError. A hostile source takes long, or much memory."""
+        try:
+            return _environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise CheckpointError(f"the chat template does not compile: {exc} (line {exc.lineno})") from exc
+        except RecursionError as exc:
+            raise CheckpointError("the chat template does not compile: it is nested too deeply; simplify it") from exc
+        except (SyntaxError, ValueError, OverflowError) as exc:  # in the Python code that Jinja makes from it
+            raise CheckpointError(f"the chat template does not compile: {exc}; correct it") from exc
 
     def render(self, request: RenderRequest) -> str:
         """Return the prompt's text; with ``continue_final_message`` it ends with the last message's content.
@@ -81,7 +97,7 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(messages=messages, **values)
+            return self.compiled.render(messages=messages, **values)
         except jinja2.TemplateError as exc:
             raise RequestError(f"the chat template refuses these messages: {exc}", "messages") from exc
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as exc:
@@ -129,7 +145,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        # Compilation runs in the router itself, so it must not evaluate even constant expressions.
+        # Compilation must not evaluate even constant expressions, which may take for ever.
         optimized=False,
         finalize=_unchanged,
     )

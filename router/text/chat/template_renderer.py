@@ -3,27 +3,34 @@
     router ── RendererConfig, then RenderRequest per chat ──► render_process.py
            ◄── RenderResult for each ───────────────────────
 
-A template comes with the checkpoint and runs over client text: it may loop for ever or fill the memory. In the router
-it would block every stream; here the process is killed and only its own request fails.
+A template comes with the checkpoint and runs over client text: it may loop for ever or fill the memory, even while it
+is compiled. In the router it would block every stream; here the process is killed and only its own request fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+from subprocess import DEVNULL, PIPE
 
 import msgspec
 
-from pdserve.errors import NodeError, RequestError
+from pdserve.errors import CheckpointError, NodeError, RequestError
 from router.text.chat.template import ChatTemplate, RenderRequest
-from router.text.worker_process import WorkerProcess
+from router.text.worker_process import WorkerProcess, packed, unpacked
 
+COMPILE_SECONDS = 5  # of CPU; real templates take less than 0.1 s, the process itself 0.2 s
 RENDER_SECONDS = 5.0  # real templates take less than a millisecond for a message
 MAX_MEMORY = 2 << 30  # bytes of address space
 RENDERERS = 2
 
+_PROCESS = "router.text.chat.render_process"
+
 
 class RendererConfig(msgspec.Struct, frozen=True):
-    """The first message to a process, which answers with an empty RenderResult. Messages are JSON."""
+    """The first message to a process. It answers with a RenderResult that is empty, or says what is wrong with it."""
 
     source: str
     special_tokens: dict[str, str]
@@ -38,11 +45,28 @@ class RenderResult(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
+def check_template(template: ChatTemplate, max_memory: int = MAX_MEMORY) -> None:
+    """Compile a template in a process of its own. Raises CheckpointError."""
+    setup = packed(_config(template, max_memory))
+    argv = (sys.executable, "-P", "-m", _PROCESS)
+    done = subprocess.run(argv, input=setup, stdout=PIPE, stderr=DEVNULL)
+    if done.returncode == -signal.SIGXCPU:
+        raise CheckpointError(f"the chat template takes more than {COMPILE_SECONDS} s to compile; shorten it")
+    if done.returncode:
+        raise CheckpointError(f"the chat template takes more than {max_memory >> 20} MiB to compile; shorten it")
+    if error := msgspec.json.decode(unpacked(done.stdout), type=RenderResult).error:
+        raise CheckpointError(error)
+
+
+def _config(template: ChatTemplate, max_memory: int) -> bytes:
+    return msgspec.json.encode(RendererConfig(template.source, template.special_tokens, max_memory))
+
+
 class TemplateRenderers:
     """Up to RENDERERS processes, started on demand. A killed process is replaced."""
 
     def __init__(self, template: ChatTemplate, seconds: float = RENDER_SECONDS, max_memory: int = MAX_MEMORY) -> None:
-        self._config = msgspec.json.encode(RendererConfig(template.source, template.special_tokens, max_memory))
+        self._config = _config(template, max_memory)
         self._seconds = seconds
         self._slots = asyncio.Semaphore(RENDERERS)
         self._idle: list[WorkerProcess] = []
@@ -80,7 +104,7 @@ class TemplateRenderers:
 
     async def _start(self) -> WorkerProcess:
         try:
-            worker, _ = await WorkerProcess.start("router.text.chat.render_process", self._config)
+            worker, _ = await WorkerProcess.start(_PROCESS, self._config)
         except (TimeoutError, EOFError, OSError) as exc:
             raise NodeError("the router cannot start a process for chat templates; its log says why") from exc
         self._all.add(worker)

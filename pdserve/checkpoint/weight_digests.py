@@ -1,0 +1,123 @@
+"""Digests of a checkpoint's weights: every byte of every tensor, folded into one digest per tensor group.
+
+    tensor  model.layers.0.mlp.experts.7.up_proj.weight      SHA-256 of dtype, shape and bytes
+    group   layers.0.mlp                                      SHA-256 of the names and digests of its tensors
+
+They depend neither on the ranks of a node nor on how tensors are spread over files. Threads read the files while the
+engine loads them, so the page cache serves both; ``digest_cache.py`` keeps the result for the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+from pdserve.checkpoint.digest_cache import DigestCache, FileState, TensorDigests
+from pdserve.checkpoint.files import open_regular
+from pdserve.checkpoint.safetensors_header import Tensor, read_header
+from pdserve.checkpoint.weight_files import weight_files
+from pdserve.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+_MAX_THREADS = 8
+_CHUNK = 1 << 20  # bytes; a buffer that stays in a core's cache
+_BATCH, _MAX_BATCH = 8 << 20, 1024  # bytes and tensors of a job
+_TENSOR_BYTES, _GROUP_BYTES = 16, 8  # of a SHA-256
+_LAYER = re.compile(r"(?:^|\.)(layers\.\d+\.[^.]+)")
+
+
+class Stopped(Exception):
+    """The digests are not needed any more."""
+
+
+def group_digests(model_dir: Path, stop: threading.Event | None = None) -> dict[str, str]:
+    """Return 16 hex digits for each tensor group of a checkpoint, such as "layers.0.self_attn".
+
+    Raises CheckpointError; Stopped soon after ``stop`` was set.
+    """
+    started, stop = time.monotonic(), stop or threading.Event()
+    cache = DigestCache(model_dir)
+    found: TensorDigests = {}
+    num_read = 0
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))), "digest") as pool:
+        for path in weight_files(model_dir):
+            with open_regular(path) as (fd, status):
+                state = FileState.of(status)
+                digests = cache.get(path.name, state)
+                if digests is None:
+                    digests = _digest_tensors(path, fd, read_header(path), pool, stop)
+                    if FileState.of(os.stat(path)) != state:
+                        raise CheckpointError(f"{path} changed while it was read; start again when it is complete")
+                    cache.put(path.name, state, digests)
+                    num_read += state.size
+            found |= digests
+    cache.save()
+    _log.info("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
+    return _fold(found)
+
+
+def group_of(tensor: str) -> str:
+    """Return the group of a tensor: its layer and module, all experts together; else the module outside the layers."""
+    if match := _LAYER.search(tensor):
+        return match[1]
+    return tensor.removeprefix("model.").partition(".")[0]
+
+
+def _fold(tensors: TensorDigests) -> dict[str, str]:
+    groups: defaultdict[str, hashlib._Hash] = defaultdict(hashlib.sha256)
+    for name in sorted(tensors):
+        groups[group_of(name)].update(f"{name}\n{tensors[name]}\n".encode())
+    return {group: digest.hexdigest()[: 2 * _GROUP_BYTES] for group, digest in groups.items()}
+
+
+def _digest_tensors(
+    path: Path, fd: int, tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, stop: threading.Event
+) -> TensorDigests:
+    jobs = [pool.submit(_digest_batch, path, fd, batch, stop) for batch in _batches(tensors)]
+    try:
+        return {name: digest for job in jobs for name, digest in job.result().items()}
+    except BaseException:
+        stop.set()
+        wait(jobs)  # they use fd
+        raise
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in the order of their bytes, small ones together: a job costs more than a small tensor."""
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        batch[name] = tensor
+        size += tensor.end - tensor.begin
+        if size >= _BATCH or len(batch) == _MAX_BATCH:
+            yield batch
+            batch, size = {}, 0
+    yield batch
+
+
+def _digest_batch(path: Path, fd: int, tensors: Mapping[str, Tensor], stop: threading.Event) -> TensorDigests:
+    buffer = memoryview(bytearray(_CHUNK))
+    return {name: _digest_tensor(path, fd, tensor, buffer, stop) for name, tensor in tensors.items()}
+
+
+def _digest_tensor(path: Path, fd: int, tensor: Tensor, buffer: memoryview, stop: threading.Event) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tensor.shape}\n".encode())
+    at = tensor.begin
+    while at < tensor.end:
+        if stop.is_set():
+            raise Stopped
+        size = os.preadv(fd, [buffer[: tensor.end - at]], at)  # both this and update() release the GIL
+        if size == 0:
+            raise CheckpointError(f"{path} was truncated at byte {at} while it was read; download it again")
+        digest.update(buffer[:size])
+        at += size
+    return digest.hexdigest()[: 2 * _TENSOR_BYTES]

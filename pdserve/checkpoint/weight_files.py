@@ -1,0 +1,61 @@
+"""The safetensors files of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pdserve.checkpoint.files import DECODE_ERRORS, read_file
+from pdserve.checkpoint.safetensors_header import MAX_TENSORS, Tensor, read_header
+from pdserve.errors import CheckpointError, shown
+
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
+_MAX_FILES = 4096
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # tensor → file
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Return the files in the checkpoint's index, or else all ``*.safetensors``. Raises CheckpointError."""
+    index = model_dir / _INDEX
+    if not index.exists():
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{model_dir} has no *.safetensors; convert the checkpoint to safetensors")
+        return _bounded(model_dir, files)
+    try:
+        names = sorted(set(msgspec.json.decode(read_file(index, _MAX_INDEX), type=_Index).weight_map.values()))
+    except DECODE_ERRORS as exc:
+        raise CheckpointError(f"{index} cannot be read ({exc}); download the checkpoint again") from exc
+    for name in names:
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
+            raise CheckpointError(f"{index} names {shown(name)}, which is not a file beside it; correct the index")
+        if not (model_dir / name).is_file():
+            raise CheckpointError(f"{index} names {shown(name)}, which is missing; download the checkpoint again")
+    return _bounded(model_dir, [model_dir / name for name in names])
+
+
+def read_headers(model_dir: Path) -> dict[Path, dict[str, Tensor]]:
+    """Return the tensors of each file of a checkpoint. Raises CheckpointError."""
+    headers: dict[Path, dict[str, Tensor]] = {}
+    found: set[str] = set()
+    for path in weight_files(model_dir):
+        headers[path] = read_header(path)
+        if twice := found & headers[path].keys():
+            raise CheckpointError(
+                f"{path}: tensor {shown(min(twice))} is in the checkpoint twice; remove the second file"
+            )
+        found |= headers[path].keys()
+        if len(found) > MAX_TENSORS:
+            raise CheckpointError(f"{model_dir} has more than {MAX_TENSORS} tensors; choose another checkpoint")
+    return headers
+
+
+def _bounded(model_dir: Path, files: list[Path]) -> list[Path]:
+    if len(files) > _MAX_FILES:
+        raise CheckpointError(f"{model_dir} has {len(files)} weight files, the limit is {_MAX_FILES}; merge some")
+    return files

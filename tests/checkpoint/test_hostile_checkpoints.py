@@ -1,0 +1,185 @@
+"""Hostile checkpoints are refused with a clear error, within seconds and little memory, by every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, node_config
+from hostile_checkpoints import NODE, ROUTER, Hostile, build, fields
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import runner
+from pdserve.config.device import detect_device
+from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.config.node_config import NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.errors import CheckpointError, PdserveError, RequestError
+from router.server import load_tokenizer
+from router.text.chat.template import RenderRequest
+from router.text.tokenizer import Tokenizer
+
+SECONDS = 10.0  # of CPU; 10^9 layers took 25
+MEMORY = 1 << 20  # KiB; they took 7.7 GiB
+LONGEST = 1200  # characters of an error, with the path of the test's directory
+
+COMMANDS = {
+    "explain": ("pdserve", "explain"),
+    "doctor": ("pdserve", "doctor"),
+    "node": ("prefill_node", "--port", "0"),
+    "router": ("router", "--port", "0", "--decode", "127.0.0.1:1"),
+}
+IN_ALL_COMMANDS = ("10^9 layers", "2^62 positions", "nested 10^6 levels", "10^6 tensors", "shape that overflows")
+IN_THE_ROUTER = ("nested expression", "21 nested loops", "compiles for minutes", "token id 4 * 10^9")
+
+
+def read(directory: Path) -> None:
+    """Read a checkpoint as a node does before it starts."""
+    resolve(NodeOptions(model=str(directory)), detect_device("cpu"), {})
+
+
+def check(error: str, case: Hostile) -> None:
+    assert re.search(case.error, error, re.DOTALL), error
+    assert case.file in error or "chat template" in error
+    assert len(error) < LONGEST, len(error)
+
+
+@pytest.mark.parametrize("name", NODE)
+def test_a_hostile_config_or_weight_file_is_refused(name: str, tmp_path: Path) -> None:
+    directory = build(tmp_path / "model", NODE[name])
+    started = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        read(directory)
+    assert time.process_time() - started < SECONDS
+    check(str(caught.value), NODE[name])
+
+
+@pytest.mark.parametrize("name", ROUTER)
+def test_a_hostile_tokenizer_or_template_is_refused(name: str, tmp_path: Path) -> None:
+    directory = build(tmp_path / "model", ROUTER[name])
+    started = time.process_time()
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(str(directory))
+    assert time.process_time() - started < SECONDS
+    check(str(caught.value), ROUTER[name])
+
+
+def run(command: str, directory: Path, case: Hostile) -> None:
+    """Run a command, which must refuse the checkpoint."""
+    module, *flags = COMMANDS[command]
+    where = [*flags, str(directory)] if module == "pdserve" else [str(directory), *flags]
+    device = [] if command == "router" else ["--device", "cpu"]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *where, *device], stdout=output, stderr=subprocess.STDOUT
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read().decode()
+    assert process.returncode == (1 if command == "doctor" else 2), text
+    assert "Traceback" not in text
+    assert re.search(case.error, text, re.DOTALL), text
+    assert used.ru_maxrss < MEMORY
+    assert used.ru_utime + used.ru_stime < SECONDS  # with its children
+
+
+@pytest.mark.parametrize("name", IN_ALL_COMMANDS)
+@pytest.mark.parametrize("command", ["explain", "doctor", "node"])
+def test_commands_refuse_a_hostile_config_or_weight_file(command: str, name: str, tmp_path: Path) -> None:
+    run(command, build(tmp_path / "model", NODE[name]), NODE[name])
+
+
+@pytest.mark.parametrize("name", IN_THE_ROUTER)
+def test_routers_refuse_a_hostile_tokenizer_or_template(name: str, tmp_path: Path) -> None:
+    run("router", build(tmp_path / "model", ROUTER[name]), ROUTER[name])
+
+
+def test_nothing_of_a_checkpoint_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "executed"
+    code = f"open({str(marker)!r}, 'w').close()"
+    directory = make_checkpoint(tmp_path / "model", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
+    (directory / "pytorch_model.bin").write_bytes(f"cbuiltins\nexec\n(V{code}\ntR.".encode())  # a pickle
+    for name in ("modeling_llama", "tokenization_llama", "configuration_llama", "sitecustomize", "conftest"):
+        (directory / f"{name}.py").write_text(code)
+    for file, kind in (("config.json", "Model"), ("tokenizer_config.json", "Tokenizer")):
+        fields(auto_map={f"Auto{kind}": "modeling_llama.X"}, trust_remote_code=True)(directory / file)
+    (directory / "chat_template.jinja").write_text(f"{{{{ cycler.__init__.__globals__.os.system('touch {marker}') }}}}")
+    monkeypatch.chdir(directory)
+    read(directory)
+    template = load_tokenizer(str(directory)).chat_template
+    assert template is not None
+    with pytest.raises(RequestError):
+        template.render(RenderRequest([{"role": "user", "content": "x"}]))
+    runner.build(node_config(directory), lambda stage, fraction: None)
+    assert not marker.exists()
+
+
+def refusal(load: Callable[[], object]) -> PdserveError | None:
+    """Return why a checkpoint is refused, if it is. Any other exception is a failure."""
+    try:
+        load()
+    except PdserveError as error:
+        assert len(str(error)) < LONGEST  # noqa: PT017
+        return error
+    return None
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["yarn", "llama3", "dynamic", "linear", "sliding_attention", "unquantized", "silu"])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["factor", "type", "a"]), inner),
+    max_leaves=5,
+)
+CONFIG = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+ROPE = ("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "mscale")
+FIELDS = (*CONFIG, "rope_parameters", "rope_scaling", "layer_types", "quantization_config", "max_window_layers")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+    rope=st.none() | st.dictionaries(st.sampled_from([*ROPE, "original_max_position_embeddings"]), VALUES, max_size=4),
+)
+def test_any_config_is_read_or_refused(changes: dict[str, Any], rope: dict[str, Any] | None) -> None:
+    if rope is not None:
+        changes |= {"rope_parameters": {"rope_type": "yarn"} | rope}
+    with tempfile.TemporaryDirectory() as directory:
+        (path := Path(directory, "config.json")).write_text(json.dumps(CONFIG | changes))
+        options = NodeOptions(model=directory, load_format="dummy")
+        error = refusal(lambda: resolve(options, detect_device("cpu"), {}))
+        assert not isinstance(error, CheckpointError) or str(path) in str(error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    at=st.floats(0, 1, exclude_max=True),
+    data=st.binary(min_size=1, max_size=20),
+    file=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "config.json"]),
+)
+def test_any_damage_is_read_or_refused(at: float, data: bytes, file: str) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        directory = build(Path(parent, "model"), Hostile(file, lambda path: None, ""))
+        text = bytearray((directory / file).read_bytes())
+        start = int(at * len(text))
+        text[start : start + len(data)] = data
+        (directory / file).write_bytes(text)
+        refusal(lambda: read(directory))
+        refusal(lambda: Tokenizer.load(directory))
