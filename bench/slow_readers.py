@@ -1,12 +1,13 @@
 """One client's streams beside clients that do not read theirs.
 
-    python bench/slow_readers.py [--clients 20] [--repeat 5]        a minute
+    python bench/slow_readers.py [--clients 20] [--repeat 10]        a minute
 
 A router, a prefill node and a decode node with the embedded model: real processes and connections on this machine. Each
 slow client requests n=8 choices of 2,000 tokens with 20 log-probabilities and reads nothing. The honest client streams
-answers of 100 tokens, one after the other: first alone, then from the moment that the slow clients have sent their
-requests. Prints its TTFT and the gaps between its chunks in ms, and the tokens that the nodes sampled for the slow
-clients. Needs the test dependencies (pip install -e '.[dev]').
+answers of 100 tokens, one after the other: alone; from the moment that the slow clients have sent their requests until
+none of them is computed any more (at most ``--repeat`` answers); and after that. Prints its TTFT and the gaps between
+its chunks in ms, and the tokens that were sampled for the slow clients. Needs the test dependencies
+(pip install -e '.[dev]').
 """
 
 from __future__ import annotations
@@ -60,32 +61,44 @@ def stream(client: httpx.Client, rng: random.Random, figures: Figures) -> None:
             last, first = now, False
 
 
-def measure(fleet: Fleet, clients: int, repeat: int) -> Figures:
-    """Return the figures of the honest client beside ``clients`` slow ones."""
-    figures, rng = Figures(), random.Random(0)
-    with ExitStack() as stack, httpx.Client(base_url=fleet.url, timeout=600, trust_env=False) as honest:
-        for _ in range(clients):
-            stack.enter_context(send_unread(fleet.url, UNREAD))
+class Bench:
+    """The honest client of a fleet."""
+
+    def __init__(self, fleet: Fleet, client: httpx.Client) -> None:
+        self._decode = fleet.decode[0]
+        self._client = client
+        self._rng = random.Random(0)
+
+    def measure(self, name: str, repeat: int, *, while_others_run: bool = False) -> None:
+        """Stream ``repeat`` answers, fewer if no other request runs any more, and print a row."""
+        figures, sampled = Figures(), self._decode.counter("sampled_tokens")
         for _ in range(repeat):
-            stream(honest, rng, figures)
-    return figures
+            stream(self._client, self._rng, figures)
+            if while_others_run and not self._decode.status().running:
+                break
+        sampled = self._decode.counter("sampled_tokens") - sampled
+        others = max(0, sampled - len(figures.ttfts) * _TOKENS)  # P samples the first token of some answers
+        row = " | ".join(f"{value:.1f}" for value in figures.row())
+        print(f"| {name} | {len(figures.ttfts)} | {row} | {others:.0f} |", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=10)
     args = parser.parse_args(argv)
-    print("| slow clients | TTFT p50 | max | gap p50 | p99 | max | tokens for slow clients |")
-    print("|---|---|---|---|---|---|---|")
-    with start_fleet(EMBEDDED_MODEL) as fleet:
-        measure(fleet, 0, 1)  # warm-up
-        for clients in (0, args.clients):
-            before = fleet.decode[0].counter("sampled_tokens")
-            figures = measure(fleet, clients, args.repeat)
-            sampled = fleet.decode[0].counter("sampled_tokens") - before - args.repeat * _TOKENS
-            row = " | ".join(f"{value:.1f}" for value in figures.row())
-            print(f"| {clients} | {row} | {max(0, sampled) if clients else 0:.0f} |", flush=True)
+    with ExitStack() as stack:
+        fleet = stack.enter_context(start_fleet(EMBEDDED_MODEL))
+        client = stack.enter_context(httpx.Client(base_url=fleet.url, timeout=600, trust_env=False))
+        bench = Bench(fleet, client)
+        stream(client, random.Random(1), Figures())  # warm-up
+        print("| slow clients | answers | TTFT p50 | max | gap p50 | p99 | max | tokens for slow clients |")
+        print("|---|---|---|---|---|---|---|---|")
+        bench.measure("none", args.repeat)
+        for _ in range(args.clients):
+            stack.enter_context(send_unread(fleet.url, UNREAD))
+        bench.measure(f"{args.clients} begin", args.repeat, while_others_run=True)
+        bench.measure(f"{args.clients} stalled", args.repeat)
     return 0
 
 

@@ -40,6 +40,10 @@ class RouterMetrics:
             "pdserve_expected_cached_prompt_tokens",
             "Prompt tokens expected in a prefix cache; compare pdserve_cached_prompt_tokens.",
         )
+        self.pauses = counter("pdserve_client_pauses", "Requests paused because their client does not read.")
+        self.stalled_clients = counter(
+            "pdserve_stalled_clients", "Connections closed because the client read nothing for --client-stall-timeout."
+        )
         self.output_tokens = counter("pdserve_output_tokens", "Output tokens received.")
         self.ttft = FastHistogram(
             "pdserve_time_to_first_token_seconds",

@@ -23,6 +23,7 @@ from pdserve.config.flags import (
 from pdserve.config.resolve import model_name
 from pdserve.errors import ConfigError
 from pdserve.logs import add_log_flag
+from pdserve.rpc.http_connections import UNREAD_SECONDS
 from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 from router.fleet.policy import POLICIES, PREFIX_AWARE
 from router.text.chat.parsers import parser_name, parser_names
@@ -51,6 +52,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str | None = None  # PEM file; both or none
     tls_key: str | None = None
     grpc_tls: str | None = None  # directory of certificates (pdserve/rpc/tls.py)
+    client_stall_timeout: float = UNREAD_SECONDS
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
@@ -87,6 +89,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--policy", "how to choose nodes (default %(default)s)", choices=[*POLICIES])
     add("--request-timeout", "time limit of a request in seconds (default %(default)g)", "S", _timeout)
     migrations = "how often a request may continue on another decode node after a failure; 0: never"
+    stall = "close the connection of a client that has read nothing for so long (default %(default)g)"
+    add("--client-stall-timeout", stall, "S", _timeout)
     add("--migrations", f"{migrations} (default %(default)s)", "N", _count)
     add("--max-inflight", "concurrent requests at the nodes (default %(default)s)", "N", positive_int)
     add("--max-queue", "waiting requests; more get a 503 (default %(default)s)", "N", _count)

@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -48,7 +49,11 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     config = uvicorn.Config(
         create_app(service),
         loop="uvloop",
-        http=BoundedConnection,
+        http=partial(  # type: ignore[arg-type]
+            BoundedConnection,
+            stall_timeout=options.client_stall_timeout,
+            on_stall=service.metrics.stalled_clients.inc,
+        ),
         ws="none",
         lifespan="on",
         access_log=False,

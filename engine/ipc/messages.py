@@ -326,7 +326,7 @@ class Batch(msgspec.Struct, tag=True):
     leased: list[Leased] = []
     connected: list[Connected] = []
     failed_peers: list[tuple[str, str]] = []  # (epoch, reason)
-    blocks_freed: bool = False
+    status_changed: bool = False  # blocks were freed, or a request was paused or resumed
     cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
     evicted: list[bytes] = []  # hashes of blocks that left it
 

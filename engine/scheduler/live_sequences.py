@@ -53,7 +53,7 @@ class LiveSequences:
 
     def pause(self, request: Request) -> None:
         """Keep a request out of steps. A loading sequence goes on until its KV is here."""
-        request.paused = True
+        request.paused = self._events.status_changed = True
         for sequence in request.sequences.values():
             if self.running.pop(sequence.seq, None) is not None:
                 self._drop_in_runner(sequence)
@@ -65,7 +65,7 @@ class LiveSequences:
 
     def resume(self, request: Request, now: float) -> None:
         """Queue a paused request, before the others of its client if it was admitted before."""
-        request.paused = False
+        request.paused, self._events.status_changed = False, True
         for sequence in reversed(request.sequences.values()):
             if self.paused.pop(sequence.seq, None) is not None:
                 request.waits_since = now
@@ -141,7 +141,7 @@ class LiveSequences:
 
     def _free(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
-        self._events.blocks_freed = True
+        self._events.status_changed = True
 
     def _drop_in_runner(self, sequence: Sequence) -> None:
         if sequence.sent_blocks >= 0:

@@ -161,7 +161,7 @@ class Scheduler:
         """Drop a request and the lease on its blocks."""
         self.cancel(rid)
         self.connector.free_lease(rid)
-        self.events.blocks_freed = True
+        self.events.status_changed = True
 
     # ------------------------------------------------------------ a step
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,9 +18,10 @@ from pdserve.rpc.address import join_address
 MAX_HEADER_BYTES = 64 * 1024  # per request, with request line and trailers
 HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the end of its headers
 BODY_SECONDS = 65.0  # from there to the end of its body; endpoints respond with 504 a little earlier
-UNREAD_SECONDS = 60.0  # without any progress of the client's reads
+UNREAD_SECONDS = 60.0  # in which the client reads nothing of its response
 IDLE_SECONDS = 75  # between requests: longer than clients and proxies, or one may send while we close
 
+_UNSENT_BYTES = 64 * 1024  # in the kernel and not sent: what a client does not read stays with us, where it is counted
 _BACKLOG = 2048  # connections
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _ABORT = "pdserve.abort"  # key in the ASGI scope
@@ -30,7 +32,9 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
     address = join_address(host, port)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)  # connections inherit it
+        return listener
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise CapacityError(f"port {port} on {host} is in use; choose another {flag}, or 0 for any") from exc
@@ -45,6 +49,18 @@ class BoundedConnection(HttpToolsProtocol):
     _header_bytes = 0  # of this request, delivered by the parser
     _buffered_bytes = 0  # received without a parser event, so the parser may buffer them
     _progressed = False
+
+    def __init__(
+        self,
+        *args: Any,
+        stall_timeout: float = UNREAD_SECONDS,
+        on_stall: Callable[[], object] = lambda: None,
+        **kwargs: Any,
+    ) -> None:
+        """Abort a connection whose client reads nothing for ``stall_timeout`` seconds, and call ``on_stall``."""
+        super().__init__(*args, **kwargs)
+        self._stall_timeout = stall_timeout
+        self._on_stall = on_stall
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,13 +112,24 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        self._watch_reads(self.transport.get_write_buffer_size(), self.loop.time())
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+    def _watch_reads(self, unread: int, since: float) -> None:
+        """``unread`` bytes have been left since then; the response adds none while writing is paused."""
+        left, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if left < unread:
+            since = now
+        if now >= since + self._stall_timeout:
+            self._on_stall()
+            self.transport.abort()
+        else:
+            self._unread_timer = self.loop.call_later(self._stall_timeout / 4, self._watch_reads, left, since)
 
     def _set_deadline(self, seconds: float | None) -> None:
         """Abort unless the next part of a request arrives in time; None: no part is expected."""

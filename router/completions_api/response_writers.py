@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from itertools import chain
 from typing import Any
@@ -27,7 +27,8 @@ from router.generation.token_logprob import TokenLogprob
 
 MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # in columns
-MAX_BUFFERED = 1024 * 1024  # bytes; a client that leaves more unread is disconnected
+PAUSE_BYTES = 64 * 1024  # written while the connection takes none; beyond, the nodes pause the request
+_RESUME_BYTES = 16 * 1024  # left to write when the connection takes bytes again
 
 
 class Response(ABC):
@@ -84,7 +85,7 @@ class BodyResponse(Response):
 
 
 class EventStreamResponse(Response):
-    """Server-sent events in a buffer, which the connection drains.
+    """Server-sent events in a buffer, which the connection drains. While it does not, the nodes pause the request.
 
     Large events are encoded piece by piece, as the client reads them.
     """
@@ -94,7 +95,8 @@ class EventStreamResponse(Response):
         self._large: deque[Iterator[bytes]] = deque()  # large events, and the chunks before each; sent before _chunks
         self._chunks: list[bytes] = []
         self._buffered = 0  # bytes
-        self.disconnect: Callable[[], None] = lambda: None  # closes the connection, even during a blocked write
+        self._sending = False  # the connection has not taken the bytes of the last ``take``
+        self._paused = False
 
     @property
     def has_more(self) -> bool:
@@ -104,6 +106,7 @@ class EventStreamResponse(Response):
     def take(self) -> bytes:
         """Return the buffer up to the next large event and remove it; then that event, a piece at a time."""
         self.wake.clear()
+        self._sending = True
         while self._large:
             if piece := next(self._large[0], b""):
                 return piece
@@ -113,6 +116,13 @@ class EventStreamResponse(Response):
         self._buffered = 0
         return data
 
+    def sent(self) -> None:
+        """The connection has taken the bytes of the last ``take``."""
+        self._sending = False
+        if self._paused and self._buffered <= _RESUME_BYTES:
+            self._paused = False
+            self.generation.set_paused(False)
+
     def _start(self) -> None:
         self.started = True
         self.wake.set()
@@ -120,9 +130,9 @@ class EventStreamResponse(Response):
     def write(self, chunk: bytes) -> None:
         self._append(chunk)
         self.wake.set()
-        if self._buffered > MAX_BUFFERED:
-            self.generation.cancel()
-            self.disconnect()
+        if self._sending and self._buffered > PAUSE_BYTES and not self._paused:
+            self._paused = True
+            self.generation.set_paused(True)
 
     def _append(self, chunk: bytes) -> None:
         self._chunks.append(chunk)

@@ -62,6 +62,9 @@ class NodeCall:
         self._release()
         self._stream.cancel(self._number)
 
+    def set_paused(self, paused: bool) -> None:
+        self._stream.set_paused(self._number, paused)
+
     def _release(self) -> None:
         self.prefilled()
         if self._decode is not None:

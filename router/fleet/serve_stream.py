@@ -43,7 +43,7 @@ class ServeStream:
     Draining, so that they migrate.
 
     A message waits until the node reads it (gRPC's flow control). Beyond ``MAX_UNSENT`` bytes the stream takes no new
-    request; only cancellations are added then, one per request in flight.
+    request; only cancellations and pauses of requests in flight are added then.
 
     ``on_change`` is called whenever ``open`` changes.
     """
@@ -103,6 +103,12 @@ class ServeStream:
         if self._handlers.pop(number, None) is not None:
             self._put(pb.ServeRequest(cancel=pb.Cancel(request=number)))
             self._end_if_drained()
+
+    def set_paused(self, number: int, paused: bool) -> None:
+        """Have the node produce no more tokens of a request, or continue. Unknown and ended numbers are ignored."""
+        if number in self._handlers:
+            kind = {"pause": pb.Pause(request=number)} if paused else {"resume": pb.Resume(request=number)}
+            self._put(pb.ServeRequest(**kind))
 
     def finished(self, number: int) -> None:
         """Forget a request that has ended. Unknown numbers are ignored."""

@@ -59,6 +59,7 @@ class RequestGeneration:
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token
         self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
+        self.paused = False
         self._unfinished = len(self.runs)
         self._ended = False
 
@@ -80,6 +81,13 @@ class RequestGeneration:
                 self.fail(exc)
                 return
             self.metrics.prompt_tokens.inc(run.job.prompt.num_tokens)
+
+    def set_paused(self, paused: bool) -> None:
+        """Have the nodes produce no more tokens until this is called with False. Tokens under way still arrive."""
+        self.paused = paused
+        self.metrics.pauses.inc(paused)
+        for run in self.runs:
+            run.set_paused(paused)
 
     def fail(self, error: PdserveError) -> None:
         """End with an error and cancel the calls. Does nothing after the end."""
@@ -155,6 +163,8 @@ class PromptRun:
         span = options.span.child("generate", kind=SpanKind.CLIENT)
         message.traceparent, message.tracestate = span.traceparent, span.tracestate
         self._call = self._fleet.generate(message, self, accepts, self.prefix)
+        if self._generation.paused:
+            self._call.set_paused(True)
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True
@@ -164,6 +174,12 @@ class PromptRun:
         if self._call is not None:
             self._call.cancel()
             self._end_call()
+
+    def set_paused(self, paused: bool) -> None:
+        if self._call is not None:
+            self._call.set_paused(paused)
+        for choice in self.choices:
+            choice.last_token_at = monotonic()  # the metric of token gaps leaves pauses out
 
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None

@@ -152,11 +152,10 @@ def _expire(generation: RequestGeneration) -> None:
 async def _send_response(
     send: Send, response: Response, options: GenerationOptions, headers: Headers, turns: asyncio.Lock
 ) -> str:
-    """Send the response and return the outcome. A client that stops reading is disconnected."""
+    """Send the response and return the outcome. A client that reads beyond the grace period is disconnected."""
     try:
-        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE) as timeout:
+        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE):
             if isinstance(response, EventStreamResponse):
-                response.disconnect = lambda: timeout.reschedule(asyncio.get_running_loop().time())
                 return await _send_stream(send, response, headers, turns)
             assert isinstance(response, BodyResponse)
             return await _send_body(send, response, headers, turns)
@@ -201,6 +200,7 @@ async def _send_stream(send: Send, response: EventStreamResponse, headers: Heade
         data = response.take()
         last = response.ended and not response.has_more
         await send({"type": "http.response.body", "body": data, "more_body": not last})
+        response.sent()
         if last:
             return "ok" if response.error is None else status_and_type(response.error)[1]
         if response.has_more:

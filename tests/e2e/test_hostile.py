@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from slow_clients import send_unread
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.pb import pdserve_pb2 as pb
@@ -32,7 +34,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     model = tmp_path_factory.mktemp("model")
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED_MODEL / name, model / name)
-    with start_fleet(model, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
+    cut = ("--client-stall-timeout", "2")
+    with start_fleet(model, prefill_flags=SIMULATED, decode_flags=SIMULATED, router_flags=cut) as fleet:
         complete(fleet)  # creates what is created on first use
         yield fleet
 
@@ -89,14 +92,20 @@ def connect(fleet: Fleet) -> socket.socket:
     return sock
 
 
-def test_client_that_does_not_read_holds_no_decode_slot(unharmed: Fleet) -> None:
-    """The connection stays open, but the nodes end the request long before its last token."""
-    decode = unharmed.decode[0]
-    with connect(unharmed) as sock:
-        sock.sendall(body_bytes(n=32, max_tokens=1900, logprobs=20, stream=True))
-        wait_for(lambda: decode.status().running > 0)
+def test_client_that_never_reads_is_disconnected(unharmed: Fleet) -> None:
+    """Its request is paused, and ends on the nodes when the router closes its connection."""
+    decode, before = unharmed.decode[0], unharmed.decode[0].counter("sampled_tokens")
+    with send_unread(unharmed.url, {"n": 32, "max_tokens": 1900, "logprobs": 20}) as client:
+        wait_for(lambda: decode.status().paused == 32)
+        assert decode.status().held_blocks
         decode.wait_idle(30.0)
-        assert decode.counter("sampled_tokens") < 32 * 1900
+        assert decode.status().paused == 0
+        assert decode.counter("sampled_tokens") - before < 32 * 1900 / 10
+        with suppress(ConnectionError):
+            while client.recv(1 << 20):  # what its kernel has received
+                pass
+    metrics = httpx.get(f"{unharmed.url}/metrics", trust_env=False).text
+    assert "pdserve_stalled_clients_total 1.0" in metrics
 
 
 def test_router_survives_streams_cut_at_any_byte(unharmed: Fleet) -> None:

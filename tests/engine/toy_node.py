@@ -111,7 +111,7 @@ class Node:
         lists: dict[str, Any] = {
             name: list(chain.from_iterable(getattr(part, name) for part in batches))
             for name in Batch.__struct_fields__
-            if name not in ("status", "outputs", "blocks_freed")
+            if name not in ("status", "outputs", "status_changed")
         }
         batch = Batch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
         for scored in batch.scored:

@@ -28,6 +28,7 @@ class Conversation:
         self.message = message
         self.prompt = list(unpack_tokens(message.token_ids))
         self.cancelled = asyncio.Event()
+        self.paused = False
         self._outbox = outbox
 
     def token(self, token_id: int, choice: int = 0, finish: str = "", **fields: Any) -> None:
@@ -161,8 +162,12 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
         tasks: list[asyncio.Task[None]] = []
         await self.reading.wait()
         async for request in requests:
-            if request.WhichOneof("kind") == "cancel":
+            kind = request.WhichOneof("kind")
+            if kind == "cancel":
                 by_number[request.cancel.request].cancelled.set()
+                continue
+            if kind in ("pause", "resume"):
+                by_number[getattr(request, kind).request].paused = kind == "pause"
                 continue
             conversation = Conversation(request.generate, outbox)
             by_number[request.generate.request] = conversation

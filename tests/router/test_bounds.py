@@ -172,6 +172,9 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         pass
 
+    def get_write_buffer_size(self) -> int:
+        return 100_000
+
     def pause_reading(self) -> None:
         pass
 
@@ -181,7 +184,7 @@ class Transport(asyncio.Transport):
 
 @pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADER_SECONDS", "BODY_SECONDS", "UNREAD_SECONDS"):
+    for name in ("HEADER_SECONDS", "BODY_SECONDS"):
         monkeypatch.setattr(connections, name, 0.05)
 
 
@@ -194,7 +197,8 @@ def until_ended(*parts: bytes, unread: bool = False) -> None:
 
     async def run() -> None:
         transport = Transport()
-        connection = BoundedConnection(uvicorn.Config(app, log_config=None), ServerState(), {})
+        config = uvicorn.Config(app, log_config=None)
+        connection = BoundedConnection(config, ServerState(), {}, stall_timeout=0.05)
         connection.connection_made(transport)
         for part in parts:
             connection.data_received(part)

@@ -26,6 +26,8 @@ FAILURES = [
     (pb.Failure.UNSPECIFIED, 502, "node_error"),
 ]
 
+HELLO = {"role": "user", "content": "hi"}
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dir: Path) -> Tokenizer:
@@ -187,22 +189,44 @@ def test_disconnect_cancels_the_request(
     scripted_node.wait_cancelled(body["cache_salt"])
 
 
-def test_client_that_does_not_read_is_disconnected(
-    client: httpx.Client, play: Any, tokenizer: Tokenizer, scripted_node: ScriptedNode
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "logprobs": 20}),
+        ("/v1/chat/completions", {"messages": [HELLO], "logprobs": True, "top_logprobs": 20}),
+        ("/v1/responses", {"input": [HELLO], "top_logprobs": 20, "include": ["message.output_text.logprobs"]}),
+    ],
+)
+def test_request_is_paused_while_its_client_does_not_read(
+    client: httpx.Client,
+    play: Any,
+    tokenizer: Tokenizer,
+    scripted_node: ScriptedNode,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
+    """Tokens under way still arrive, and the client gets all of them."""
     token_id = tokenizer.encode("a")[0]
     logprobs = pb.TokenLogprobs(logprob=-1.0, top_ids=[token_id] * 20, top_logprobs=[-1.0] * 20)  # some 2 KB of JSON
+    num_sent, was_paused = 0, asyncio.Event()
 
     async def script(conversation: Conversation) -> None:
-        while not conversation.cancelled.is_set():
-            for _ in range(50):
+        nonlocal num_sent
+        while not conversation.paused:
+            for _ in range(10):
                 conversation.token(token_id, logprobs=logprobs)
-            await asyncio.sleep(0.02)
+                num_sent += 1
+            await asyncio.sleep(0.005)
+        was_paused.set()
+        while conversation.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        conversation.token(token_id, logprobs=logprobs, finish="length")
 
-    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20, "stream": True}
-    body = {"cache_salt": play(script)["cache_salt"], **chat}
-    with client.stream("POST", "/v1/chat/completions", json=body):
-        scripted_node.wait_cancelled(body["cache_salt"])
+    salt = {"cache_salt": play(script)["cache_salt"], "stream": True}
+    with client.stream("POST", path, json={**body, **salt}) as response:
+        scripted_node.call(asyncio.wait_for(was_paused.wait(), 20.0))
+        text = response.read().decode()
+    assert text.count("data: {") > num_sent
 
 
 def test_stream_ends_with_finish_reason_and_usage(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:

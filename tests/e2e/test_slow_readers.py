@@ -1,0 +1,109 @@
+"""Clients that do not read: nodes stop computing for them, others are served, and they lose no token when they read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from answers import Answer, send_completion, sse_lines
+from checkpoints import make_checkpoint
+from client_load import VOCABULARY
+from fleet import MODEL_NAME, Fleet, NodeProcess, add_tokenizer, start_fleet
+from slow_clients import UNREAD, send_unread
+
+CLIENTS = 6
+LONG: dict[str, Any] = {"n": 4, "max_tokens": 500, "logprobs": 20, "temperature": 0.9, "seed": 7, "ignore_eos": True}
+BODIES = {
+    "seeds, penalties": {**LONG, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    "grammar": {**LONG, "structured_outputs": {"regex": "[a-z ]{3000,}"}},
+    "two prompts": {**LONG, "n": 2, "prompt": [[5] * 100, [6] * 40]},
+}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    model = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY)
+    with start_fleet(add_tokenizer(model), decode=2) as fleet:
+        yield fleet
+
+
+def total(fleet: Fleet, read: Callable[[NodeProcess], float]) -> float:
+    return sum(map(read, fleet.decode))
+
+
+def paused(fleet: Fleet) -> float:
+    """Return the sequences of paused requests if nothing else runs, else 0."""
+    if total(fleet, lambda node: node.status().running + node.status().waiting + node.status().reading):
+        return 0
+    return total(fleet, lambda node: node.status().paused)
+
+
+def test_nodes_compute_little_for_clients_that_do_not_read(fleet: Fleet) -> None:
+    before = total(fleet, lambda node: node.counter("sampled_tokens"))
+    with ExitStack() as stack:
+        for _ in range(CLIENTS):
+            stack.enter_context(send_unread(fleet.url, UNREAD))
+        fleet.wait_until(lambda: paused(fleet) == CLIENTS * UNREAD["n"], 60.0)
+        sampled = total(fleet, lambda node: node.counter("sampled_tokens")) - before
+        assert sampled < CLIENTS * UNREAD["n"] * UNREAD["max_tokens"] / 10
+        assert len(fleet.complete(list(range(100, 180)), 50)) == 50
+        assert paused(fleet) == CLIENTS * UNREAD["n"], "they are paused until they read"
+    for node in fleet.decode:
+        node.wait_idle(20.0)
+
+
+def request_body(kind: str) -> dict[str, Any]:
+    return {"model": MODEL_NAME, "prompt": [5] * 100, "stream": True, **BODIES[kind]}
+
+
+async def read_after(wait: Callable[[], None], url: str, body: dict[str, Any]) -> Answer:
+    """Send a streaming request and begin to read its answer after ``wait``."""
+    answer = Answer()
+    body = {**body, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        await asyncio.to_thread(wait)
+        async for line in sse_lines(response):
+            if line.startswith("data: {"):
+                answer.add(json.loads(line.removeprefix("data: ")))
+    return answer
+
+
+async def unhindered(url: str, body: dict[str, Any]) -> Answer:
+    """Return the answer to a request whose client reads all of it as one body, which nodes do not pause."""
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
+        return await send_completion(client, {**body, "stream": False})
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_client_that_reads_late_gets_the_same_answer(fleet: Fleet, kind: str) -> None:
+    body = request_body(kind)
+    expected = asyncio.run(unhindered(fleet.url, body))
+    found = asyncio.run(read_after(lambda: fleet.wait_until(lambda: paused(fleet) > 0, 30.0), fleet.url, body))
+    assert found.num_tokens == expected.num_tokens > 1000
+    assert found.matches(expected)
+
+
+def test_paused_request_migrates(fleet: Fleet) -> None:
+    """Its node dies while it is paused. It is paused on the other node, too, and continues there."""
+    body = request_body("seeds, penalties")
+    expected = asyncio.run(unhindered(fleet.url, body))
+
+    def move() -> None:
+        fleet.wait_until(lambda: paused(fleet) > 0, 30.0)
+        first = next(node for node in fleet.decode if node.status().paused)
+        (second,) = (node for node in fleet.decode if node is not first)
+        sampled = second.counter("sampled_tokens")
+        first.kill()
+        fleet.wait_until(lambda: second.status().paused > 0, 30.0)
+        assert second.counter("sampled_tokens") == sampled, "nothing was computed for it"
+        first.restart()
+
+    assert asyncio.run(read_after(move, fleet.url, body)).matches(expected)
