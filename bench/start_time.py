@@ -1,7 +1,7 @@
 """Seconds until a node is ready, with the digests of its weights computed and cached.
 
     python bench/make_checkpoint.py /tmp/q --shape qwen3-0.6b --set vocab_size=4096 --set num_hidden_layers=48
-    python bench/start_time.py /tmp/q --device cpu --kv-cache-memory 64MiB
+    python bench/start_time.py /tmp/q --device cpu --max-model-len 512 --kv-cache-memory 128MiB
 
 Flags after the model are the node's. The runs alternate; the files are in the page cache. Before the runs it prints the
 time to digest all weights alone, on all threads.
@@ -27,7 +27,7 @@ RUNS = 7
 def ready_seconds(flags: Sequence[str]) -> float:
     """Start a prefill node; return the seconds until it is ready."""
     status, write = os.pipe()
-    command = [sys.executable, "-m", "prefill_node", *flags, "--status-fd", str(write)]
+    command = [sys.executable, "-m", "prefill_node", *flags, "--port", "0", "--status-fd", str(write)]
     started = time.perf_counter()
     with subprocess.Popen(command, pass_fds=[write], stderr=subprocess.DEVNULL) as process, os.fdopen(status) as lines:
         os.close(write)

@@ -58,15 +58,17 @@ class DigestCache:
 
     def __init__(self, model_dir: Path) -> None:
         self._paths = [model_dir / NAME, *_user_cache(model_dir)]
-        self._files: dict[str, _Entry] = {}
+        self._stored = [_read(path) for path in self._paths]
+        self._files: dict[str, _Entry] = {}  # as they are now
         self._changed = False
-        for path in reversed(self._paths):
-            self._files |= _read(path)
 
     def get(self, name: str, state: FileState) -> TensorDigests | None:
         """Return the digests of a file's tensors; None unless they were taken in this state of the file."""
-        entry = self._files.get(name)
-        return entry.tensors if entry is not None and entry.state == state else None
+        for files in self._stored:
+            if name in files and files[name].state == state:
+                self._files[name] = files[name]
+                return files[name].tensors
+        return None
 
     def put(self, name: str, state: FileState, tensors: TensorDigests) -> None:
         """Keep digests, unless the file has changed so recently that a further change could leave the same state."""

@@ -13,11 +13,12 @@ import msgspec
 
 from pdserve.errors import CheckpointError
 
-MAX_NESTING = 64  # levels of objects and lists in a JSON file; real ones have fewer than ten
 #: What msgspec raises for hostile JSON.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 MAX_TOKENIZER = 128 << 20  # bytes of tokenizer.json; real ones have up to 40 MB
+_MAX_NESTING = 64  # levels of objects and lists in a JSON file; real ones have fewer than ten
+_TOO_DEEP = f"is nested more than {_MAX_NESTING} levels deep; correct it or download the checkpoint again"
 
 
 @contextlib.contextmanager
@@ -73,13 +74,10 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
     return values
 
 
-_TOO_DEEP = f"is nested more than {MAX_NESTING} levels deep; correct it or download the checkpoint again"
-
-
 def _check_nesting(path: Path, values: dict[str, Any]) -> None:
     """Check level by level, so that nesting costs no stack."""
     level: list[Any] = [values]
-    for _ in range(MAX_NESTING):
+    for _ in range(_MAX_NESTING):
         inner: list[Any] = []
         for value in level:
             inner += value.values() if isinstance(value, dict) else value

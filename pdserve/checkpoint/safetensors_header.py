@@ -22,6 +22,7 @@ MAX_HEADER = 32 << 20  # bytes; 250,000 tensors have about 30 MB
 MAX_TENSORS = 1 << 18  # in a file, and in a checkpoint
 _MAX_DIMENSIONS = 16
 _LENGTH = struct.Struct("<Q")
+_AGAIN = "download it again"
 
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -66,9 +67,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
         return _placed(path, _entries(path, header), _LENGTH.size + length, size)
     except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} has a broken safetensors header ({exc}); {_AGAIN}") from exc
-
-
-_AGAIN = "download it again"
 
 
 def _entries(path: Path, header: bytes) -> list[tuple[str, _Entry]]:

@@ -61,7 +61,7 @@ def group_digests(model_dir: Path, stop: threading.Event | None = None) -> dict[
                     num_read += state.size
             found |= digests
     cache.save()
-    _log.info("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
+    _log.debug("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
     return _fold(found)
 
 

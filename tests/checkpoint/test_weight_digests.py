@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from checkpoints import change_weight, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.checkpoint import weight_digests
+from pdserve.checkpoint import digest_cache, weight_digests
 from pdserve.checkpoint.digest_cache import NAME
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.checkpoint.weight_digests import Stopped, group_digests, group_of
@@ -221,6 +222,26 @@ def test_a_model_that_is_not_writable_is_cached_for_the_user(
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert group_digests(checkpoint) == first  # computed, and cached nowhere
     assert len(read) == 2
+
+
+def test_a_stale_cache_beside_a_read_only_model_does_not_hide_the_users(
+    checkpoint: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(checkpoint)
+    change_weight(checkpoint, "model.norm.weight")
+    monkeypatch.setattr(digest_cache, "_write", only_for_the_user(digest_cache._write))
+    first = settled(checkpoint)
+    assert group_digests(checkpoint) == first
+    assert len(read) == 2
+
+
+def only_for_the_user(write: Callable[[Path, bytes], None]) -> Callable[[Path, bytes], None]:
+    def written(path: Path, data: bytes) -> None:
+        if path.name == NAME:
+            raise PermissionError(errno.EROFS, "Read-only file system")
+        write(path, data)
+
+    return written
 
 
 def test_links_of_the_hub_cache_resolve_to_blobs(checkpoint: Path, tmp_path: Path, read: list[Path]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints import reference_greedy, reference_model
+from checkpoints import change_weight, reference_greedy, reference_model
 from fleet import NODE_FLAGS, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
 
@@ -168,6 +168,17 @@ def test_hosts_with_two_ranks_each_serve_as_one_node(
 
 
 @pytest.mark.slow
+def test_a_rank_with_other_weights_is_rejected(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    change_weight(elsewhere, "model.layers.1.mlp.up_proj.weight")
+    split = ("--tp", "2", "--leader", leader)
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1") as other:
+        fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"])
+        _, stderr = other.process.communicate(timeout=60.0)
+    assert other.process.returncode == 2
+    assert "the leader rejects rank 1: weights of layers.1.mlp: " in stderr.splitlines()[-1]
+    assert stderr.count("weights of") == 1
+
+
 @pytest.mark.parametrize(
     ("here", "there", "words"),
     [
