@@ -131,7 +131,7 @@ class NodeCalls(ABC):
             status = self.status()
             used = status.held_blocks + status.leased_blocks + status.quarantined_blocks
             assert status.free_blocks + used == status.total_blocks, status
-            if used == 0 and status.waiting + status.reading + status.running == 0:
+            if used == 0 and status.waiting + status.reading + status.running + status.paused == 0:
                 return status
             assert time.monotonic() < end, f"{self.name} still holds blocks after {seconds} s: {status}"
             time.sleep(0.05)

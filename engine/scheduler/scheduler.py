@@ -381,7 +381,7 @@ class Scheduler:
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
         for seq, logprobs in found:
-            sequence = self._live.running.get(seq) or self._live.paused.get(seq)
+            sequence = self._live.running.get(seq) or self._live.preemptible.get(seq)
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
                 self.events.scored.append(Scored(sequence.rid, logprobs))

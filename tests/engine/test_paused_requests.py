@@ -105,14 +105,15 @@ def test_paused_request_gets_only_the_tokens_in_flight(make: Make) -> None:
 
 
 def test_request_paused_and_resumed_before_every_step(make: Make) -> None:
-    """Its tokens in flight are applied before it continues."""
-    node = make(40)
-    start(node, 0, n=2)
+    """Its results in flight are applied before it continues, those of its prompt too."""
+    node, prompt = make(40), list(range(50))
+    node.submit(0, prompt, SamplingParams(max_tokens=9, n=2, prompt_logprobs=0), Mode.LOCAL)
     while len(node.finished) < 2:
         node.obey(Pause(0))
         node.obey(Resume(0))
         node.step()
-    assert node.tokens == {(0, choice): reference([0, 0], choice, 20) for choice in (0, 1)}
+    assert node.tokens == {(0, choice): reference(prompt, choice, 9) for choice in (0, 1)}
+    assert node.ranks == {0: reference_ranks(prompt)}
 
 
 def test_waiting_request_gets_the_slot_of_a_paused_one(make: Make) -> None:
