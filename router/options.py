@@ -92,7 +92,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     stall = "close the connection of a client that has read nothing for so long (default %(default)g)"
     add("--client-stall-timeout", stall, "S", _timeout)
     add("--migrations", f"{migrations} (default %(default)s)", "N", _count)
-    add("--max-inflight", "concurrent requests at the nodes (default %(default)s)", "N", positive_int)
+    text = "concurrent requests at the nodes; clients with few get an eighth more (default %(default)s)"
+    add("--max-inflight", text, "N", positive_int)
     add("--max-queue", "waiting requests; more get a 503 (default %(default)s)", "N", _count)
     add("--api-keys", "accept only API keys of this file; `pdserve key NAME` makes one", "FILE")
     add("--protect-metrics", "/metrics requires an API key, too", action="store_true")
