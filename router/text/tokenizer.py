@@ -40,7 +40,7 @@ class _NamedTemplate(msgspec.Struct):
     template: str
 
 
-class _Config(msgspec.Struct):
+class TokenizerConfig(msgspec.Struct):
     """The fields of tokenizer_config.json that are used. A token is a string or an object with ``content``."""
 
     bos_token: Any = None
@@ -63,7 +63,7 @@ class Tokenizer:
     the config counts only without tokenizer.json.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: _Config, template: str | None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, template: str | None) -> None:
         """Raises CheckpointError."""
         self._backend = backend
         special_tokens = _named_tokens(config)
@@ -164,16 +164,16 @@ class Tokenizer:
         return decoder
 
 
-def _read_config(path: Path) -> _Config:
+def _read_config(path: Path) -> TokenizerConfig:
     if not os.path.exists(path):
-        return _Config()
+        return TokenizerConfig()
     try:
-        return msgspec.convert(read_object(path, _MAX_CONFIG), _Config, str_keys=True)
+        return msgspec.convert(read_object(path, _MAX_CONFIG), TokenizerConfig, str_keys=True)
     except msgspec.ValidationError as exc:
         raise CheckpointError(f"{path} cannot be used: {exc}; correct it or download the checkpoint again") from exc
 
 
-def _find_template(model_dir: Path, config: _Config) -> str | None:
+def _find_template(model_dir: Path, config: TokenizerConfig) -> str | None:
     """Find ``chat_template.jinja``, else ``chat_template`` of the config: one template, or a list with names.
 
     A template named "tool_use" renders requests with tools, as in transformers.
@@ -200,12 +200,12 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _named_tokens(config: _Config) -> dict[str, str]:
+def _named_tokens(config: TokenizerConfig) -> dict[str, str]:
     found = {name: _content(getattr(config, name)) for name in _NAMED_TOKENS}
     return {name: token for name, token in found.items() if token is not None}
 
 
-def _add_missing_tokens(backend: tokenizers.Tokenizer, config: _Config) -> None:
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Add tokens that only ``tokenizer_config.json`` lists, in id order, and mark special ones."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = [token for _, token in sorted((config.added_tokens_decoder or {}).items())]

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, TokenizerConfig
 
 BYTE_LEVEL = small_tokenizers.byte_level()
 BYTE_FALLBACK = small_tokenizers.byte_fallback()
@@ -19,7 +19,7 @@ texts = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from
 
 
 def pieces(backend: tokenizers.Tokenizer, token_ids: list[int]) -> list[str]:
-    detokenizer = Tokenizer(backend, {}, None).detokenizer()
+    detokenizer = Tokenizer(backend, TokenizerConfig(), None).detokenizer()
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
@@ -82,7 +82,7 @@ def test_metaspace_equals_decode(token_ids: list[int]) -> None:
 def test_completion_text_continues_the_prompt(text: str, split: int) -> None:
     token_ids = BYTE_FALLBACK.encode("word " + text).ids
     split = min(max(split, 4), len(token_ids))
-    tokenizer = Tokenizer(BYTE_FALLBACK, {}, None)
+    tokenizer = Tokenizer(BYTE_FALLBACK, TokenizerConfig(), None)
     detokenizer = tokenizer.detokenizer(token_ids[:split])
     output = "".join([*(detokenizer.push(token_id) for token_id in token_ids[split:]), detokenizer.flush()])
     whole = tokenizer.decode(token_ids, skip_special_tokens=True)
