@@ -21,7 +21,8 @@ BODY_SECONDS = 65.0  # from there to the end of its body; endpoints respond with
 UNREAD_SECONDS = 60.0  # in which the client reads nothing of its response
 IDLE_SECONDS = 75  # between requests: longer than clients and proxies, or one may send while we close
 
-_UNSENT_BYTES = 64 * 1024  # in the kernel and not sent: what a client does not read stays with us, where it is counted
+# Unread bytes in the connection, and in the kernel. Beyond them the writer of a response waits, over TLS and without.
+_BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
 _BACKLOG = 2048  # connections
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _ABORT = "pdserve.abort"  # key in the ASGI scope
@@ -64,6 +65,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(_BUFFER_BYTES)
         self._set_deadline(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -172,6 +172,9 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         pass
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
     def get_write_buffer_size(self) -> int:
         return 100_000
 
