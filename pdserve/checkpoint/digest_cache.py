@@ -23,7 +23,7 @@ from pdserve.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 NAME = ".pdserve-digests.json"
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 64 << 20
 _TICK = 20_000_000  # ns; two changes within a tick of the file system's clock leave the same times
 
