@@ -1,8 +1,8 @@
 """JSON of large responses in pieces, so that encoding one never holds the event loop for long.
 
-choice = CompletionChoice(…, token_ids=lazy_list(lambda: in_parts(token_ids)))
+choice = CompletionChoice(…, token_ids=lazy_numbers(token_ids))
 for chunk in json_chunks(Completion(…, choices=[choice])):
-    …  # meanwhile, only the items of one part exist as objects
+    …  # meanwhile, only one part of a lazy list exists as objects
 """
 
 from __future__ import annotations
