@@ -12,7 +12,7 @@ A prefill node, a decode node (simulated, without delays) and a router, each a p
     lag       ms, the bucket of the largest value of pdserve_router_loop_lag_seconds
     before, peak, after   MiB of the router's resident memory
 
-Add a row to ROWS: a name, a path, and a function that returns the body, as JSON fields or bytes.
+Add a row to ROWS, or to BODIES: a name, a path, and a function that returns the body, as JSON fields or bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import psutil
 from fleet import Fleet, start_fleet
+from hostile_bodies import BODIES, UPLOADS_NAME, hold_uploads
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -131,6 +132,8 @@ ROWS = (
     Row("30 MB of a text", COMPLETIONS, lambda: {"prompt": "x" * 30_000_000}),
     Row("30 MB of a message", CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 30_000_000}])),
 )
+UNFINISHED = Row(UPLOADS_NAME, COMPLETIONS, dict)
+ALL_ROWS = (*ROWS, *(Row(*each) for each in BODIES), UNFINISHED)
 
 
 class Result(NamedTuple):
@@ -143,6 +146,9 @@ class Result(NamedTuple):
 
 
 def send(address: str, row: Row, limit: float) -> Result:
+    if row is UNFINISHED:
+        started = time.monotonic()
+        return Result(*hold_uploads(address), time.monotonic() - started)
     fields = row.body()
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     size, status, started = 0, "-", time.monotonic()
@@ -264,7 +270,7 @@ def main() -> None:
     args = parser.parse_args()
     print("| body | status | sent MB | answer MB | seconds | stall ms | lag ms | before MiB | peak | after |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in ROWS:
+    for row in ALL_ROWS:
         if any(words in row.name for words in args.only):
             with start_fleet(EMBEDDED_MODEL, prefill_flags=NODE, decode_flags=NODE) as fleet:
                 fleet.wait_until(fleet.serves, 10.0)

@@ -23,8 +23,8 @@ from router.text.tokenizer import Tokenizer
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing
 _INLINE_TOKENS = 1024  # about a millisecond of decoding
 _THREADS = 2
-_CHARS_PER_TOKEN = 16  # at most, on average; natural languages and code have 1 – 6
-_MIN_LIMIT = 1024 * 1024  # characters that /tokenize accepts for any model
+_BYTES_PER_TOKEN = 16  # at most, on average; natural languages and code have 2 – 6
+_MIN_LIMIT = 1024 * 1024  # bytes that /tokenize accepts for any model
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ class PromptEncoder:
         """Tokenize the prompts that are text; the others are packed token ids. Raises RequestTooLong."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
-            self._check_length(text, "prompt")
+            self._check_length(len(text.encode()), "prompt")
         if sum(map(len, texts)) <= _INLINE_CHARS:
             return [self._encode_one(prompt, add_special_tokens) for prompt in prompts]
         # A prompt at a time, so that the threads are shared with other requests.
@@ -55,23 +55,22 @@ class PromptEncoder:
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """Tokenize a text that may be longer than a prompt. Raises RequestTooLong."""
-        limit = max(_MIN_LIMIT, self._max_chars())
-        if len(text) > limit:
-            found = f"the text has {len(text)} characters; at most {limit} are tokenized; send parts"
-            raise RequestTooLong(found, "prompt")
+        limit, num_bytes = max(_MIN_LIMIT, self._max_bytes()), len(text.encode())
+        if num_bytes > limit:
+            raise RequestTooLong(f"the text has {num_bytes} bytes; at most {limit} are tokenized, send parts", "prompt")
         return await self._encode_text(text, add_special_tokens)
 
     async def _encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         return await self._run(len(text) <= _INLINE_CHARS, partial(self._encode_one, text, add_special_tokens))
 
-    def _max_chars(self) -> int:
-        return self._max_tokens() * min(self._tokenizer.longest_token, _CHARS_PER_TOKEN)
+    def _max_bytes(self) -> int:
+        return self._max_tokens() * min(self._tokenizer.longest_token, _BYTES_PER_TOKEN)
 
-    def _check_length(self, text: str, field: str) -> None:
+    def _check_length(self, num_bytes: int, field: str) -> None:
         """Raises RequestTooLong, before the cost of tokenizing, for text that cannot fit with long tokens."""
-        limit = self._max_chars()
-        if len(text) > limit:
-            found = f"the prompt has {len(text)} characters; the {self._max_tokens()} tokens of the model hold at most"
+        limit = self._max_bytes()
+        if num_bytes > limit:
+            found = f"the prompt has {num_bytes} bytes; the {self._max_tokens()} tokens of the model hold at most"
             raise RequestTooLong(f"{found} {limit}; shorten it", field, "context_length_exceeded")
 
     def _encode_one(self, prompt: str | bytes, add_special_tokens: bool) -> Prompt:
@@ -87,10 +86,10 @@ class PromptEncoder:
         if reserved:
             raise RequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
         contents = (message.get("content") for message in request.messages)
-        longest = max((content for content in contents if isinstance(content, str)), key=len, default="")
-        self._check_length(longest, "messages")  # before the cost of a template, too
+        num_chars = sum(len(content) for content in contents if isinstance(content, str))
+        self._check_length(num_chars, "messages")  # before the cost of a template, too
         text = await self._renderers.render(request)
-        self._check_length(text, "messages")
+        self._check_length(len(text.encode()), "messages")
         return await self._encode_text(text, add_special_tokens)
 
     async def add_echo(self, prompts: list[Prompt], scored: bool, special: bool) -> list[Prompt]:

@@ -101,8 +101,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: an upper bound of characters per token."""
-        return max(map(len, self._backend.get_vocab()))
+        """An upper bound of the bytes of UTF-8 per token."""
+        return max(len(token.encode()) for token in self._backend.get_vocab())
 
     def to_json(self) -> str:
         """Return tokenizer.json, with the tokens that only the configuration names."""

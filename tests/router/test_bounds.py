@@ -65,7 +65,7 @@ def test_oversized_text_is_rejected_before_tokenization(client: httpx.Client, pa
     body = {"prompt": text} if param == "prompt" else {"messages": [{"role": "user", "content": text}]}
     error = client.post(path, json=body).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-    assert "characters; the 1000 tokens of the model hold at most" in error["message"]
+    assert "bytes; the 1000 tokens of the model hold at most" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import pytest
 import uvloop
+from router_process import wait_for
 
 from pdserve.errors import RequestError
 from router.text.chat.template import ChatTemplate, RenderRequest
@@ -77,6 +78,23 @@ def test_hostile_template_fails_only_its_own_request() -> None:
 def test_template_values_are_unchanged() -> None:
     says = ["", "日本語 🙂 \0\r\n", "x" * 1_000_000, 10**30, 0.1, [1, {"a": None}]]
     assert render_all(says) == [str(say) for say in says]
+
+
+def test_memory_of_a_large_chat_is_given_back() -> None:
+    async def run() -> None:
+        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}))
+        try:
+            before: set[int] = {process.pid for process in psutil.Process().children()}
+            assert await renderers.render(render_request("one")) == "one"
+            [process] = (process for process in psutil.Process().children() if process.pid not in before)
+            resident = process.memory_info().rss
+            large = RenderRequest([{"role": "user", "say": "two", "name": "x" * 20_000_000}])
+            assert await renderers.render(large) == "two"
+            wait_for(lambda: process.memory_info().rss < resident + 15_000_000)
+        finally:
+            await renderers.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

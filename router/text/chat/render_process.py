@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import signal
 
@@ -9,11 +10,13 @@ import msgspec
 
 from pdserve.errors import CheckpointError, RequestError, cut
 from pdserve.process import end_with_parent
+from router.memory import map_large_blocks, trim
 from router.text.chat.messages import check_messages
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import COMPILE_SECONDS, RendererConfig, RenderResult
 from router.text.worker_process import read_message, write_message
 
+_LARGE_BYTES = 1 << 20  # of a message
 _MAX_ERROR = 1000  # characters; a template may quote a message
 
 
@@ -29,8 +32,20 @@ def main() -> None:
         write_message(msgspec.json.encode(RenderResult(error=str(exc))))
         return
     write_message(msgspec.json.encode(RenderResult()))
-    while (message := read_message()) is not None:
-        write_message(_render(template, message))
+    map_large_blocks()
+    while (size := _answer(template)) is not None:
+        if size > _LARGE_BYTES:
+            gc.collect()  # Jinja leaves cycles
+            trim()
+
+
+def _answer(template: ChatTemplate) -> int | None:
+    """Return the size of the next message, once it is answered; None at the end of the input."""
+    message = read_message()
+    if message is None:
+        return None
+    write_message(_render(template, message))
+    return len(message)
 
 
 def _compile(template: ChatTemplate) -> None:
