@@ -124,6 +124,10 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     add_drain_flag(parser, "it ends with an error")
     parser.add_argument("--api-keys", metavar="FILE", help="require an API key of this file (pdserve key NAME)")
+    metrics_port = "serve the router's /metrics without a key at this port, too"
+    parser.add_argument("--metrics-port", type=port_number, metavar="N", help=metrics_port)
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="address of --metrics-port (default %(default)s)")
+    parser.add_argument("--metrics-client-names", action="store_true", help="metrics by name of the API key")
     parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this PEM certificate")
     parser.add_argument("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
     parser.add_argument("--log-requests", action="store_true", help="log each request")

@@ -25,7 +25,7 @@ class Unauthorized(PdserveError):
 
 
 class RateLimitExceeded(PdserveError):
-    """A client exceeds one of its own limits. ``retry_after`` is in seconds, ``headers`` are OpenAI's x-ratelimit-*."""
+    """A client exceeds one of its own limits. ``retry_after`` is in seconds, ``headers`` are added to the response."""
 
     code = "rate_limit_exceeded"
 

@@ -20,7 +20,9 @@ disable_created_metrics()  # no creation timestamps
 class RouterMetrics:
     """One set per router, in its own registry. Series of known labels start at 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_names: bool = False) -> None:
+        """``client_names``: export series by names of API keys."""
+        self._client_names = client_names
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         counter = partial(Counter, registry=self.registry)
@@ -33,6 +35,13 @@ class RouterMetrics:
         )
         self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests in progress.")
         self.waiting = gauge("pdserve_requests_waiting", "Generating requests that wait for a slot.")
+        self.connections = gauge("pdserve_connections", "Open connections of clients.")
+        self.evicted_connections = counter(
+            "pdserve_evicted_connections", "Idle connections closed because there were more than --max-connections."
+        )
+        self.refused_connections = counter(
+            "pdserve_refused_connections", "Requests with a 503 because no connection was idle then."
+        )
         self.body_bytes = gauge("pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet.")
         self.prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens sent to nodes.")
         self.cached_tokens = counter("pdserve_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
@@ -71,6 +80,10 @@ class RouterMetrics:
             buckets=_DURATION_BUCKETS,
         )
         self.unauthorized = counter("pdserve_unauthorized_requests", "Requests without a valid API key.")
+        self.unauthorized_limited = counter(
+            "pdserve_unauthorized_limited_requests",
+            "Of these, with a 429, because their address had sent too many unknown keys.",
+        )
         self.key_reloads = counter(
             "pdserve_key_file_reloads",
             "Changes of the API key file, by whether they took effect (ok, failed).",
@@ -99,6 +112,14 @@ class RouterMetrics:
             self.key_reloads.labels(outcome)
         for reason in ("lost", "failed", "drained"):
             self.migrations.labels(reason)
+
+    def count_key_request(self, name: str, outcome: str) -> None:
+        if self._client_names and name:
+            self.key_requests.labels(name, outcome).inc()
+
+    def count_key_tokens(self, name: str, kind: str, num_tokens: int) -> None:
+        if self._client_names and name:
+            self.key_tokens.labels(name, kind).inc(num_tokens)
 
     def export(self) -> bytes:
         return generate_latest(self.registry)

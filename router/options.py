@@ -42,8 +42,11 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     migrations: int = 2  # per prompt
     max_inflight: int = 1024  # requests
     max_queue: int = 1024  # requests
+    max_connections: int | None = None  # of clients; None: by the limit of open files
     api_keys: str | None = None  # TOML file (router/gate/keys.py); None: no authentication
-    protect_metrics: bool = False
+    metrics_port: int | None = None  # 0: any free one; None: metrics at the port of the API only
+    metrics_host: str = "127.0.0.1"
+    metrics_client_names: bool = False
     dashboard: bool = True
     log_requests: bool = False
     log_format: str = "text"
@@ -95,8 +98,13 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     text = "concurrent requests at the nodes; clients with few get an eighth more (default %(default)s)"
     add("--max-inflight", text, "N", positive_int)
     add("--max-queue", "waiting requests; more get a 503 (default %(default)s)", "N", _count)
+    connections = "connections of clients; beyond, the longest idle one is closed"
+    add("--max-connections", f"{connections} (default: by the limit of open files)", "N", positive_int)
     add("--api-keys", "accept only API keys of this file; `pdserve key NAME` makes one", "FILE")
-    add("--protect-metrics", "/metrics requires an API key, too", action="store_true")
+    metrics = "serve /metrics without a key at this port, too; 0 is any free port"
+    add("--metrics-port", f"{metrics} (default: none)", "N", port_number)
+    add("--metrics-host", "address of --metrics-port (default %(default)s)")
+    add("--metrics-client-names", "metrics by name of the API key", action="store_true")
     no_dashboard = "no /dashboard, and no `pdserve top`"
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false", help=no_dashboard)
     add("--log-requests", "log each request with the name of its API key", action="store_true")

@@ -15,11 +15,12 @@ from pathlib import Path
 import uvicorn
 
 from pdserve.config.hub import resolve_model
-from pdserve.errors import CheckpointError
+from pdserve.errors import CheckpointError, ConfigError
 from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
-from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
+from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen, raise_file_limit
+from pdserve.rpc.metrics_server import MetricsServer
 from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer
 from router.file_reload import FileReloader
@@ -31,6 +32,7 @@ from router.text.tokenizer import Tokenizer
 
 _GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
 _GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
+_MAX_CONNECTIONS = 16_384  # unless --max-connections says otherwise
 _READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
 
 
@@ -39,18 +41,26 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     certificate = None
     if options.tls_cert is not None and options.tls_key is not None:
         certificate = Certificate(options.tls_cert, options.tls_key)
+    max_connections = _max_connections(options)
     listener = listen(options.host, options.port, "--port")
+    metrics_server = None
+    if options.metrics_port is not None:
+        metrics_server = MetricsServer(options.metrics_host, options.metrics_port)
     status.listening(join_address(*listener.getsockname()[:2]))
     name = join_address(socket.gethostname(), listener.getsockname()[1])
     set_process_fields(node=name)
     status.loading("tokenizer", -1)
     tokenizers = {name: (root, load_tokenizer(root)) for name, root in options.models}
     service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))
+    metrics = service.metrics
+    limit = ConnectionLimit(max_connections, metrics.evicted_connections.inc, metrics.refused_connections.inc)
+    metrics.connections.set_function(lambda: limit.num_open)
     config = uvicorn.Config(
         create_app(service),
         loop="uvloop",
         http=partial(  # type: ignore[arg-type]
             BoundedConnection,
+            limit=limit,
             stall_timeout=options.client_stall_timeout,
             on_stall=service.metrics.stalled_clients.inc,
         ),
@@ -69,7 +79,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     gc.set_threshold(_GC_THRESHOLD)
     if certificate is not None:
         config.ssl = certificate.context
-    server = _Server(config, service, status, certificate)
+    server = _Server(config, service, status, certificate, metrics_server)
     server.run(sockets=[listener])
 
 
@@ -84,6 +94,18 @@ def load_tokenizer(root: str) -> Tokenizer:
     return tokenizer
 
 
+def _max_connections(options: RouterOptions) -> int:
+    """A quarter of the files may be connections to nodes and others. Raises ConfigError."""
+    files = raise_file_limit()
+    allowed = files - files // 4
+    if options.max_connections is None:
+        return min(allowed, _MAX_CONNECTIONS)
+    if options.max_connections > allowed:
+        text = f"--max-connections {options.max_connections} exceeds three quarters of the limit of open files, {files}"
+        raise ConfigError(f"{text}; raise that with ulimit -n, or use at most {allowed}")
+    return options.max_connections
+
+
 class _Server(uvicorn.Server):
     """uvicorn with draining:
 
@@ -93,14 +115,30 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, status: StatusWriter, certificate: Certificate | None
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        status: StatusWriter,
+        certificate: Certificate | None,
+        metrics_server: MetricsServer | None,
     ) -> None:
         super().__init__(config)
+        self._metrics_server = metrics_server
         self._service = service
         self._status = status
         self._certificate = certificate
         self._background: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._metrics_server is not None:
+            await self._metrics_server.start(self._service.metrics.registry)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

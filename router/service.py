@@ -53,7 +53,7 @@ class Service:
         """``tokenizers``: source and tokenizer by model name. Raises ConfigError."""
         self.options = options
         self.tracer = tracer
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(options.metrics_client_names)
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         self.nodes = Nodes({"prefill": options.prefill, "decode": options.decode}, tokenizers.keys(), tls)
         self.nodes.on_change(self._count_nodes)

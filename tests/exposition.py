@@ -7,9 +7,9 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
-from fleet import NodeProcess
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -57,12 +57,22 @@ def scrape(url: str) -> list[Metric]:
     return families
 
 
-def metrics_url(node: NodeProcess) -> str:
-    """Return the metrics URL of a node with ``--metrics-port 0``: it listens on two ports, one of them for gRPC."""
+class Listening(Protocol):
+    """A process that listens at ``address``, and at another port for metrics."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def address(self) -> str: ...
+
+
+def metrics_url(process: Listening) -> str:
+    """Return the metrics URL of a process with ``--metrics-port 0``: it listens on two ports."""
     listening = [
-        each.laddr for each in psutil.Process(node.pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN
+        each.laddr for each in psutil.Process(process.pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN
     ]
-    (port,) = {each.port for each in listening} - {int(node.address.rpartition(":")[2])}
+    (port,) = {each.port for each in listening} - {int(process.address.rpartition(":")[2])}
     return f"http://127.0.0.1:{port}/metrics"
 
 

@@ -21,6 +21,7 @@ from engine.frontend.engine_client import EngineClient
 from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
 from engine.frontend.node import Node
 from engine.frontend.node_context import NodeContext, Role
+from engine.frontend.node_metrics import exported_registry
 from engine.ipc.messages import RankPlacement
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
@@ -78,7 +79,7 @@ async def _serve(
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     metrics_server = None
     if frontend.metrics_port is not None:
-        from engine.frontend.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
+        from pdserve.rpc.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
 
         metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
     devices = node_devices(options, len(local.ranks))
@@ -99,7 +100,7 @@ async def _serve(
     try:
         await node.start_server()
         if metrics_server is not None:
-            await metrics_server.start(node.metrics, lambda: engine.pid)
+            await metrics_server.start(exported_registry(node.metrics, lambda: engine.pid))
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node_id, epoch, address)
         await node.run(signals, frontend.drain_timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -49,6 +50,15 @@ class NodeMetrics(Collector):
         )
         yield from _gaps(node.engine.monitor.last, self._watch.longest_gap)
         yield from self._role_metrics()
+
+
+def exported_registry(metrics: Collector, engine_pid: Callable[[], int | None]) -> CollectorRegistry:
+    """Return ``metrics`` with the resource use of the frontend and engine processes."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    ProcessCollector(registry=registry)
+    ProcessCollector(namespace="pdserve_engine", pid=lambda: str(engine_pid()), registry=registry)
+    return registry
 
 
 def _info(node: NodeContext) -> Metric:

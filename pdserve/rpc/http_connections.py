@@ -1,11 +1,12 @@
-"""Listening sockets for HTTP, and connections with limits that uvicorn lacks: arrival time of a request, size of its
-headers, and time without reading the response.
+"""Listening sockets for HTTP, and connections with limits that uvicorn lacks: number of connections, arrival time of a
+request, size of its headers, and time without reading the response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ _BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
 _BACKLOG = 2048  # connections
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _ABORT = "pdserve.abort"  # key in the ASGI scope
+_MAX_FILES = 65_536  # the limit of open files is raised to at most this
+_RETRY_SECONDS = b"1"
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:
@@ -42,6 +45,64 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
         raise CapacityError(f"cannot listen on {address}: {exc.strerror or exc}; check --host and {flag}") from exc
 
 
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files towards the hard one; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+class ConnectionLimit:
+    """Closes the longest idle connection beyond ``maximum``. If none is idle, the next request gets a 503.
+
+    new ──► idle ◄──────────────────┐        idle: no request, or one whose headers are incomplete
+             │ └── headers arrived ──► busy ── response complete
+             └── evicted                 └── 503, while there are more than ``maximum``
+    """
+
+    def __init__(
+        self, maximum: int, on_evict: Callable[[], None] = lambda: None, on_refuse: Callable[[], None] = lambda: None
+    ) -> None:
+        self.maximum = maximum
+        self._open: set[BoundedConnection] = set()
+        self._idle: dict[BoundedConnection, None] = {}  # the longest idle first
+        self._on_evict = on_evict
+        self._on_refuse = on_refuse
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def opened(self, connection: BoundedConnection) -> None:
+        self._open.add(connection)
+        self.idle(connection)
+        if self.num_open > self.maximum and (longest := next(iter(self._idle))) is not connection:
+            self.closed(longest)
+            longest.transport.abort()
+            self._on_evict()
+
+    def closed(self, connection: BoundedConnection) -> None:
+        """Idempotent."""
+        self._open.discard(connection)
+        self.busy(connection)
+
+    def idle(self, connection: BoundedConnection) -> None:
+        self._idle[connection] = None
+
+    def busy(self, connection: BoundedConnection) -> None:
+        self._idle.pop(connection, None)
+
+    def refuses(self) -> bool:
+        """Return whether a request that has arrived gets a 503."""
+        refused = self.num_open > self.maximum
+        if refused:
+            self._on_refuse()
+        return refused
+
+
 class BoundedConnection(HttpToolsProtocol):
     """Abort a connection whose request stays incomplete, or whose response stays unread, for too long."""
 
@@ -54,21 +115,25 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
+        limit: ConnectionLimit,
         stall_timeout: float = UNREAD_SECONDS,
         on_stall: Callable[[], object] = lambda: None,
         **kwargs: Any,
     ) -> None:
         """Abort a connection whose client reads nothing for ``stall_timeout`` seconds, and call ``on_stall``."""
         super().__init__(*args, **kwargs)
+        self._limit = limit
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(_BUFFER_BYTES)
+        self._limit.opened(self)
         self._set_deadline(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._limit.closed(self)
         self._set_deadline(None)
         self.resume_writing()
         super().connection_lost(exc)
@@ -101,7 +166,14 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._progressed = True
         self._set_deadline(BODY_SECONDS)
+        self._limit.busy(self)
+        self.app = _respond_busy if self._limit.refuses() else self.config.loaded_app
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._limit.idle(self)
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -138,6 +210,15 @@ class BoundedConnection(HttpToolsProtocol):
         if self._arrival_timer is not None:
             self._arrival_timer.cancel()
         self._arrival_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+async def _respond_busy(scope: Any, receive: Any, send: Any) -> None:
+    body = b'{"error":{"message":"too many connections; retry later","type":"overloaded_error",'
+    body += b'"param":null,"code":"overloaded"}}'
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(b"retry-after", _RETRY_SECONDS), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def abort_connection(scope: Any) -> None:

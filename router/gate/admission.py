@@ -132,6 +132,9 @@ class RequestAdmission:
         best = self._limits.client.best_priority
         return priority if best is None else max(priority, best)
 
+    def cache_salt(self, salt: str) -> str:
+        return self._limits.client.cache_salt(salt)
+
     async def wait_for_slot(
         self, priority: int, work: RequestWork, timeout: float, disconnected: asyncio.Future[None]
     ) -> Headers:
@@ -160,7 +163,7 @@ class RequestAdmission:
             self._limits.add_usage(-num_tokens, perf_counter())  # the prompt is not computed
             raise
         self._metrics.queued.observe(perf_counter() - started)
-        self._count_tokens(num_tokens, "prompt")
+        self._metrics.count_key_tokens(self._limits.client.name, "prompt", num_tokens)
         return self._limits.headers(started)
 
     def record_output(self, num_tokens: int, cached_tokens: int) -> None:
@@ -168,15 +171,11 @@ class RequestAdmission:
         self._output.add(num_tokens / self._num_choices)
         self._queue.charge(self._client, num_tokens - self._expected_output - cached_tokens)
         self._limits.add_usage(num_tokens, perf_counter())
-        self._count_tokens(num_tokens, "output")
+        self._metrics.count_key_tokens(self._limits.client.name, "output", num_tokens)
 
     def release(self, now: float) -> None:
         if self._ticket is not None:
             self._queue.leave(self._ticket, now)
-
-    def _count_tokens(self, num_tokens: int, kind: str) -> None:
-        if name := self._limits.client.name:
-            self._metrics.key_tokens.labels(name, kind).inc(num_tokens)
 
 
 def _draining() -> Draining:

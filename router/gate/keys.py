@@ -6,11 +6,14 @@ requests_per_minute = 600     # all limits are optional
 tokens_per_minute = 100_000   # prompt and output tokens
 max_concurrent = 16           # requests
 best_priority = 0             # lower priorities in requests count as this one
+tenant = "acme"               # keys of one tenant share cached prefixes; default: the name
+share = true                  # use the prefixes that all such keys share, in place of the tenant's
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 from collections.abc import Mapping
 from ipaddress import IPv4Address, IPv6Network, ip_address
@@ -20,10 +23,11 @@ from typing import Annotated
 import msgspec
 
 from pdserve.api_keys import NAME, key_digest
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, shown
 from router.file_reload import FileReloader
 
 MAX_KEYS = 10_000  # each name is a metrics label
+_PREFIX_BYTES = 4  # of a digest: nearly unique among MAX_KEYS
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -37,21 +41,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Client(Limits, frozen=True):
-    """An authenticated client. ``name`` labels logs and metrics; it is empty without API keys."""
+    """An authenticated client. ``name`` is empty without API keys, ``tenant`` is empty if the key shares its cache."""
 
     name: str = ""
+    tenant: str = ""
+
+    def cache_salt(self, salt: str) -> str:
+        """Return the salt for nodes. No ``salt`` of a client gives that of another tenant, nor the shared one."""
+        if not (self.tenant or (self.name and salt)):
+            return salt
+        return hashlib.sha256(f"{self.tenant}\0{salt}".encode()).hexdigest()  # a tenant's name has no \0
 
 
 ANONYMOUS = Client()
 
 
 def fairness_key(client: Client, address: str) -> str:
-    """Return what requests of one client have in common: its name, else its IPv4 address or IPv6 /64 network."""
-    if client.name:
-        return client.name
+    """Return what requests of one client have in common: its name, else the network of its address."""
+    return client.name or network_of(address)
+
+
+def network_of(address: str) -> str:
+    """Return an IPv4 address or an IPv6 /64 network; empty for a Unix socket."""
     try:
         ip = ip_address(address)
-    except ValueError:  # a Unix socket has no address
+    except ValueError:
         return ""
     if isinstance(ip, IPv4Address):
         return address
@@ -60,6 +74,8 @@ def fairness_key(client: Client, address: str) -> str:
 
 class _Entry(Limits, frozen=True, kw_only=True):
     sha256: str | list[str]
+    tenant: str | None = None
+    share: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,18 +85,20 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeyRing:
     """Clients by the SHA-256 of their keys.
 
-    The time of a lookup reveals nothing of a stored hash: it compares a digest of the presented key, which an attacker
-    cannot steer, and Python keys the hash of bytes anew in each process.
+    The time of a lookup depends only on the first bytes of the presented key's digest: the rest is compared in constant
+    time. Keys that begin alike have unrelated digests.
     """
 
     def __init__(self, clients: Mapping[bytes, Client]) -> None:
-        self._clients = dict(clients)
+        self._by_prefix: dict[bytes, list[tuple[bytes, Client]]] = {}
+        for digest, client in clients.items():
+            self._by_prefix.setdefault(digest[:_PREFIX_BYTES], []).append((digest, client))
 
     def client_of(self, key: bytes) -> Client | None:
         digest = key_digest(key)
-        for stored in self._clients.keys() & {digest}:
+        for stored, client in self._by_prefix.get(digest[:_PREFIX_BYTES], ()):
             if hmac.compare_digest(stored, digest):
-                return self._clients[stored]
+                return client
         return None
 
 
@@ -94,15 +112,28 @@ def parse_keys(data: bytes, source: str) -> KeyRing:
         raise ConfigError(f"{source} has {len(entries)} keys; it must have 1 … {MAX_KEYS}")
     clients: dict[bytes, Client] = {}
     for name, entry in entries.items():
-        if not NAME.fullmatch(name):
-            raise ConfigError(f"{source}: key name {name!r} is invalid; use up to 64 letters, digits, '_', '.' and '-'")
-        client = Client(name=name, **{field: getattr(entry, field) for field in Limits.__struct_fields__})
+        _check_name(name, f"{source}: key name")
+        client = _client(name, entry, f"{source}: keys.{name}")
         for text in [entry.sha256] if isinstance(entry.sha256, str) else entry.sha256:
             digest = _digest(text, f"{source}: keys.{name}")
             if digest in clients:
                 raise ConfigError(f"{source}: {name} and {clients[digest].name} have the same key; make one for each")
             clients[digest] = client
     return KeyRing(clients)
+
+
+def _client(name: str, entry: _Entry, field: str) -> Client:
+    if entry.tenant is not None:
+        if entry.share:
+            raise ConfigError(f"{field} has both tenant and share; a shared cache belongs to no tenant: remove one")
+        _check_name(entry.tenant, f"{field}.tenant")
+    limits = {limit: getattr(entry, limit) for limit in Limits.__struct_fields__}
+    return Client(name=name, tenant="" if entry.share else entry.tenant or name, **limits)
+
+
+def _check_name(text: str, field: str) -> None:
+    if not NAME.fullmatch(text):
+        raise ConfigError(f"{field} {shown(text)} is invalid; use up to 64 letters, digits, '_', '.' and '-'")
 
 
 def _digest(text: str, field: str) -> bytes:

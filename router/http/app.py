@@ -79,8 +79,7 @@ def create_app(service: Service) -> ASGIApp:
     direct = DirectRoutes(app, endpoints)
     if service.keys is None:
         return direct
-    public_paths = {"/health", *PAGE} | (set() if service.options.protect_metrics else {"/metrics"})
-    return Authentication(direct, service.keys, public_paths, service.metrics)
+    return Authentication(direct, service.keys, {"/health", "/health/live", *PAGE}, service.metrics)
 
 
 def _add_stored_responses(app: FastAPI) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.errors import Unauthorized
+from router.errors import RateLimitExceeded, Unauthorized
 from router.gate.keys import ANONYMOUS, Client, KeyFile
+from router.gate.refused_keys import PER_MINUTE, RefusedKeys
 from router.http.error_responses import error_response
 from router.metrics import RouterMetrics
 
@@ -20,17 +23,28 @@ class Authentication:
         self._keys = keys
         self._public_paths = frozenset(public_paths)
         self._metrics = metrics
+        self._refused = RefusedKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
             key = _bearer_token(scope["headers"])
             client = None if key is None else self._keys.client_of(key)
             if client is None:
-                self._metrics.unauthorized.inc()
-                await error_response(_unauthorized(key))(scope, receive, send)
+                await error_response(self._refusal(key, address_of(scope)))(scope, receive, send)
                 return
             scope[_CLIENT] = client
         await self._app(scope, receive, send)
+
+    def _refusal(self, key: bytes | None, address: str) -> Unauthorized | RateLimitExceeded:
+        self._metrics.unauthorized.inc()
+        if key is None:
+            return Unauthorized("this router requires an API key; send it as 'Authorization: Bearer KEY'")
+        if wait := self._refused.count(address, monotonic()):
+            self._metrics.unauthorized_limited.inc()
+            text = f"more than {PER_MINUTE} unknown API keys per minute came from this address; check the key"
+            return RateLimitExceeded(f"{text}, retry in {math.ceil(wait)} s", wait, [(b"connection", b"close")])
+        # LiteLLM recognizes a wrong key by OpenAI's own words, which these are.
+        return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")
 
 
 def client_of(scope: Scope) -> Client:
@@ -52,10 +66,3 @@ def _bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         return None
     scheme, _, key = found[0].partition(b" ")
     return key.strip() or None if scheme.lower() == b"bearer" else None
-
-
-def _unauthorized(key: bytes | None) -> Unauthorized:
-    if key is None:
-        return Unauthorized("this router requires an API key; send it as 'Authorization: Bearer KEY'")
-    # LiteLLM recognizes a wrong key by OpenAI's own words, which these are.
-    return Unauthorized("Incorrect API key provided; check it, or ask the operator for one")

@@ -93,7 +93,7 @@ class GenerateEndpoint:
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
             stops=StopStrings(body.stops),
-            cache_salt=body.cache_salt,
+            cache_salt=admission.cache_salt(body.cache_salt),
             priority=admission.clamp_priority(body.priority),
             client_tag=admission.client_tag,
             continues_prompt=body.continues_prompt,

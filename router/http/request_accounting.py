@@ -79,8 +79,7 @@ class RequestAccounting:
     def close(self) -> None:
         seconds, metrics = monotonic() - self.arrived, self._metrics
         metrics.requests.labels(self._endpoint, self._outcome).inc()
-        if self._client.name:
-            metrics.key_requests.labels(self._client.name, self._outcome).inc()
+        metrics.count_key_request(self._client.name, self._outcome)
         metrics.duration.labels(self._endpoint).observe(seconds)
         self._end_spans()
         if self._log_requests:

@@ -1,4 +1,4 @@
-"""/v1/models, /health, /version, /metrics, /tokenize and /detokenize."""
+"""/v1/models, /health, /health/live, /version, /metrics, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -122,6 +122,10 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
             raise Draining("the router is draining; use another router")
         if not service.nodes.ready:
             raise no_decode_node(next(iter(service.models.values())).fleet.snapshot())
+        return _json(HealthStatus("ok"))
+
+    @app.get("/health/live")
+    async def live() -> Response:
         return _json(HealthStatus("ok"))
 
     @app.get("/version")

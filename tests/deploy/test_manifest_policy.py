@@ -36,7 +36,7 @@ def test_each_probe_checks_the_right_state(overlay: str, pod: Pod) -> None:
         assert not pod.container.keys() & {*names}
         return
     probes: list[Manifest] = [pod.container[name] for name in names]
-    meant = {"router": ["/version", "/version", "/health"], "up": ["/health", "/version", "/health"]}
+    meant = {"router": ["/health/live", "/health/live", "/health"], "up": ["/health", "/health/live", "/health"]}
     assert [probed(probe) for probe in probes] == meant.get(pod.role, ["loaded", "live", ""])
     startup = probes[0]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= (120 if pod.role == "router" else 3600)
@@ -185,15 +185,15 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
 
 
 @each_pod
-def test_only_prometheus_reaches_node_metrics(overlay: str, pod: Pod) -> None:
-    """Routers serve metrics on the clients' port."""
-    if not pod.is_node:
+def test_only_prometheus_reaches_metrics(overlay: str, pod: Pod) -> None:
+    if pod.role == "up" or pod.role.endswith("-ranks"):  # no port for metrics
         return
+    clients = set() if pod.is_node else {range(HTTP, HTTP + 1)}
     assert pod.flags("metrics-port") == [str(METRICS)]
     assert {"name": "metrics", "containerPort": METRICS} in pod.container["ports"]
     monitored = bool(of_kind(overlay, "PodMonitor"))
-    assert opened(overlay, {}, pod, "monitoring") == ({range(METRICS, METRICS + 1)} if monitored else set())
-    assert opened(overlay, {}, pod, "somewhere") == set()
+    assert opened(overlay, {}, pod, "monitoring") == clients | ({range(METRICS, METRICS + 1)} if monitored else set())
+    assert opened(overlay, {}, pod, "somewhere") == clients
 
 
 @each_pod
@@ -204,7 +204,7 @@ def test_every_metrics_port_has_a_pod_monitor(overlay: str, pod: Pod) -> None:
     for endpoint in (endpoint for each in found for endpoint in each["podMetricsEndpoints"]):
         assert endpoint["path"] == "/metrics"
         assert endpoint["port"] in [port["name"] for port in pod.container["ports"]]
-        assert endpoint.get("scheme", "http") == ("https" if overlay == "mtls" and pod.role == "router" else "http")
+        assert endpoint.get("scheme", "http") == "http"
         source = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
         assert endpoint["relabelings"] == [{"sourceLabels": [source], "targetLabel": "component"}]
 

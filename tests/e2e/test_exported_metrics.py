@@ -29,7 +29,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         shutil.copy(EMBEDDED_MODEL / name, directory / name)
     keys = directory / "keys.toml"
     keys.write_text(key_entry("alice", KEY))
-    router = ["--api-keys", str(keys)]
+    router = ["--api-keys", str(keys), "--metrics-port", "0", "--metrics-client-names"]
     node = [*NODE, "--peer-timeout", "2"]
     with start_fleet(directory, prefill_flags=[*node, *SLOW], decode_flags=node, router_flags=router) as fleet:
         yield fleet
@@ -48,8 +48,9 @@ def read(node: NodeProcess, name: str, **labels: str) -> float:
 
 def test_documented_metrics_equal_the_exported_ones(fleet: Fleet) -> None:
     complete(fleet, 100, seed=1)
+    assert fleet.router is not None
     urls = {
-        "R": f"{fleet.url}/metrics",
+        "R": metrics_url(fleet.router),
         "P": metrics_url(fleet.prefill[0]),
         "D": metrics_url(fleet.decode[0]),
     }

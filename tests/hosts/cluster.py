@@ -248,8 +248,7 @@ class Cluster:
             names = ROUTERS if kind.role == "router" else [f"{kind.name}-{index}" for index in range(kind.replicas)]
             for name in names:
                 forwarded = self._forward_port(stack, "machine", f"{name}:{PORTS[kind.role]}")
-                port = PORTS["router"] if kind.role == "router" else METRICS_PORT
-                metrics = self._forward_port(stack, "prometheus", f"{name}:{port}")
+                metrics = self._forward_port(stack, "prometheus", f"{name}:{METRICS_PORT}")
                 self.pods[name] = RunningPod(kind, name, forwarded, metrics, self._folder / f"{name}.log", tls)
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://" + self._forward_port(stack, "client", f"{SERVICE}:{PORTS['router']}")

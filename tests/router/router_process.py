@@ -20,24 +20,33 @@ class RouterProcess:
         self.states = states
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        return next(state["address"] for state in self.states if state["state"] == "listening")
+
+    @property
     def url(self) -> str:
-        address = next(state["address"] for state in self.states if state["state"] == "listening")
-        return f"http://{address}"
+        return f"http://{self.address}"
 
 
 @contextmanager
 def router_process(
-    model_dir: Path | None, flags: Sequence[str], until: str = "ready", seconds: float = 20.0
+    model_dir: Path | None, flags: Sequence[str], until: str = "ready", seconds: float = 20.0, files: int | None = None
 ) -> Iterator[RouterProcess]:
     """Runs until the block ends. Entered once the router has reported the state ``until``.
 
-    Without ``model_dir`` the flags say what it serves.
+    Without ``model_dir`` the flags say what it serves. ``files``: limit of its open files.
     """
     status, child_status = os.pipe()
     lifeline, parent_lifeline = os.pipe()
     model = [] if model_dir is None else [str(model_dir), "--served-model-name", MODEL]
     argv = [sys.executable, "-m", "router", *model, "--port", "0", *flags]
     argv += ["--status-fd", str(child_status), "--lifeline-fd", str(lifeline)]
+    if files is not None:
+        argv = ["prlimit", f"--nofile={files}:{files}", *argv]
     process = subprocess.Popen(argv, pass_fds=(child_status, lifeline))
     os.close(child_status)
     os.close(lifeline)

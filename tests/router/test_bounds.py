@@ -16,7 +16,7 @@ from scripted_node import Conversation, ScriptedNode
 from uvicorn.server import ServerState
 
 from pdserve.rpc import http_connections as connections
-from pdserve.rpc.http_connections import BoundedConnection
+from pdserve.rpc.http_connections import BoundedConnection, ConnectionLimit
 
 USER = {"role": "user", "content": "hi"}
 
@@ -201,7 +201,7 @@ def until_ended(*parts: bytes, unread: bool = False) -> None:
     async def run() -> None:
         transport = Transport()
         config = uvicorn.Config(app, log_config=None)
-        connection = BoundedConnection(config, ServerState(), {}, stall_timeout=0.05)
+        connection = BoundedConnection(config, ServerState(), {}, limit=ConnectionLimit(1), stall_timeout=0.05)
         connection.connection_made(transport)
         for part in parts:
             connection.data_received(part)

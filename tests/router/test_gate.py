@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from exposition import metrics_url
 from router_process import MODEL, RouterProcess, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
@@ -20,7 +21,9 @@ from pdserve.api_keys import key_entry, new_key
 from pdserve.cli import main
 from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2 as pb
-from router.gate.keys import parse_keys
+from pdserve.top.live import STATE_PATH
+from router.gate.keys import Client, parse_keys
+from router.gate.refused_keys import MAX_NETWORKS, PER_MINUTE, RefusedKeys
 
 NAMES = ("alice", "bob", "slow", "tokens", "single", "humble")
 KEYS = {name: new_key() for name in NAMES}
@@ -47,6 +50,15 @@ async def linger(conversation: Conversation) -> None:
     await conversation.cancelled.wait()
 
 
+def salted(name: str, salt: str) -> str:
+    """Return the salt that a node gets."""
+    return Client(name=name, tenant=name).cache_salt(salt)
+
+
+SCRIPTS = {"answer": answer, "linger": linger}
+SCRIPTS |= {salted(name, salt): script for name in NAMES for salt, script in SCRIPTS.items()}
+
+
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secret") / "keys.toml"
@@ -57,8 +69,9 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guarded(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> Iterator[RouterProcess]:
     """A router with API keys, one slot and one waiting request."""
-    scripted_node.scripts |= {"answer": answer, "linger": linger}
+    scripted_node.scripts |= SCRIPTS
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--max-inflight", "1", "--max-queue", "1"]
+    flags += ["--metrics-client-names"]
     with router_process(tokenizer_dir, flags) as process:
         yield process
 
@@ -89,7 +102,8 @@ def lingering(http: httpx.Client, name: str) -> Iterator[None]:
 
 
 def metric(http: httpx.Client, series: str) -> float:
-    found = re.search(rf"^{re.escape(series)} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    text = http.get("/metrics", headers=headers("alice")).text
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
@@ -122,22 +136,72 @@ def test_wrong_key_is_rejected_in_openai_words(http: httpx.Client) -> None:
     assert response.json()["error"]["message"].startswith("Incorrect API key provided")
 
 
-def test_health_and_metrics_need_no_key(http: httpx.Client) -> None:
-    assert http.get("/health").status_code == 200
-    assert http.get("/metrics").status_code == 200
+def test_only_health_is_open(http: httpx.Client) -> None:
+    for path in ("/health", "/health/live"):
+        assert (http.get(path).status_code, http.get(path).json()) == (200, {"status": "ok"})
+    assert [http.get(path).status_code for path in ("/metrics", "/version", "/openapi.json")] == [401] * 3
 
 
-def test_protected_metrics_need_a_key(tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path) -> None:
-    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--protect-metrics"]
-    with router_process(tokenizer_dir, flags) as process:
-        assert httpx.get(f"{process.url}/metrics", trust_env=False).status_code == 401
-        assert httpx.get(f"{process.url}/metrics", headers=headers("bob"), trust_env=False).status_code == 200
+def test_metrics_need_a_key_or_their_port_and_name_no_client(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path
+) -> None:
+    scripted_node.scripts |= SCRIPTS
+    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--metrics-port", "0"]
+    with (
+        router_process(tokenizer_dir, flags) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+    ):
+        assert ask(http, "alice").status_code == 200
+        assert http.get("/metrics").status_code == 401
+        texts = [http.get("/metrics", headers=headers("bob")).text, http.get(metrics_url(process)).text]
+        state = http.get(STATE_PATH, headers=headers("bob"))
+        assert http.get(STATE_PATH).status_code == 401
+    for text in texts:
+        assert 'pdserve_requests_total{endpoint="completions",outcome="ok"} 1.0' in text
+    for text in (*texts, state.raise_for_status().text):
+        assert not [name for name in ("alice", "bob", "humble") if name in text]
+
+
+@pytest.mark.parametrize("wrong", ["wrong", KEYS["alice"][:-1]], ids=["random", "cut"])
+def test_refused_keys_are_limited_per_address_and_valid_ones_are_not(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path, wrong: str
+) -> None:
+    flags = ["--decode", scripted_node.address, "--api-keys", str(key_file)]
+    limited = 20
+    with (
+        router_process(tokenizer_dir, flags) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=20) as http,
+    ):
+        for _ in range(PER_MINUTE + limited):
+            refused = http.get("/v1/models", headers={"authorization": f"Bearer {wrong}"})
+            if refused.status_code == 429:
+                break
+            assert refused.status_code == 401
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 2
+        assert refused.headers["connection"] == "close"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert http.get("/v1/models", headers=headers("alice")).status_code == 200
+        assert metric(http, "pdserve_unauthorized_limited_requests_total") == 1
+        elsewhere = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(base_url=process.url, transport=elsewhere) as other:
+            assert other.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_refused_keys_of_many_networks_are_bounded() -> None:
+    refused = RefusedKeys()
+    assert [refused.count(f"2001:db8::{i:x}", 0.0) > 0 for i in range(PER_MINUTE + 1)] == [False] * PER_MINUTE + [True]
+    assert refused.count("2001:db8:0:1::1", 0.0) == 0
+    assert refused.count("2001:db8::1", 1.0) == 0, "one per second returns"
+    for number in range(2 * MAX_NETWORKS):
+        assert refused.count(f"10.0.{number >> 8}.{number & 255}", 1.0) == 0
+    assert len(refused._buckets) == MAX_NETWORKS
 
 
 def test_request_log_has_key_names_but_no_keys(
     tokenizer_dir: Path, scripted_node: ScriptedNode, key_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    scripted_node.scripts["answer"] = answer
+    scripted_node.scripts |= SCRIPTS
     flags = ["--decode", scripted_node.address, "--api-keys", str(key_file), "--log-requests"]
     with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
         request_id = ask(http, "bob").headers["x-request-id"]
@@ -160,7 +224,7 @@ def test_valid_key_is_served_and_counted_by_name(http: httpx.Client) -> None:
     assert "x-ratelimit-limit-requests" not in response.headers
     assert metric(http, 'pdserve_key_requests_total{key="alice",outcome="ok"}') == before + 1
     assert metric(http, 'pdserve_key_tokens_total{key="alice",kind="output"}') >= 3
-    text = http.get("/metrics").text
+    text = http.get("/metrics", headers=headers("alice")).text
     assert not any(key in text for key in KEYS.values())
 
 
@@ -194,7 +258,7 @@ def test_concurrent_requests_are_limited(http: httpx.Client, scripted_node: Scri
         refused = ask(http, "single")
         assert refused.status_code == 429
         assert "the limit is 1" in refused.json()["error"]["message"]
-    scripted_node.wait_cancelled("linger")
+    scripted_node.wait_cancelled(salted("single", "linger"))
     wait_for(lambda: ask(http, "single").status_code == 200)
 
 
@@ -222,7 +286,7 @@ def test_priority_reaches_the_node(
     http: httpx.Client, scripted_node: ScriptedNode, name: str, asked: int, sent: int
 ) -> None:
     assert ask(http, name, priority=asked).status_code == 200
-    assert scripted_node.seen["answer"].message.priority == sent
+    assert scripted_node.seen[salted(name, "answer")].message.priority == sent
 
 
 def test_nodes_tell_clients_apart_and_learn_no_names(http: httpx.Client, scripted_node: ScriptedNode) -> None:
@@ -258,14 +322,14 @@ def test_full_decode_node_passes_a_request_on_once(tokenizer_dir: Path, scripted
 
 def test_disconnected_client_leaves_the_queue(http: httpx.Client, scripted_node: ScriptedNode) -> None:
     with lingering(http, "alice"):
-        scripted_node.seen.pop("answer", None)
+        scripted_node.seen.pop(salted("bob", "answer"), None)
         with pytest.raises(httpx.ReadTimeout):
             http.post(
                 "/v1/completions", json={"prompt": [1], "cache_salt": "answer"}, headers=headers("bob"), timeout=0.3
             )
         wait_for(lambda: metric(http, "pdserve_requests_waiting") == 0)
     wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
-    assert "answer" not in scripted_node.seen
+    assert salted("bob", "answer") not in scripted_node.seen
 
 
 def test_changed_key_file_is_reloaded(http: httpx.Client, key_file: Path) -> None:
@@ -313,6 +377,8 @@ def test_waiting_request_gets_503_on_immediate_shutdown(
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nrequests = 3", "unknown field `requests`"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\nmax_concurrent = 0", ">= 1"),
         (f"[keys.a]\nsha256 = '{'0' * 64}'\n[keys.b]\nsha256 = '{'0' * 64}'", "b and a have the same key"),
+        (f"[keys.a]\nsha256 = '{'0' * 64}'\ntenant = ''", "keys.a.tenant '' is invalid"),
+        (f"[keys.a]\nsha256 = '{'0' * 64}'\ntenant = 'b'\nshare = true", "keys.a has both tenant and share"),
         (f"[keys.'a b']\nsha256 = '{'0' * 64}'", "key name 'a b' is invalid"),
     ],
 )

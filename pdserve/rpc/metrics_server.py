@@ -1,26 +1,24 @@
-"""A node's ``/metrics`` over HTTP, for Prometheus.
+"""``/metrics`` at a port of its own, for Prometheus, without authentication.
 
-It runs on the frontend's event loop. A thread renders the metrics: that takes 20 ms on a decode node with a thousand
-peers. The port needs no authentication: it serves the figures of ``Node.Status`` and the resource use of the processes.
+A thread renders the metrics: that takes 20 ms on a decode node with a thousand peers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
 from uvicorn.server import ServerState
 
 from pdserve.rpc.address import join_address
-from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, listen
+from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen
 
-_MAX_SCRAPES = 16  # concurrent connections; further requests get a 503
+_MAX_CONNECTIONS = 16
 
 _log = logging.getLogger(__name__)
 
@@ -34,15 +32,10 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._state = ServerState()
 
-    async def start(self, metrics: Collector, engine_pid: Callable[[], int | None]) -> None:
-        """Serve ``metrics`` and the resource use of the frontend and engine processes, until ``close``."""
-        registry = CollectorRegistry()
-        registry.register(metrics)
-        ProcessCollector(registry=registry)
-        ProcessCollector(namespace="pdserve_engine", pid=lambda: str(engine_pid()), registry=registry)
+    async def start(self, registry: CollectorRegistry) -> None:
+        """Serve until ``close``."""
         config = uvicorn.Config(
             _MetricsApp(registry),
-            http=BoundedConnection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -51,11 +44,12 @@ class MetricsServer:
             date_header=False,
             timeout_keep_alive=IDLE_SECONDS,
             proxy_headers=False,
-            limit_concurrency=_MAX_SCRAPES,
         )
         config.load()
+        limit = ConnectionLimit(_MAX_CONNECTIONS)
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: BoundedConnection(config=config, server_state=self._state, app_state={}), sock=self._socket
+            lambda: BoundedConnection(config=config, server_state=self._state, app_state={}, limit=limit),
+            sock=self._socket,
         )
         _log.info("metrics at http://%s/metrics", join_address(*self._socket.getsockname()[:2]))
 
