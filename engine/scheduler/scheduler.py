@@ -153,6 +153,7 @@ class Scheduler:
             self._live.pause(request)
 
     def resume(self, rid: int) -> None:
+        """Queue a paused request. Others and unknown rids are ignored."""
         request = self._live.requests.get(rid) or self._constraints.held(rid)
         if request is not None and request.paused:
             self._live.resume(request, self._clock())
