@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.errors import CapacityError
 from pdserve.rpc.address import join_address
@@ -108,6 +108,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     _arrival_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None  # pipelined requests wait behind it
     _header_bytes = 0  # of this request, delivered by the parser
     _buffered_bytes = 0  # received without a parser event, so the parser may buffer them
     _progressed = False
@@ -134,6 +135,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.closed(self)
+        if self._running is not None and not self._running.response_complete:  # uvicorn tells the newest request only
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._set_deadline(None)
         self.resume_writing()
         super().connection_lost(exc)
@@ -169,6 +173,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._limit.busy(self)
         self.app = _respond_busy if self._limit.refuses() else self.config.loaded_app
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

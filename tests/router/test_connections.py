@@ -138,7 +138,7 @@ def closing_requests() -> Iterator[tuple[bytes, bool]]:
     head = START + b"Content-Length: %d\r\n\r\n" % len(whole)
     for part in (b"", START[:9], START, head, head + whole[:5], head + whole):
         yield part, False
-    for data in (STREAM, KEPT, KEPT * 200, b"nonsense\r\n\r\n"):
+    for data in (STREAM, STREAM * 2, STREAM + KEPT, KEPT, KEPT * 200, b"nonsense\r\n\r\n"):
         yield data, False
         yield data, True
 
