@@ -160,8 +160,8 @@ class PrefillPeer:
         description = await self._describe()
         if description.role != "prefill":
             raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
-        if description.state != "ready":
-            raise PeerLoading(f"is {description.state}")
+        if (state := _state(description)) != "ready":
+            raise PeerLoading(f"is {state}")
         request = pb.HandshakeRequest(
             protocol=PROTOCOL_VERSION,
             compat_hash=self._node.compat_hash,
@@ -240,8 +240,8 @@ class PrefillPeer:
             raise PeerError(f"restarted: its epoch was {self.epoch} and is {description.epoch}")
         if description.state == "draining" and self.stream is not None:
             self.stream.drain()
-        elif description.state != "ready":
-            raise PeerLoading(f"is {description.state}")
+        elif (state := _state(description)) != "ready":
+            raise PeerLoading(f"is {state}")
 
     def _disconnect(self) -> None:
         if self.epoch:
@@ -260,6 +260,10 @@ class PrefillPeer:
             return await call
         except grpc.aio.AioRpcError as exc:
             raise error_from_rpc(exc, self.address) from exc
+
+
+def _state(description: pb.NodeDescription) -> str:
+    return "stalled in a step" if description.stalled else description.state
 
 
 def _backoff(failures: int) -> float:

@@ -98,7 +98,7 @@ class RouterMetrics:
         self.migrations = counter(
             "pdserve_migrations",
             "Prompts moved to another decode node, by reason (lost: the node died, hung or restarted; failed: it "
-            "reported a failure; drained: it is draining).",
+            "reported a failure; stalled: its step took too long; drained: it is draining).",
             ["reason"],
         )
         self.replayed_tokens = counter("pdserve_replayed_tokens", "Output tokens sent along with migrated prompts.")
@@ -110,7 +110,7 @@ class RouterMetrics:
         self.nodes_ready = gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
         for outcome in ("ok", "failed"):
             self.key_reloads.labels(outcome)
-        for reason in ("lost", "failed", "drained"):
+        for reason in ("lost", "failed", "stalled", "drained"):
             self.migrations.labels(reason)
 
     def count_key_request(self, name: str, outcome: str) -> None:

@@ -83,6 +83,7 @@ class EngineClient:
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = Status(0, 0, 0, 0, 0, 0, 0, 0, Totals())
+        self._full_step = config.max_batch_tokens, config.max_num_seqs
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
         self.ranks: tuple[RankKV, ...] = ()
@@ -156,6 +157,12 @@ class EngineClient:
     def pid(self) -> int | None:
         """Process id of the engine; None before it is started."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine's step takes so long that requests had better run elsewhere."""
+        throughput, (num_tokens, num_seqs) = self.status.throughput, self._full_step
+        return self.monitor.stalled(max(throughput.prompt.at(num_tokens), throughput.decode.at(num_seqs)))
 
     def send(self, message: ToEngine) -> None:
         """Queue a command. It is dropped when the engine has died, which ends the node anyway."""

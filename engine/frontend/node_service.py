@@ -41,6 +41,7 @@ def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescri
         max_model_len=config.max_model_len,
         vocab_size=config.model.vocab_size,
         connected_peers=connected_peers,
+        stalled=node.engine.stalled,
         cache_sample_bits=sample_bits(layout.num_blocks),
     )
 

@@ -3,7 +3,8 @@
     ready ──no heartbeat for half of --peer-timeout, or an endless iteration──► stuck ──heartbeat──► ready
 
 While the engine is stuck, the node reports that in Describe and to health checks, refuses requests and fails open ones,
-so that clients may retry elsewhere in time.
+so that clients may retry elsewhere in time. Long before a step counts as endless, the node reports that it is stalled:
+it stays ready, but requests use other nodes if there are any.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from engine.ipc.messages import Heartbeat
 
 _LONGEST_ITERATION = 120.0  # seconds; no step takes so long, but a hung device or a deadlock does
+_STALLED_STEPS = 10.0  # full steps
 
 
 def poll_interval(timeout: float) -> float:
@@ -55,6 +57,13 @@ class HeartbeatMonitor:
             waiting_for = f": {self.last.waiting_for}" if self.last.waiting_for else ""
             return f"the engine has been in one step for {self.last.iteration:.0f} s{waiting_for}"
         return self.last.silent_ranks
+
+    def stalled(self, full_step: float) -> bool:
+        """Return whether the step may be endless: it is longer than --peer-timeout and many full steps.
+
+        ``full_step`` is in seconds by the steps measured so far; 0.0: none is measured, and the first compiles kernels.
+        """
+        return 0.0 < full_step * _STALLED_STEPS < self.last.iteration > 2 * self._timeout
 
 
 class LivenessWatch:

@@ -30,9 +30,9 @@ class LiveSequences:
         self._events = events
 
     def queue(self, sequence: Sequence) -> None:
-        """Append the first sequence of a request."""
+        """Append the first sequence of a request; one with output of another node goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
-        self.wait(sequence, first=False)
+        self.wait(sequence, first=bool(sequence.num_outputs or sequence.request.branches))
 
     def wait(self, sequence: Sequence, *, first: bool) -> None:
         """Put a sequence at the head or the end of the queue; if its request is paused, keep it out."""

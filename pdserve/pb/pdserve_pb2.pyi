@@ -101,6 +101,7 @@ class NodeDescription(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONNECTED_PEERS_FIELD_NUMBER: _builtins.int
     CACHE_SAMPLE_BITS_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start"""
@@ -120,6 +121,8 @@ class NodeDescription(_message.Message):
     vocab_size: _builtins.int
     cache_sample_bits: _builtins.int
     """Watch reports only cached blocks whose short hash ends with this many zero bits"""
+    stalled: _builtins.bool
+    """"ready", but a step takes far longer than usual: it may never end; use other nodes if there are any"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -145,10 +148,11 @@ class NodeDescription(_message.Message):
         vocab_size: _builtins.int = ...,
         connected_peers: _abc.Iterable[_builtins.str] | None = ...,
         cache_sample_bits: _builtins.int = ...,
+        stalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

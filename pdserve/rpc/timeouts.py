@@ -4,6 +4,7 @@ T = 4 s   0 ───────── 1 ───────── 2 ──�
 gRPC      │ silent    │ ping … no answer      ╳ connection closed: node stopped, host or network down
 Describe  │ called    … no answer             ╳ event loop of the peer hangs     (called every T/4)
 engine    │ no heartbeat …        ╳ its frontend reports "stuck"; peers read that within T/4
+step      │ takes far longer than usual …         ╳ its frontend reports "stalled"; peers read that within 1 s
 NIXL      │ no byte of any read   …           ╳ reads fail, connections are closed
 UCX       │ silent    │ probe     │ probe     ╳ endpoint dead
 """

@@ -92,6 +92,11 @@ class Fleet:
             raise no_decode_node(self.snapshot())
         return limits
 
+    def has_decode_node(self, accepts: Callable[[NodeView], bool]) -> bool:
+        """Return whether an accepted decode node is ready, and not stalled."""
+        nodes = self.snapshot().usable("decode")
+        return any(accepts(node) and not node.stalled for node in nodes)
+
     async def prepare(self, prefix: PromptPrefix) -> None:
         """Hash the blocks of a long prompt on a thread, so that other streams go on meanwhile."""
         if self._policy == PREFIX_AWARE and prefix.num_tokens > _INLINE_TOKENS:

@@ -106,6 +106,7 @@ class NodeClient:
             version=node.version,
             connected_peers=self._peers,
             in_flight=self.in_flight,
+            stalled=node.stalled,
             load=self._current_load(node.kv_layout.block_size),
             throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
         )
@@ -210,6 +211,8 @@ class NodeClient:
         self._view = None
         if changed:
             self._on_change()
+        if self.stream is not None and self.description.stalled:
+            self.stream.report_stall()
 
     def _on_described(self, described: pb.NodeDescription) -> None:
         before = self.description

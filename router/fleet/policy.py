@@ -26,6 +26,7 @@ class NodeView(msgspec.Struct, frozen=True):
     version: str = ""
     connected_peers: frozenset[str] = frozenset()  # ids of the P that a D can read from
     in_flight: int = 0  # requests of this router; on P, those still in prefill
+    stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
     throughput: Throughput = Throughput()
 
@@ -50,7 +51,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     typical: Throughput | None = None
 
     def usable(self, role: str) -> list[NodeView]:
-        return [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
+        ready = [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
+        return [node for node in ready if not node.stalled] or ready
 
 
 class PolicyRequest(msgspec.Struct, frozen=True):

@@ -35,6 +35,9 @@ class OutputHandler(Protocol):
     def on_failure(self, error: PdserveError) -> None:
         """Handle the end of the request with all its choices; no output follows."""
 
+    def on_stall(self) -> None:
+        """Handle a report that the node's step may never end; the request may be cancelled here."""
+
 
 class ServeStream:
     """Open from construction until ``close`` or until the node ends it; then every request on it has failed.
@@ -121,6 +124,11 @@ class ServeStream:
             self.draining = True
             self._on_change(self)
             self._end_if_drained()
+
+    def report_stall(self) -> None:
+        """Let each request decide whether it goes on at another node."""
+        for handler in list(self._handlers.values()):
+            handler.on_stall()
 
     def close(self, reason: str) -> None:
         """End the stream and fail its requests. Idempotent."""

@@ -186,8 +186,21 @@ class PromptRun:
         self._call.finish()
         self._span.fail(error)
         self._span.end()
-        num_tokens = sum(len(choice.token_ids) for choice in self.choices if not choice.finish_reason)
-        self._migration.on_failure(error, self._call, num_tokens)
+        self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
+
+    def on_stall(self) -> None:
+        call, num_tokens = self._call, self._num_unfinished_tokens
+        assert call is not None
+        if not self._migration.may_leave(call.node, num_tokens, self._fleet):
+            return
+        call.cancel()
+        self._span.end()
+        self._migration.leave_stalled(call.node, num_tokens)
+
+    @property
+    def _num_unfinished_tokens(self) -> int:
+        """Output tokens of choices that have not ended."""
+        return sum(len(choice.token_ids) for choice in self.choices if not choice.finish_reason)
 
     def on_output(self, output: pb.Output) -> None:
         try:

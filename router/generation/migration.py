@@ -1,6 +1,6 @@
 """Migration: when its decode node fails or drains, a prompt continues on another one, behind the tokens so far.
 
-    runs on a D ──stream lost, NODE_FAILED, or draining──► waits for another D ──► runs there
+    runs on a D ──stream lost, NODE_FAILED, stalled, or draining──► waits for another D ──► runs there
                                                                │ too many failures, or no D
                                                                ▼ accepts it in time
                                                              an error
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
-from router.fleet.fleet import NodeCall
+from router.fleet.fleet import Fleet, NodeCall
 from router.fleet.policy import NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
@@ -81,6 +81,17 @@ class Migration:
             self._retry_later()  # a request that has begun waits for room
         elif not (isinstance(error, Overloaded) and self._reroute(call.node)):
             self._give_up(error)
+
+    def may_leave(self, node: NodeView, num_tokens: int, fleet: Fleet) -> bool:
+        """Return whether a prompt may go on elsewhere although its node has not failed."""
+        if self._cancelled or not self._options.migrations:
+            return False
+        self._computed_by = node if num_tokens else None
+        return fleet.has_decode_node(lambda other: other.node_id != node.node_id and self._accepts(other))
+
+    def leave_stalled(self, node: NodeView, num_tokens: int) -> None:
+        """Continue elsewhere, since a step of the node may never end. It is no failure and counts towards no limit."""
+        self._leave(node, num_tokens, NodeError(f"decode node {node.node_id} is stalled in a step"), "stalled")
 
     def _reroute(self, full: NodeView) -> bool:
         """Try another node, once, when the first one has no room. Returns False where there is none."""

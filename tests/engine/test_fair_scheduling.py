@@ -156,3 +156,14 @@ def test_full_queue_refuses_the_last_request_of_the_client_that_fills_it(make: M
     assert finished_before(node, 200) <= 2
     assert len(node.finished) == 100
     node.assert_all_free()
+
+
+def test_resumed_requests_go_before_new_ones_of_their_client(make: Make) -> None:
+    """Their clients have seen output; new ones wait, as behind a preempted request."""
+    node = make(400, max_num_seqs=2)
+    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    for rid in range(30):
+        node.submit(rid, [rid] * 30, SamplingParams(max_tokens=4), Mode.LOCAL)
+    node.submit(99, prompt, sampling, Mode.LOCAL, resume={0: reference(prompt, 0, 3)})
+    node.run()
+    assert finished_before(node, 99) <= 4

@@ -41,6 +41,18 @@ def test_an_endless_step_is_trouble_despite_heartbeats() -> None:
     assert not monitor.trouble
 
 
+def test_a_long_step_stalls_only_beyond_the_timeout_and_many_measured_steps() -> None:
+    monitor = HeartbeatMonitor(TIMEOUT)
+    monitor.receive(Heartbeat(0.0, 0.0, 3.9))
+    assert not monitor.stalled(0.01), "shorter than --peer-timeout, which is twice the longest silence"
+    monitor.receive(Heartbeat(0.0, 0.0, 4.1))
+    assert monitor.stalled(0.01)
+    assert monitor.stalled(0.4)
+    assert not monitor.stalled(0.5), "a slow machine"
+    assert not monitor.stalled(0.0), "kernels are compiled before the first step is measured"
+    assert not monitor.trouble, "the node stays ready"
+
+
 def test_silent_ranks_and_ranks_waited_for_long_are_named() -> None:
     monitor = HeartbeatMonitor(TIMEOUT)
     monitor.receive(Heartbeat(0.0, 0.0, 0.0, silent_ranks="rank 1 is silent"))

@@ -77,6 +77,8 @@ class Outputs:
     def on_failure(self, error: PdserveError) -> None:
         self.done.set_result(error)
 
+    def on_stall(self) -> None: ...
+
 
 def largest(output: int) -> pb.Generate:
     """Return a request of the largest lengths and counts that the router accepts, each choice with output so far."""

@@ -116,6 +116,32 @@ def test_prompts_leave_a_node_that_sends_too_many_outputs_in_a_message(nodes: No
     wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
 
 
+@pytest.mark.parametrize("other", ["ready", "stuck"])
+def test_prompts_leave_a_stalled_node_only_for_another_one(nodes: Nodes, other: str) -> None:
+    """They go on within a report, or wait for the step while no other node is ready."""
+    first, second = nodes.all
+
+    async def stalling(conversation: Conversation) -> None:
+        node = next(each for each in nodes.all if conversation in each.seen.values())
+        if other == "stuck":
+            (second if node is first else first).description.state = "stuck"
+            await asyncio.sleep(0.5)  # until the router knows
+        conversation.token(9)
+        node.description.stalled = True
+        await asyncio.sleep(3.0 if other == "stuck" else 60.0)
+        conversation.token(9, finish="length")
+
+    body = nodes.play(stalling, saying([9]))
+    before = nodes.metric('pdserve_migrations_total{reason="stalled"}')
+    try:
+        assert text_of(stream(nodes.client, body))
+    finally:
+        for node in nodes.all:
+            node.description.stalled, node.description.state = False, "ready"
+    assert nodes.metric('pdserve_migrations_total{reason="stalled"}') - before == (other == "ready")
+    wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
+
+
 @pytest.mark.parametrize("num_scored", [0, 1, 3])
 def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Nodes, num_scored: int) -> None:
     """Log-probabilities that arrived only in part are requested again; after the first token none are."""

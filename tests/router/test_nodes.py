@@ -35,6 +35,8 @@ class Outputs:
         self.errors.append(error)
         self.changed.set()
 
+    def on_stall(self) -> None: ...
+
     async def token(self) -> int:
         """Wait for the next token."""
         await self.changed.wait()

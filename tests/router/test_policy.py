@@ -45,6 +45,15 @@ def view(name: str, role: str, **fields: object) -> NodeView:
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
+@every_policy
+@pytest.mark.parametrize("counter", [0, 1])
+def test_stalled_nodes_are_chosen_only_if_all_are(policy: Policy, counter: int) -> None:
+    nodes = (decode("d0", stalled=True), decode("d1", requests=50), prefill("p0", stalled=True), prefill("p1"))
+    assert policy(FleetSnapshot("m", nodes, counter), ASK).decode == "d1"
+    assert policy(FleetSnapshot("m", nodes, counter), ASK).prefill in ("p1", None)
+    assert policy(FleetSnapshot("m", nodes[:1], counter), ASK) == NodeChoice("d0", None)
+
+
 # ------------------------------------------------------------ each policy
 
 
