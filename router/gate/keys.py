@@ -7,7 +7,7 @@ tokens_per_minute = 100_000   # prompt and output tokens
 max_concurrent = 16           # requests
 best_priority = 0             # lower priorities in requests count as this one
 tenant = "acme"               # keys of one tenant share cached prefixes; default: the name
-share = true                  # use the prefixes that all such keys share, in place of the tenant's
+# share = true                # in place of tenant: share cached prefixes with all such keys
 """
 
 from __future__ import annotations

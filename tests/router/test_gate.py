@@ -293,8 +293,9 @@ def test_nodes_tell_clients_apart_and_learn_no_names(http: httpx.Client, scripte
     seen: list[int] = []
     for name in ("alice", "bob", "alice"):
         assert ask(http, name).status_code == 200
-        seen.append(scripted_node.seen["answer"].message.client)
-        assert name.encode() not in scripted_node.seen["answer"].message.SerializeToString()
+        message = scripted_node.seen[salted(name, "answer")].message
+        seen.append(message.client)
+        assert name.encode() not in message.SerializeToString()
     assert seen[0] == seen[2] != seen[1]
 
 
