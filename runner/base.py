@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.parallel import shard_of
 from pdserve.kv import KVLayout
 from pdserve.protocols import PendingStep
 from pdserve.records import KVRegion, StepOutput, StepPlan
@@ -162,7 +161,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self.kv_region: KVRegion = self._cache.region
         self._attention = build_backend(
             config.attention_backend,
-            shard_of(config.model, config.position),
+            self._model.shard,
             self._cache,
             self._model.placement,
             config.max_num_seqs,

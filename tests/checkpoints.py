@@ -120,13 +120,14 @@ def node_config(
     attention_backend: str = "torch",
     load_format: str = "auto",
     runner: str = "V1",
+    impl: str = "auto",
     pp: int = 1,
     tp: int = 1,
     stage_layers: tuple[int, ...] | None = None,
     shared_mlps: bool = False,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``."""
-    model = load_model_config(model_dir)
+    model = load_model_config(model_dir, impl)
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=block_size,

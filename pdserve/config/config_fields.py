@@ -25,6 +25,10 @@ LARGEST: Mapping[str, int] = {
     "max_position_embeddings": 1 << 27,
     "original_max_position_embeddings": 1 << 27,
     "sliding_window": 1 << 27,
+    "num_experts": 1 << 14,
+    "kv_lora_rank": 1 << 16,
+    "qk_nope_head_dim": 4096,
+    "qk_rope_head_dim": 4096,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
+from pdserve.config.model_config import MODEL_IMPLS
 from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
@@ -162,6 +163,12 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "FORMAT",
             "auto (the checkpoint's weights) or dummy (random weights: config.json suffices)",
             choices=LOAD_FORMATS,
+        ),
+        _Flag(
+            "model_impl",
+            "IMPL",
+            "auto (native for families that have it), native, or transformers: the library's layers, on runner V1",
+            choices=MODEL_IMPLS,
         ),
         _Flag("max_model_len", "N", "tokens of prompt and output (default: the model's maximum)", positive_int),
         _Flag("attention_backend", "NAME", f"auto, {', '.join(ATTENTION_BACKENDS)}"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.any_decoder import read_heads, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
@@ -24,8 +28,16 @@ class RopeConfig(msgspec.Struct, frozen=True):
     params: dict[str, Any] = {}
 
 
+NATIVE, TRANSFORMERS = "native", "transformers"
+MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
+
+
 class ModelConfig(msgspec.Struct, frozen=True):
-    """A decoder-only transformer of one of the families in ``FAMILIES``."""
+    """A decoder-only transformer: of a family in ``FAMILIES``, or any other one that runs through transformers.
+
+    Without a family, fields that only native layers read have their defaults, and ``attention`` is empty: the loaded
+    layers say what they need.
+    """
 
     architecture: str
     vocab_size: int
@@ -46,6 +58,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     weight_format: str = UNQUANTIZED  # of the linear layers, in WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
+    impl: str = NATIVE  # or TRANSFORMERS
+    num_weights: int = 0  # parameters in the checkpoint's files; 0: not counted
+    num_experts: int = 0  # of each mixture; 0: dense
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -78,17 +93,21 @@ _ROPE_BOUNDS: dict[str, tuple[float, float]] = {
     "mscale_all_dim": (0, 1e3),
     "attention_factor": (1e-6, 1e3),
 }
+_CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _OTHER_BOUNDS = (-1e15, 1e15)
 _MAX_EOS_TOKENS = 64
 
 
-def load_model_config(model_dir: Path) -> ModelConfig:
+def load_model_config(model_dir: Path, impl: str = "auto") -> ModelConfig:
     """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, ``generation_config.json``.
 
-    Raises CheckpointError for anything that is missing, broken or not supported.
+    ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. Raises CheckpointError for
+    anything that is missing, broken or not supported.
     """
     fields = ConfigFields(model_dir / "config.json")
-    architecture = _architecture(fields)
+    architecture = _architecture(fields, impl)
+    if impl == TRANSFORMERS or architecture not in FAMILIES:
+        return _any_decoder(model_dir, fields, architecture)
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
     weight_format = read_weight_format(fields)
@@ -131,10 +150,45 @@ def load_model_config(model_dir: Path) -> ModelConfig:
     )
 
 
-def _architecture(fields: ConfigFields) -> str:
+def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> ModelConfig:
+    """Read what the KV cache and the scheduler need of a model that runs through transformers."""
+    rename_fields(fields)
+    weight_format = read_weight_format(fields)
+    vocab_size = fields.integer("vocab_size")
+    headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        **read_heads(fields),
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10_000.0),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        dtype=_dtype(fields),
+        weight_format=weight_format,
+        eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        impl=TRANSFORMERS,
+        num_experts=fields.integer("num_experts", 0, least=0),
+        num_weights=sum(prod(tensor.shape) for tensors in headers.values() for tensor in tensors.values()),
+    )
+
+
+def _architecture(fields: ConfigFields, impl: str) -> str:
+    """Return the first architecture that has a family, unless ``impl`` is transformers; else the first one."""
     names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
-    return fields.choice("architecture", name, tuple(FAMILIES))
+    names = names if isinstance(names, list) else [names]
+    if not names or not all(isinstance(name, str) and _CLASS_NAME.fullmatch(name) for name in names):
+        raise fields.error(
+            f"has architectures = {shown(names)}; it must be a list of classes, such as 'LlamaForCausalLM'. {REMEDY}"
+        )
+    native = next((name for name in names if name in FAMILIES), None)
+    if impl == NATIVE and native is None:
+        raise fields.error(
+            f"has architecture {shown(names[0])}; native are {', '.join(FAMILIES)}. Leave --model-impl at auto"
+        )
+    return str(names[0] if native is None or impl == TRANSFORMERS else native)
 
 
 def _check_activation(fields: ConfigFields) -> None:

@@ -27,6 +27,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
+    model_impl: str = "auto"  # auto: native layers where the architecture has them, else transformers
     pp: int = 1  # pipeline stages
     tp: int = 1  # tensor shards per stage
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly

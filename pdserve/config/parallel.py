@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.config.model_config import ModelConfig
+from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.weight_formats import WEIGHT_FORMATS
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
@@ -123,6 +123,11 @@ def choose_parallel_config(
     Without ``stage_layers``, stages get equal numbers of layers; earlier ones get the remaining layers, because the
     last stage also computes the logits.
     """
+    if model.impl == TRANSFORMERS and (pp, tp) != (1, 1):
+        raise ConfigError(
+            f"pp {pp} and tp {tp}: {model.architecture} runs through transformers, which this node does on one rank "
+            "only; use 1 for both"
+        )
     if stage_layers is None:
         if not 1 <= pp <= model.num_layers:
             raise ConfigError(f"pp {pp} is not within 1 … {model.num_layers}, the layers of the model")
@@ -166,6 +171,8 @@ def num_parameters(model: ModelConfig, position: RankPosition) -> int:
 
 def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     """Return the bytes of a rank's weights: linear layers in the model's weight format, the rest in ``dtype``."""
+    if model.num_weights:
+        return model.num_weights * DTYPE_BYTES[dtype]
     linear, tables = _linear_and_table_parameters(model, position)
     return int(linear * WEIGHT_FORMATS[model.weight_format].bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
 

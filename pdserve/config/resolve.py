@@ -22,7 +22,7 @@ from pdserve.config.attention_backends import (
     find_platform,
 )
 from pdserve.config.hub import resolve_model
-from pdserve.config.model_config import ModelConfig, load_model_config
+from pdserve.config.model_config import TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
@@ -48,7 +48,7 @@ def resolve(
     """
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
-    model = load_model_config(model_dir)
+    model = load_model_config(model_dir, options.model_impl)
     platform = platform or find_platform(device.kind, environ)
     choices: list[str] = []
     dtype = _choose_dtype(options.dtype, model, choices)
@@ -97,6 +97,14 @@ def _choose_backend(
 ) -> str:
     if options.simulated:
         return NO_BACKEND
+    if model.impl == TRANSFORMERS:
+        if options.attention_backend not in ("auto", "torch"):
+            raise ConfigError(
+                f"attention_backend {options.attention_backend!r} is for native models; {model.architecture} runs "
+                "through transformers. Choose auto or torch"
+            )
+        choices.append("attention_backend=torch: it has all that a layer of transformers may ask for")
+        return "torch"
     if options.attention_backend != "auto":
         check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention)
         return options.attention_backend
@@ -115,6 +123,8 @@ def _choose_runner(
         platform=platform,
         attention_backend=backend,
         head_dim=model.head_dim,
+        model_impl=model.impl,
+        num_experts=model.num_experts,
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
@@ -246,6 +256,7 @@ def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, la
         read_headers(model_dir)  # a broken file is found before anything starts
     return {
         "architecture": model.architecture,
+        "model_impl": model.impl,
         "config": hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16],
         "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
         "kv_dtype": layout.dtype,

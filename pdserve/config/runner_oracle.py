@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.config.attention_backends import Platform, fits_triton
 from pdserve.config.families import FAMILIES
+from pdserve.config.model_config import NATIVE
 from pdserve.errors import ConfigError
 
 VARIABLE = "PDSERVE_USE_V2_MODEL_RUNNER"
@@ -26,6 +27,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     architecture: str
+    model_impl: str = NATIVE
     platform: Platform
     attention_backend: str  # as chosen, never "auto"
     head_dim: int
@@ -85,6 +87,11 @@ _V2_MODELS = (
         lambda facts: facts.architecture not in DEFAULT_ARCHITECTURES,
         f"V2 is the default for {', '.join(DEFAULT_ARCHITECTURES)} only, not for {{facts.architecture}}",
         default_only=True,
+    ),
+    Lack(
+        "model implementation",
+        lambda facts: facts.model_impl != NATIVE,
+        "V2 runs native layers; {facts.architecture} runs through transformers",
     ),
     Lack(
         "runner type",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.parallel import shard_of
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.memory import check_room
 from runner.loading.weights import fill_random, load_weights
@@ -16,6 +20,11 @@ from runner.models.decoder import Decoder
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement, compute_dtype
+
+if TYPE_CHECKING:
+    from runner.models.from_transformers.decoder import TransformersDecoder
+
+_log = logging.getLogger(__name__)
 
 
 class LoadedModel:
@@ -38,6 +47,12 @@ class LoadedModel:
         self.decoder = self._build()
         self._load(config.model_dir, lambda fraction: progress("loading weights", fraction))
 
+    @property
+    def shard(self) -> ModelConfig:
+        """This rank's part of the model, with the attention that the decoder's layers ask for."""
+        model = msgspec.structs.replace(self._config.model, attention=self.decoder.attention)
+        return shard_of(model, self._config.position)
+
     def reload(self, model_dir: str) -> None:
         """Read another checkpoint of the same architecture and shape. No step may be in flight.
 
@@ -49,15 +64,31 @@ class LoadedModel:
         self._load(model_dir, lambda fraction: None)
 
     @torch.inference_mode()
-    def _build(self) -> Decoder:
+    def _build(self) -> Decoder | TransformersDecoder:
         # The table of rotary embeddings takes memory for every position that a sequence can have here.
         model = msgspec.structs.replace(self._config.model, max_position_embeddings=self._config.max_model_len)
+        if model.impl == TRANSFORMERS:
+            from runner.models.from_transformers.decoder import (
+                TransformersDecoder,
+            )  # on demand: it imports transformers
+
+            return TransformersDecoder(model, self.placement)
         return decoder_class(model.architecture)(model, self._parallel, self.placement)
 
     @torch.inference_mode()
     def _load(self, model_dir: str, progress: Callable[[float], None]) -> None:
+        dummy = self._config.load_format == "dummy"
+        if not isinstance(self.decoder, Decoder):
+            from runner.models.from_transformers.self_test import check_exactness
+
+            self.decoder.load(Path(model_dir), dummy=dummy)
+            error = check_exactness(self.decoder, self._config.kv_layout, self.placement)
+            _log.info(
+                "%s of transformers equals its eager forward within %.1e", self.decoder.config.architecture, error
+            )
+            return
         shards = dict(self.decoder.weight_shards())
-        if self._config.load_format == "dummy":
+        if dummy:
             fill_random(shards, seed=0)
         else:
             load_weights(Path(model_dir), shards, self.decoder.ignored_weights(), progress)

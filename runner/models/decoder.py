@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
@@ -184,6 +185,16 @@ class Decoder:
         self._norm = RMSNorm(self.context) if position.is_last else None
         self._head = ParallelLMHead(self.context) if position.is_last else None
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings, placement.device)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The attention of each layer of the whole model."""
+        return self.config.attention
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether rotary frequencies depend on the length of a sequence."""
+        return self.rotary.depends_on_length
 
     def make_attention(self, layer: int) -> Attention:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank."""

@@ -122,7 +122,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
     def _rope_lengths(self, batch: HostBatch, positions: NDArray[np.int64]) -> Tensor | None:
         """Return for each token the sequence length that its rotary frequencies depend on, None if they do not."""
-        if not self._model.decoder.rotary.depends_on_length:
+        if not self._model.decoder.depends_on_length:
             return None
         prompts = np.array([self._sequences.record(row).prompt_len for row in batch.rows])
         return self._to_device(np.maximum(np.repeat(prompts, batch.lengths), positions + 1))

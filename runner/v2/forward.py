@@ -12,6 +12,7 @@ from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.loading.model_loader import LoadedModel
+from runner.models.decoder import Decoder
 from runner.v2.cuda_graphs import BatchDescriptor, CudaGraphs, decode_descriptors, mixed_descriptors
 from runner.v2.input_batch import BatchIndices, InputBatch, InputBuffers
 
@@ -102,6 +103,7 @@ class ForwardPass:
         tokens = descriptor.tokens
         hidden = self._layers((self._inputs.input_ids if self._position.is_first else self._start)[:tokens], None)
         if descriptor.is_decode and self._position.is_last:
+            assert isinstance(self._model.decoder, Decoder)
             self._model.decoder.write_logits(hidden, self._logits[: descriptor.rows])
         else:
             self._hidden[:tokens].copy_(hidden)

@@ -117,8 +117,12 @@ NODE: dict[str, Hostile] = {
     "end token 2^62": Hostile("generation_config.json", fields(eos_token_id=2**62), "generation_config.* below 4096"),
     "flag of text": Hostile(CONFIG, fields(attention_bias="no"), "attention_bias = 'no'; it must be true or false"),
     "epsilon 10^300": Hostile(CONFIG, fields(rms_norm_eps=1e300), r"rms_norm_eps = 1e\+300"),
-    "architecture is a list": Hostile(CONFIG, fields(architectures=[["x"]]), r"architecture \['x'\]; supported are"),
-    "long architecture": Hostile(CONFIG, fields(architectures=["x" * 10**6]), "architecture 'x{99}…; supported are"),
+    "architecture is a list": Hostile(
+        CONFIG, fields(architectures=[["x"]]), r"architectures = \[\['x'\]\]; it must be a list of classes"
+    ),
+    "long architecture": Hostile(
+        CONFIG, fields(architectures=["x" * 10**6]), r"architectures = \['x{95,99}…; it must be a list of classes"
+    ),
     "dtype is an object": Hostile(CONFIG, fields(torch_dtype={"a": 1}), "dtype {'a': 1}; supported are"),
     "quantization is a list": Hostile(CONFIG, fields(quantization_config=["unquantized"]), "quantized checkpoint"),
     "nested 1,000 levels": Hostile(CONFIG, content('{"a":' + nested(1000) + "}"), "nested more than 64 levels"),

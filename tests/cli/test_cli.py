@@ -156,6 +156,9 @@ def test_broken_checkpoint_gives_one_line(capsys: pytest.CaptureFixture[str], tm
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     status, line = error_of(capsys, "explain", str(tmp_path))
     assert status == 2
+    assert "lacks 'vocab_size'" in line
+    status, line = error_of(capsys, "explain", str(tmp_path), "--model-impl", "native")
+    assert status == 2
     assert "GPT2LMHeadModel" in line
     assert "LlamaForCausalLM" in line
 

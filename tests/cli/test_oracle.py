@@ -24,6 +24,7 @@ V2, V1 = RUNNERS
 
 #: What V2 lacks, by name, with facts that need it and a word of the explanation.
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
+    ("model implementation", {"model_impl": "transformers"}, "native layers"),
     ("runner type", {"runner_type": "embed"}, "embed"),
     ("mixture of experts", {"num_experts": 8}, "8 experts"),
     ("quantization", {"quantization": "awq"}, "awq"),

@@ -1,0 +1,45 @@
+"""config.json of any causal decoder, in the words of Llama's. For models that run through transformers.
+
+Only what the KV cache and the scheduler need is read here; the layers read the rest from the file themselves. The
+runner compares head counts and sizes with what the loaded layers do, and refuses a model that differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdserve.config.config_fields import ConfigFields
+
+#: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+}
+
+
+def rename_fields(fields: ConfigFields) -> None:
+    """Give the fields that a config names otherwise their usual names as well."""
+    values = fields.values
+    for name, others in _ALIASES.items():
+        if values.get(name) is None:
+            values[name] = next((values[other] for other in others if values.get(other) is not None), None)
+    if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
+        values["intermediate_size"] = 4 * values["hidden_size"]
+
+
+def read_heads(fields: ConfigFields) -> dict[str, Any]:
+    """Return num_heads, num_kv_heads and head_dim, that of keys. Raises CheckpointError."""
+    num_heads = fields.integer("num_attention_heads")
+    if fields.get("kv_lora_rank") is not None:  # latent attention, expanded for each head
+        head_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
+        return {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": head_dim}
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+    head_dim = fields.integer("head_dim", max(1, fields.integer("hidden_size") // num_heads))
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -1,0 +1,163 @@
+"""Attention of transformers' layers: recorded once to learn what each layer asks for, then run on the paged KV cache.
+
+Both run behind the library's ``AttentionInterface``. A layer asks by arguments and by its mask. The library builds a
+mask from a predicate of query and key positions, which is evaluated here at all positions that the model has: a window
+is what the predicate says, whether or not the layer names it in its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pdserve.config.attention_spec import AttentionSpec
+from pdserve.errors import ConfigError
+from runner.attention import AttentionBackend
+
+#: Names of attention functions. For ``PAGED`` the library builds no mask, as it knows no mask function of that name.
+PAGED, TRACED = "pdserve_paged", "pdserve_traced"
+
+#: Arguments of an attention call that change nothing here.
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
+)
+
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key position) → attends
+
+
+class AttentionCalls(Protocol):
+    """Takes the attention calls of a forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
+        """q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads, …] → [tokens, num_heads, v's head_dim]."""
+        ...
+
+
+_running: list[AttentionCalls] = []  # of the forward pass that runs; a rank has one thread for it
+
+
+def run_with(calls: AttentionCalls, forward: Callable[[], Any]) -> Any:
+    """Return ``forward()``, whose attention calls go to ``calls``."""
+    _running.append(calls)
+    try:
+        return forward()
+    finally:
+        _running.pop()
+
+
+class PagedCalls:
+    """Attends over the paged cache. V that is narrower than K is padded with zeros."""
+
+    def __init__(self, backend: AttentionBackend, head_dim: int) -> None:
+        self._backend, self._head_dim = backend, head_dim
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
+        width = v.shape[-1]
+        if width < self._head_dim:
+            v = nn.functional.pad(v, (0, self._head_dim - width))
+        self._backend.store(layer, k, v)
+        attended = self._backend.attend(layer, q.contiguous(), call["s_aux"])
+        return attended.view(len(q), -1, self._head_dim)[..., :width]
+
+
+class TracedCalls:
+    """Records what each layer asks for; the attention output is zero.
+
+    Masks are read at all of the model's ``num_positions``.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.specs: dict[int, AttentionSpec] = {}
+        self.sizes: dict[int, tuple[int, int, int]] = {}  # num_heads, num_kv_heads, head_dim of each layer
+        self.num_calls = 0
+        self._num_positions = num_positions
+        self._masks: list[tuple[Tensor, Predicate]] = []
+
+    def add_mask(self, mask: Tensor, predicate: Predicate) -> None:
+        self._masks.append((mask, predicate))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
+        window, mask = asked.window, call["attention_mask"]
+        if mask is not None:
+            window = window_of(self._predicate_of(layer, mask), self._num_positions, mask.device)
+        self.num_calls += 1
+        self.specs[layer] = AttentionSpec(asked.scale, window, asked.soft_cap, asked.has_sinks)
+        self.sizes[layer] = q.shape[1], k.shape[1], k.shape[2]
+        return q.new_zeros(len(q), q.shape[1], v.shape[2])
+
+    def _predicate_of(self, layer: int, mask: Tensor) -> Predicate:
+        for known, predicate in self._masks:
+            if known.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
+                return predicate
+        raise ConfigError(f"layer {layer} changes its mask, so what it attends to is not known")
+
+
+def window_of(predicate: Predicate, num_positions: int, device: torch.device) -> int | None:
+    """Return the window that a mask's predicate means, None for full causal attention.
+
+    Raises ConfigError if it is neither, at any key of some queries, the last one included.
+    """
+    keys, zero = torch.arange(num_positions, device=device), torch.zeros((), dtype=torch.long, device=device)
+
+    def attends(query: int) -> Tensor:
+        return torch.as_tensor(predicate(zero, zero, torch.tensor(query, device=device), keys)).expand(num_positions)
+
+    last = num_positions - 1
+    window = max(1, int(attends(last).sum()))
+    for query in sorted({0, 1, 2, window - 1, window, last // 3, last // 2, last} & set(range(num_positions))):
+        if not torch.equal(attends(query), (keys <= query) & (keys > query - window)):
+            raise ConfigError("its mask is neither causal nor a sliding window, and paged attention has no other")
+    return None if window == num_positions else window
+
+
+def register() -> None:
+    """Make the library know the attention and mask functions. Idempotent."""
+    functions: Any = AttentionInterface
+    masks: Any = AttentionMaskInterface
+    functions.register(PAGED, _attend)
+    functions.register(TRACED, _attend)
+    masks.register(TRACED, _traced_mask)
+
+
+def _traced_mask(
+    batch_size: int, q_length: int, kv_length: int, *args: Any, mask_function: Predicate, device: Any, **kwargs: Any
+) -> Tensor:
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, device=device)
+    calls = _running[-1]
+    assert isinstance(calls, TracedCalls)
+    calls.add_mask(mask, mask_function)
+    return mask
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The library's interface: query [1, heads, tokens, head_dim] → ([1, tokens, heads, head_dim], None).
+
+    Raises ConfigError for an argument whose meaning is not known, as leaving it out could change tokens.
+    """
+    unknown = sorted(name for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None)
+    if unknown:
+        raise ConfigError(f"{type(module).__name__} asks for {', '.join(unknown)}, which paged attention does not know")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ConfigError(f"{type(module).__name__} attends to later tokens")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    asked = AttentionSpec(scale, sliding_window, softcap, s_aux is not None)
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    call = {"attention_mask": attention_mask, "s_aux": s_aux}
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return _running[-1].attend(layer, q, k, v, asked, call)[None], None

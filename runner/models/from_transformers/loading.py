@@ -1,0 +1,70 @@
+"""Build a model of the library transformers. No code of a checkpoint is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pdserve.errors import CheckpointError, ConfigError, shown
+from runner.placement import TensorPlacement
+
+_SEED = 0  # of random weights
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+# What the library raises for checkpoints that it cannot read.
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
+
+
+def build_model(model_dir: Path, placement: TensorPlacement, attention: str, *, dummy: bool) -> Any:
+    """Return the causal model of a checkpoint on the device; ``dummy``: with random weights, equal in all processes.
+
+    Raises ConfigError for a model that cannot use a given attention function, CheckpointError for a broken checkpoint.
+    """
+    _logging: Any = transformers.utils.logging
+    _logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(model_dir, **_LOCAL)
+    except LIBRARY_ERRORS as exc:
+        raise CheckpointError(f"transformers cannot read {model_dir}/config.json: {shown(str(exc))}") from exc
+    _check_class(config)
+    try:
+        model = _draw(config, placement, attention) if dummy else _read(model_dir, placement, attention)
+    except LIBRARY_ERRORS as exc:
+        raise CheckpointError(f"transformers cannot load {model_dir}: {shown(str(exc))}") from exc
+    return model.to(placement.device).eval().requires_grad_(False)
+
+
+def _check_class(config: Any) -> None:
+    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ConfigError(f"model type {config.model_type!r} is no causal language model of transformers")
+    model_class = mapping[type(config)]
+    if not model_class._supports_attention_backend:
+        raise ConfigError(f"transformers does not call a given attention function in {model_class.__name__}")
+
+
+def _read(model_dir: Path, placement: TensorPlacement, attention: str) -> Any:
+    auto: Any = transformers.AutoModelForCausalLM
+    model, report = auto.from_pretrained(
+        model_dir,
+        dtype=placement.dtype,
+        attn_implementation=attention,
+        use_safetensors=True,
+        output_loading_info=True,
+        **_LOCAL,
+    )
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if report.get(kind):
+            names = ", ".join(map(str, sorted(report[kind])[:3]))
+            raise CheckpointError(f"{model_dir} has {kind.replace('_', ' ')}: {names}; config.json is of another model")
+    return model
+
+
+def _draw(config: Any, placement: TensorPlacement, attention: str) -> Any:
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(_SEED)
+        return auto.from_config(config, dtype=placement.dtype, attn_implementation=attention)

@@ -1,0 +1,113 @@
+"""The self-test of a transformers model: paged, chunked and mixed steps against the library's own eager forward."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.errors import ConfigError, shown
+from pdserve.kv import KVLayout
+from runner.attention.paged_torch import PagedTorchAttention
+from runner.batch import AttentionBatch
+from runner.kv_cache import KVCache
+from runner.models.from_transformers.decoder import TransformersDecoder
+from runner.models.from_transformers.loading import LIBRARY_ERRORS
+from runner.placement import TensorPlacement
+
+#: Relative error of logits (root mean square) up to which they count as equal. A wrong mask or scale exceeds 0.3.
+#: Sixteen bits may also send a token to another expert.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+_LENGTHS = (37, 23)
+_LONGEST_WINDOW = 256  # longer windows are not exceeded by the test's prompts
+
+Part = tuple[int, int, int]  # (prompt, first token, number of tokens)
+
+
+def check_exactness(decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement) -> float:
+    """Compare two prompts, in chunks and in mixed steps, with the library's eager forward; return the largest error.
+
+    Raises ConfigError that names the kinds of layers, if the logits differ.
+    """
+    windows = [spec.window for spec in decoder.attention if spec.window is not None and spec.window <= _LONGEST_WINDOW]
+    extra = max(windows, default=0)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(length + extra)] for length in _LENGTHS]
+    try:
+        expected = [decoder.eager_logits(prompt) for prompt in prompts]
+        found = _paged_logits(decoder, layout, placement, prompts)
+    except LIBRARY_ERRORS as exc:
+        name = decoder.config.architecture
+        raise ConfigError(f"{name} through transformers fails in its self-test: {shown(str(exc))}") from exc
+    errors = [_relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+    if not max(errors) <= _TOLERANCE[placement.dtype]:
+        kinds = sorted({str(spec) for spec in decoder.attention})
+        raise ConfigError(
+            f"{decoder.config.architecture}: logits on the paged KV cache differ from those of transformers' eager "
+            f"forward by {max(errors):.2g} of their size, more than {_TOLERANCE[placement.dtype]:g}; its layers ask "
+            f"for {', '.join(kinds)}. It is not served, as its tokens would be wrong"
+        )
+    return max(errors)
+
+
+def _paged_logits(
+    decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement, prompts: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    page = layout.kernel_block_size
+    needed = [-(-len(prompt) // page) for prompt in prompts]
+    layout = msgspec.structs.replace(layout, num_blocks=sum(needed), block_size=page)
+    config = msgspec.structs.replace(decoder.config, attention=decoder.attention)
+    cache = KVCache(layout, placement.device)
+    backend = PagedTorchAttention(config, cache, placement)
+    pages = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)
+    tables = [pages[: needed[0]], pages[needed[0] :]]
+    logits: list[list[Tensor]] = [[], []]
+    for step in _steps(*map(len, prompts)):
+        batch, positions = _batch(step, tables, page, placement.device)
+        backend.plan(batch)
+        ids = [token for prompt, first, count in step for token in prompts[prompt][first : first + count]]
+        hidden = decoder(torch.tensor(ids, device=placement.device), positions, None, backend)
+        parts = decoder.logits(hidden).float().split([count for _, _, count in step])
+        for (prompt, _, _), part in zip(step, parts, strict=True):
+            logits[prompt].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def _steps(first: int, second: int) -> list[list[Part]]:
+    """Return steps that cut both prompts: alone, a chunk beside a prompt, chunks of both, single tokens."""
+    a, b = first // 3, second // 2
+    return [
+        [(0, 0, a)],
+        [(0, a, a), (1, 0, b)],
+        [(1, b, second - b - 1), (0, 2 * a, first - 2 * a - 1)],
+        [(0, first - 1, 1), (1, second - 1, 1)],
+    ]
+
+
+def _batch(
+    step: Sequence[Part], tables: Sequence[np.ndarray], page: int, device: torch.device
+) -> tuple[AttentionBatch, Tensor]:
+    query_starts = np.cumsum([0, *(count for _, _, count in step)]).astype(np.int32)
+    seq_lens = np.array([first + count for _, first, count in step], dtype=np.int32)
+    width = max(len(table) for table in tables)
+    table = np.stack([np.pad(tables[prompt], (0, width - len(tables[prompt]))) for prompt, _, _ in step])
+    positions = np.concatenate([np.arange(first, first + count) for _, first, count in step])
+    rows = np.repeat(np.arange(len(step)), np.diff(query_starts))
+    slots = table[rows, positions // page].astype(np.int64) * page + positions % page
+    batch = AttentionBatch(
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        device_query_starts=torch.from_numpy(query_starts).to(device),
+        device_seq_lens=torch.from_numpy(seq_lens).to(device),
+        page_table=torch.from_numpy(table).to(device),
+        slots=torch.from_numpy(slots).to(device),
+    )
+    return batch, torch.from_numpy(positions).to(device)
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()

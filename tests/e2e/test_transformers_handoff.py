@@ -1,0 +1,41 @@
+"""Models that run through transformers, behind router, decode node and prefill node: greedy tokens are exact."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from any_models import FAMILIES, make_any_checkpoint
+from checkpoints import reference_greedy, reference_model
+from fleet import add_tokenizer, start_fleet
+
+BLOCK, STEP, OUTPUT = 16, 64, 8  # tokens: of a block, a step and an answer
+FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-len", "400", "--threads", "1")
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 128), k=length)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
+    """Prompts around block and step sizes, together and again from the prefix caches."""
+    directory = add_tokenizer(make_any_checkpoint(tmp_path / "model", model_type))
+    reference = reference_model(directory)
+    shared = random_prompt(7, 2 * BLOCK + 3)
+    prompts = [random_prompt(length, length) for length in (1, BLOCK, BLOCK + 1, 3 * STEP + 5)]
+    prompts += [shared + random_prompt(100 + index, 3 * index + 1) for index in range(3)]
+    expected = [reference_greedy(reference, prompt, OUTPUT) for prompt in prompts]
+    decode_flags = [*FLAGS, "--handoff-min-tokens", "0"]
+    with start_fleet(directory, prefill_flags=FLAGS, decode_flags=decode_flags) as fleet:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            for _ in range(2):
+                assert list(pool.map(lambda prompt: fleet.complete(prompt, OUTPUT), prompts)) == expected
+        decode = fleet.decode[0]
+        assert decode.counter("handoffs") == 2 * len(prompts)
+        assert decode.counter("handoff_failures") == 0
+        assert decode.describe().runner == "V1"

@@ -1,0 +1,147 @@
+"""Models that run through transformers on V1's paged cache: exact, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from any_models import FAMILIES, make_any_checkpoint
+from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepper import Stepper
+from torch import Tensor
+
+import runner
+from pdserve.errors import CheckpointError, ConfigError, PdserveError
+from runner.models.from_transformers.attention_calls import window_of
+
+NUM_TOKENS = 6
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths]
+
+
+def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto") -> None:
+    built = runner.build(node_config(directory, impl=impl, device=DEVICE), lambda stage, fraction: None)
+    reference = reference_model(directory)
+    wanted, stepper = prompts(1, 15, 16, 33, 70), Stepper(built)
+    try:
+        for chunk, stagger in ((1 << 30, 0), (7, 2)):
+            found = stepper.generate(wanted, NUM_TOKENS, chunk=chunk, stagger=stagger)
+            for prompt, sequence in zip(wanted, found, strict=True):
+                assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
+    finally:
+        built.close()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    assert_greedy_tokens_are_exact(make_any_checkpoint(tmp_path / "model", model_type))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_native_family_runs_through_transformers_if_asked(family: str, tmp_path: Path) -> None:
+    assert_greedy_tokens_are_exact(make_checkpoint(tmp_path / "model", family), "transformers")
+
+
+def test_a_window_that_only_the_mask_knows_is_kept(tmp_path: Path) -> None:
+    """PhiMoE's layers do not pass their window on."""
+    directory = make_any_checkpoint(tmp_path / "model", "phimoe", sliding_window=8)
+    assert_greedy_tokens_are_exact(directory)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "reason"),
+    [
+        ("falcon", {}, "does not call a given attention function in FalconForCausalLM"),
+        ("bloom", {}, "lacks 'max_position_embeddings'"),
+        ("mamba", {}, "lacks 'num_attention_heads'"),
+        ("bert", {}, r"BertLMHeadModel cannot run .* attends to later tokens"),
+        ("diffllama", {}, "each layer attends once"),
+        ("doge", {}, "layer 0 changes its mask"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, r"attention ran 1 times, in layers \[1\] of 3"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, r"neither causal nor a sliding window|later tokens"),
+    ],
+)
+def test_a_model_that_would_be_wrong_is_refused_with_its_reason(
+    model_type: str, overrides: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    directory = make_any_checkpoint(tmp_path / "model", model_type, **overrides)
+    with pytest.raises(PdserveError, match=reason):
+        runner.build(node_config(directory), lambda stage, fraction: None)
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    directory = make_any_checkpoint(tmp_path / "model", "olmo2")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.3"):
+        runner.build(node_config(directory), lambda stage, fraction: None)
+
+
+Attends = Callable[[Tensor, Tensor], Tensor]
+PATTERNS: dict[str, Attends] = {
+    "chunks": lambda query, key: (key <= query) & (query // 8 == key // 8),
+    "all": lambda query, key: key >= 0,
+    "strided": lambda query, key: (key <= query) & ((query - key) % 2 == 0),
+    "prefix": lambda query, key: (key <= query) | (key < 3),
+    "none": lambda query, key: key < 0,
+}
+
+
+@given(num_positions=st.integers(2, 300), window=st.integers(1, 300))
+@settings(deadline=None)
+def test_the_window_of_a_mask_is_read_from_its_predicate(num_positions: int, window: int) -> None:
+    found = window_of(lambda b, h, q, k: (k <= q) & (k > q - window), num_positions, torch.device("cpu"))
+    assert found == (window if window < num_positions else None)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="neither causal nor a sliding window"):
+        window_of(lambda b, h, q, k: PATTERNS[name](q, k), 50, torch.device("cpu"))
+
+
+def _stop_building(*args: object) -> None:
+    raise TimeoutError("it takes more than 60 s to build")
+
+
+def outcome_of(model_type: str, directory: Path) -> str:
+    signal.setitimer(signal.ITIMER_REAL, 60.0)  # some types are large whatever their sizes
+    try:
+        make_any_checkpoint(directory, model_type)
+    except Exception as exc:
+        return f"not constructible small: {type(exc).__name__}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        assert_greedy_tokens_are_exact(directory)
+    except PdserveError as exc:
+        return f"refused: {exc}"
+    return "exact"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_every_causal_type_of_transformers_is_exact_or_refused(tmp_path: Path) -> None:
+    """No type yields other tokens than its own eager forward, and most run."""
+    mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    outcomes = {}
+    signal.signal(signal.SIGALRM, _stop_building)
+    for model_type in sorted(mapping):
+        outcomes[model_type] = outcome_of(model_type, tmp_path / model_type)
+        shutil.rmtree(tmp_path / model_type, ignore_errors=True)
+        print(f"{model_type}: {outcomes[model_type][:200]}", flush=True)
+    assert sum(outcome == "exact" for outcome in outcomes.values()) >= 92
