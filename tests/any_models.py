@@ -44,6 +44,7 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+_LARGEST = 20_000_000  # parameters
 #: Of models with latent attention (DeepSeek).
 _SMALL_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -62,7 +63,12 @@ _SMALL_LATENT: dict[str, Any] = {
 def make_any_checkpoint(path: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint and return its directory. Weights are wide, so that logits differ clearly."""
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(small_config(model_type, **overrides), attn_implementation="eager")
+    config = small_config(model_type, **overrides)
+    with torch.device("meta"):
+        num_parameters = sum(each.numel() for each in auto.from_config(config).parameters())
+    if num_parameters > _LARGEST:
+        raise ValueError(f"a small {model_type} has {num_parameters} parameters; set more of its sizes in _SMALL")
+    model = auto.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

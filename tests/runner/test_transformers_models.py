@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,9 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto") -> None:
-    built = runner.build(node_config(directory, impl=impl, device=DEVICE), lambda stage, fraction: None)
+    built = runner.build(
+        node_config(directory, impl=impl, device=DEVICE, max_model_len=500), lambda stage, fraction: None
+    )
     reference = reference_model(directory)
     wanted, stepper = prompts(1, 15, 16, 33, 70), Stepper(built)
     try:
@@ -114,18 +115,11 @@ def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(name: str) -> Non
         window_of(lambda b, h, q, k: PATTERNS[name](q, k), 50, torch.device("cpu"))
 
 
-def _stop_building(*args: object) -> None:
-    raise TimeoutError("it takes more than 60 s to build")
-
-
 def outcome_of(model_type: str, directory: Path) -> str:
-    signal.setitimer(signal.ITIMER_REAL, 60.0)  # some types are large whatever their sizes
     try:
         make_any_checkpoint(directory, model_type)
     except Exception as exc:
         return f"not constructible small: {type(exc).__name__}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
     try:
         assert_greedy_tokens_are_exact(directory)
     except PdserveError as exc:
@@ -139,7 +133,6 @@ def test_every_causal_type_of_transformers_is_exact_or_refused(tmp_path: Path) -
     """No type yields other tokens than its own eager forward, and most run."""
     mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     outcomes = {}
-    signal.signal(signal.SIGALRM, _stop_building)
     for model_type in sorted(mapping):
         outcomes[model_type] = outcome_of(model_type, tmp_path / model_type)
         shutil.rmtree(tmp_path / model_type, ignore_errors=True)
