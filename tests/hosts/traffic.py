@@ -75,7 +75,8 @@ def check_recovered(cluster: Cluster) -> None:
 
 def nodes_ready(cluster: Cluster) -> dict[str, int]:
     """Return the numbers of ready nodes that the router reports, by role."""
-    lines = httpx.get(f"{cluster.url}/metrics", trust_env=False).text.splitlines()
+    router = cluster.running_pods("router")[0]
+    lines = httpx.get(f"http://{router.metrics}/metrics", trust_env=False).text.splitlines()
     found = [line for line in lines if line.startswith("pdserve_nodes_ready{")]
     return {role: sum(int(float(line.split()[-1])) for line in found if f'role="{role}"' in line) for role in ROLES}
 
