@@ -44,6 +44,13 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+#: Sizes of types that only the sweep over all types builds. None: the type's own.
+_MORE: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gpt_bigcode": {"num_key_value_heads": 1},
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 3, "num_dense_layers": 1},
+}
 _LARGEST = 20_000_000  # parameters
 #: Of models with latent attention (DeepSeek).
 _SMALL_LATENT: dict[str, Any] = {
@@ -89,7 +96,7 @@ def small_config(model_type: str, **overrides: Any) -> Any:
     sizes = {
         **_SMALL,
         **(_SMALL_LATENT if "kv_lora_rank" in known else {}),
-        **FAMILIES.get(model_type, {}),
+        **FAMILIES.get(model_type, _MORE.get(model_type, {})),
         **overrides,
     }
     chosen = {name: value for name, value in sizes.items() if name in known}

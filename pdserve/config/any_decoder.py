@@ -28,6 +28,8 @@ def rename_fields(fields: ConfigFields) -> None:
     for name, others in _ALIASES.items():
         if values.get(name) is None:
             values[name] = next((values[other] for other in others if values.get(other) is not None), None)
+    if values.get("num_key_value_heads") is None and values.get("multi_query") is True:
+        values["num_key_value_heads"] = 1
     if values.get("intermediate_size") is None and isinstance(values.get("hidden_size"), int):
         values["intermediate_size"] = 4 * values["hidden_size"]
 

@@ -69,6 +69,8 @@ def test_a_window_that_only_the_mask_knows_is_kept(tmp_path: Path) -> None:
         ("falcon", {}, "does not call a given attention function in FalconForCausalLM"),
         ("bloom", {}, "lacks 'max_position_embeddings'"),
         ("mamba", {}, "lacks 'num_attention_heads'"),
+        ("gptj", {}, "does not call a given attention function in GPTJForCausalLM"),
+        ("jamba", {}, "attention ran 0 times"),
         ("bert", {}, r"BertLMHeadModel cannot run .* attends to later tokens"),
         ("diffllama", {}, "each layer attends once"),
         ("doge", {}, "layer 0 changes its mask"),
@@ -130,11 +132,11 @@ def outcome_of(model_type: str, directory: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_every_causal_type_of_transformers_is_exact_or_refused(tmp_path: Path) -> None:
-    """No type yields other tokens than its own eager forward. With transformers 5.23, 78 of 189 are exact."""
+    """No type yields other tokens than its own eager forward. With transformers 5.23, 83 of 189 are exact."""
     mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     outcomes = {}
     for model_type in sorted(mapping):
         outcomes[model_type] = outcome_of(model_type, tmp_path / model_type)
         shutil.rmtree(tmp_path / model_type, ignore_errors=True)
         print(f"{model_type}: {outcomes[model_type][:200]}", flush=True)
-    assert sum(outcome == "exact" for outcome in outcomes.values()) >= 78
+    assert sum(outcome == "exact" for outcome in outcomes.values()) >= 83

@@ -29,21 +29,23 @@ def build_model(model_dir: Path, placement: TensorPlacement, attention: str, *, 
         config = transformers.AutoConfig.from_pretrained(model_dir, **_LOCAL)
     except LIBRARY_ERRORS as exc:
         raise CheckpointError(f"transformers cannot read {model_dir}/config.json: {shown(str(exc))}") from exc
-    _check_class(config)
+    model_class = _class_of(config)
     try:
         model = _draw(config, placement, attention) if dummy else _read(model_dir, placement, attention)
     except LIBRARY_ERRORS as exc:
+        if not model_class._supports_attention_backend:
+            raise ConfigError(
+                f"transformers does not call a given attention function in {model_class.__name__}"
+            ) from exc
         raise CheckpointError(f"transformers cannot load {model_dir}: {shown(str(exc))}") from exc
     return model.to(placement.device).eval().requires_grad_(False)
 
 
-def _check_class(config: Any) -> None:
+def _class_of(config: Any) -> Any:
     mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise ConfigError(f"model type {config.model_type!r} is no causal language model of transformers")
-    model_class = mapping[type(config)]
-    if not model_class._supports_attention_backend:
-        raise ConfigError(f"transformers does not call a given attention function in {model_class.__name__}")
+    return mapping[type(config)]
 
 
 def _read(model_dir: Path, placement: TensorPlacement, attention: str) -> Any:
