@@ -77,8 +77,8 @@ def test_every_listening_port_is_allowed_by_a_policy_and_the_reverse(cluster: Cl
 
 
 def test_connections_are_exactly_the_allowed_ones(cluster: Cluster) -> None:
-    for pod in cluster.running:
-        assert httpx.get(f"http://{pod.metrics}/metrics", trust_env=False).status_code == 200
+    for url in (f"{cluster.url}/v1/models", *(f"http://{pod.metrics}/metrics" for pod in cluster.running)):
+        assert httpx.get(url, headers=cluster.headers, trust_env=False).status_code == 200
     found, rules = connected(cluster), opened(cluster)
     assert not not_allowed(found, rules)
     (router,) = [pod.name for pod in cluster.running_pods("router")]
