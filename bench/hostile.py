@@ -137,7 +137,7 @@ ALL_ROWS = (*ROWS, *(Row(*each) for each in BODIES), UNFINISHED)
 
 
 class Result(NamedTuple):
-    """What a client of a row received."""
+    """The answer to a row, as its client received it."""
 
     status: str
     num_sent: int  # bytes, as are num_received

@@ -37,7 +37,7 @@ _TOKENS = 100  # of an honest answer
 
 @dataclass
 class Figures:
-    """Of the honest client, in ms."""
+    """Times of the honest client, in ms."""
 
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)

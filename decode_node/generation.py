@@ -145,6 +145,7 @@ class NodeGeneration:
                 *(self.rid, request.token_ids, self.sampling, mode, request.cache_salt, request.priority),
                 resume=self.resume,
                 client=request.client,
+                paused=request.paused,
             )
         )
 

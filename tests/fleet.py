@@ -350,6 +350,13 @@ def add_tokenizer(model_dir: Path) -> Path:
     return model_dir
 
 
+def copy_without_weights(model_dir: Path) -> Path:
+    """Copy the embedded model into a directory for simulated nodes, which need no weights."""
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, model_dir / name)
+    return add_tokenizer(model_dir)
+
+
 def start_fleet(
     model_dir: Path,
     prefill: int = 1,

@@ -81,6 +81,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     decode_ahead: int = 0  # LEASE: most tokens to sample after the first, while no other request needs the device
     resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: output so far of each live choice; {}: a new request
     client: int = 0  # opaque; waiting requests are served fairly between clients
+    paused: bool = False  # in no step until Resume
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):

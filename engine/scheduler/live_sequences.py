@@ -32,6 +32,7 @@ class LiveSequences:
     def queue(self, sequence: Sequence) -> None:
         """Append the first sequence of a request; one with output of another node goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
+        self._events.status_changed |= sequence.request.paused
         self.wait(sequence, first=bool(sequence.num_outputs or sequence.request.branches))
 
     def wait(self, sequence: Sequence, *, first: bool) -> None:
@@ -100,7 +101,10 @@ class LiveSequences:
         """
         counts = self.counts()
         preemptible = [sequence for sequence in reversed(self.running.values()) if not sequence.for_peer]
-        order = lambda s: (s.request.priority, counts[s.request.client])  # noqa: E731
+
+        def order(sequence: Sequence) -> tuple[int, int]:
+            return sequence.request.priority, counts[sequence.request.client]
+
         return max(preemptible, key=order, default=None)  # the first of equals
 
     def preempt(self, sequence: Sequence, now: float) -> None:

@@ -31,7 +31,7 @@ TensorDigests = dict[str, str]  # hex digits by tensor
 
 
 class FileState(msgspec.Struct, frozen=True):
-    """What changes with a file's content. The change time cannot be set back, unlike the modification time."""
+    """Values that change with a file's content. Programs can set back the modification time, not the change time."""
 
     size: int  # bytes
     inode: int

@@ -622,6 +622,7 @@ class Generate(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number of the request, unique on this stream"""
     request_id: _builtins.str
@@ -642,6 +643,8 @@ class Generate(_message.Message):
     """also of W3C Trace Context"""
     client: _builtins.int
     """the router's keyed hash of the client; nodes are fair between these"""
+    paused: _builtins.bool
+    """as if Pause followed before any step: a request that migrates while its client does not read"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
@@ -663,10 +666,11 @@ class Generate(_message.Message):
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
         client: _builtins.int = ...,
+        paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "paused", b"paused", "prefill_node", b"prefill_node", "priority", b"priority", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

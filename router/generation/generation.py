@@ -156,6 +156,7 @@ class PromptRun:
             cache_salt=options.cache_salt,
             priority=options.priority,
             client=options.client_tag,
+            paused=self._generation.paused,
         )
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:
@@ -163,8 +164,6 @@ class PromptRun:
         span = options.span.child("generate", kind=SpanKind.CLIENT)
         message.traceparent, message.tracestate = span.traceparent, span.tracestate
         self._call = self._fleet.generate(message, self, accepts, self.prefix)
-        if self._generation.paused:
-            self._call.set_paused(True)
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from exposition import documented_metrics, metrics_url, samples, scrape, value
-from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
+from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights, start_fleet
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.config.hub import EMBEDDED_MODEL
@@ -24,9 +23,7 @@ KEY = new_key()
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    directory = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    directory = copy_without_weights(tmp_path_factory.mktemp("model"))
     keys = directory / "keys.toml"
     keys.write_text(key_entry("alice", KEY))
     router = ["--api-keys", str(keys), "--metrics-port", "0", "--metrics-client-names"]

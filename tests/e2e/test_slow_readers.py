@@ -103,7 +103,7 @@ def test_paused_request_migrates(fleet: Fleet) -> None:
         sampled = second.counter("sampled_tokens")
         first.kill()
         fleet.wait_until(lambda: second.status().paused > 0, 30.0)
-        assert second.counter("sampled_tokens") - sampled < 64, "next to nothing was computed for it"
+        assert second.counter("sampled_tokens") == sampled, "nothing was computed for it"
         first.restart()
 
     assert asyncio.run(read_after(move, fleet.url, body)).matches(expected)

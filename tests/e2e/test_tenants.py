@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from exposition import metrics_url, scrape, value
-from fleet import MODEL_NAME, Fleet, start_fleet
+from fleet import MODEL_NAME, Fleet, copy_without_weights, start_fleet
 
 from pdserve.api_keys import key_entry, new_key
-from pdserve.config.hub import EMBEDDED_MODEL
 from router.gate.keys import Client
 
 FIELDS = {"alice": "", "bob": "", "clerk": 'tenant = "alice"', "dan": "share = true", "eve": "share = true"}
@@ -22,9 +20,7 @@ LENGTH = 600
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    directory = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(EMBEDDED_MODEL / name, directory / name)
+    directory = copy_without_weights(tmp_path_factory.mktemp("model"))
     keys = directory / "keys.toml"
     keys.write_text("".join(key_entry(name, KEYS[name]) + fields + "\n" for name, fields in FIELDS.items()))
     node = ["--engine", "simulated"]

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
 import pytest
 from toy import reference
-from toy_node import BATCH_TOKENS, DEPTHS, Node
+from toy_node import BATCH_TOKENS, Make, Node
 
 from engine.ipc.messages import Mode
 from pdserve.records import SamplingParams
 
 BUSY, QUIET = 1, 2
-
-
-class Make(Protocol):
-    def __call__(self, num_blocks: int, **options: Any) -> Node: ...
-
-
-@pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    nodes = []
-
-    def make(num_blocks: int, **options: Any) -> Node:
-        nodes.append(Node(num_blocks, *request.param, **options))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
 
 
 def finished_before(node: Node, rid: int) -> int:

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, Protocol
+from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grammar_masks import LETTERS, workers
 from toy import reference, reference_ranks
-from toy_node import BLOCK, DEPTHS, Node
+from toy_node import BLOCK, DEPTHS, Make, Node
 
-from engine.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Resume
+from engine.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Resume, Submit
 from pdserve.records import SamplingParams
-
-
-class Make(Protocol):
-    def __call__(self, num_blocks: int, **options: Any) -> Node: ...
-
-
-@pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    nodes = []
-
-    def make(num_blocks: int, **options: Any) -> Node:
-        nodes.append(Node(num_blocks, *request.param, **options))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -114,6 +97,21 @@ def test_request_paused_and_resumed_before_every_step(make: Make) -> None:
         node.step()
     assert node.tokens == {(0, choice): reference(prompt, choice, 9) for choice in (0, 1)}
     assert node.ranks == {0: reference_ranks(prompt)}
+
+
+def test_request_that_arrives_paused_is_in_no_step_until_it_is_resumed(make: Make) -> None:
+    node, paused = make(64), make(64)
+    start(node, 7)
+    node.run()
+    sampling = SamplingParams(max_tokens=20)
+    paused.obey(Submit(7, array("I", [7, 7]).tobytes(), sampling, Mode.LOCAL, paused=True))
+    paused.run()
+    assert paused.runner.num_tokens == 0
+    assert paused.scheduler.status().paused == 1
+    paused.obey(Resume(7))
+    paused.run()
+    assert paused.tokens[7, 0] == node.tokens[7, 0]
+    paused.assert_all_free()
 
 
 def test_waiting_request_gets_the_slot_of_a_paused_one(make: Make) -> None:

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import reference, reference_ranks
-from toy_node import BLOCK, DEPTHS, Node
+from toy_node import BLOCK, DEPTHS, Make, Node
 
 from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, SamplingParams
-
-Make = Callable[..., Node]
-
-
-@pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
-def depth(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """(steps in flight, stages)"""
-    depth, stages = request.param
-    return depth, stages
-
-
-@pytest.fixture
-def make(depth: tuple[int, int]) -> Iterator[Make]:
-    nodes = []
-
-    def make(num_blocks: int, **options: Any) -> Node:
-        nodes.append(Node(num_blocks, *depth, **options))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
 
 PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
 

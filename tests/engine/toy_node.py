@@ -189,3 +189,6 @@ def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
         {index: reason for index, reason in enumerate(finish) if reason is not None},
         {index: found for index, found in enumerate(logprobs) if found is not None},
     )
+
+
+Make = Callable[..., Node]  # (num_blocks, **options of Node)

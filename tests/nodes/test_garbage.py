@@ -53,7 +53,7 @@ def test_bytes_that_are_no_grpc(pair: Pair) -> None:
         PREFACE + SETTINGS + noise,
         PREFACE + b"\xff\xff\xff" + noise,
     ]
-    with ExitStack() as connections:  # left open: whoever waits for their next byte must not hold up others
+    with ExitStack() as connections:  # left open: waiting for their next byte must not delay others
         for node in (pair.prefill, pair.decode):
             host, _, port = node.address.rpartition(":")
             for data in sent:
@@ -107,8 +107,8 @@ def _noise(reply: pb.HandshakeReply) -> None:
     reply.ranks[0].metadata = random.Random(2).randbytes(len(reply.ranks[0].metadata))
 
 
-def _somebody_elses_metadata(reply: pb.HandshakeReply) -> None:
-    reply.ranks[0].agent = "somebody"
+def _metadata_of_another_agent(reply: pb.HandshakeReply) -> None:
+    reply.ranks[0].agent = "another"
 
 
 def _no_layout(reply: pb.HandshakeReply) -> None:
@@ -140,7 +140,7 @@ HANDSHAKES = [
         _half_the_metadata,
         _no_metadata,
         _noise,
-        _somebody_elses_metadata,
+        _metadata_of_another_agent,
         _no_layout,
     ),
     *(_memory_that_is_not_there, _memory_elsewhere, _another_epoch, _nothing),

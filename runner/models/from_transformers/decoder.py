@@ -46,6 +46,7 @@ class TransformersDecoder:
         register()
         self._model = build_model(model_dir, self._placement, PAGED, dummy=dummy)
         self._body: Any = self._model.get_decoder()
+        self._place = _place_of(self._model, self._body)
         if "position_ids" not in inspect.signature(self._body.forward).parameters:
             raise self._refusal("its layers take no positions, so sequences cannot share a step")
         try:
@@ -74,7 +75,7 @@ class TransformersDecoder:
 
         The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply.
         """
-        parent, name = _place_of(self._model, self._body)
+        parent, name = self._place
         setattr(parent, name, _GivenOutput(self._output_class(last_hidden_state=hidden[None])))
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)

@@ -67,10 +67,8 @@ def _read(model_dir: Path, placement: TensorPlacement, attention: str) -> Any:
 
 def _draw(config: Any, placement: TensorPlacement, attention: str) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
+    # On the device: a CPU takes minutes for 8B random values.
     devices = [] if placement.device.type == "cpu" else [placement.device]
-    with (
-        torch.random.fork_rng(devices),
-        placement.device,
-    ):  # on the device: initializing 8B values on a CPU takes minutes
+    with torch.random.fork_rng(devices), placement.device:
         torch.manual_seed(_SEED)
         return auto.from_config(config, dtype=placement.dtype, attn_implementation=attention)

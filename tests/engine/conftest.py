@@ -1,0 +1,29 @@
+"""Engines for tests of scheduling: with and without steps in flight beside the next one, with 1 to 3 stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from toy_node import DEPTHS, Make, Node
+
+
+@pytest.fixture(params=DEPTHS, ids=[f"depth{depth}of{stages}" for depth, stages in DEPTHS])
+def depth(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """(steps in flight, stages)"""
+    depth, stages = request.param
+    return depth, stages
+
+
+@pytest.fixture
+def make(depth: tuple[int, int]) -> Iterator[Make]:
+    nodes = []
+
+    def make(num_blocks: int, **options: Any) -> Node:
+        nodes.append(Node(num_blocks, *depth, **options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
