@@ -128,6 +128,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metrics-port", type=port_number, metavar="N", help=metrics_port)
     parser.add_argument("--metrics-host", default="127.0.0.1", help="address of --metrics-port (default %(default)s)")
     parser.add_argument("--metrics-client-names", action="store_true", help="metrics by name of the API key")
+    defaults = "defaults of sampling parameters; auto: generation_config.json (default %(default)s)"
+    parser.add_argument("--generation-config", choices=["auto", "none"], default="auto", help=defaults)
     parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this PEM certificate")
     parser.add_argument("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
     parser.add_argument("--log-requests", action="store_true", help="log each request")

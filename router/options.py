@@ -59,6 +59,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
+    generation_config: str = "auto"  # "auto": defaults of generation_config.json; "none"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     status_fd: int | None = None
@@ -118,6 +119,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     grace = "after SIGTERM, /health fails this long before new requests are rejected (default %(default)g)"
     add("--drain-grace", grace, "S", seconds)
     add_drain_flag(parser, "it ends with an error; counted from the end of the grace period")
+    text = "where sampling parameters come from that a request leaves out: auto is the model's generation_config.json"
+    add("--generation-config", f"{text} (default %(default)s)", choices=["auto", "none"])
     for flag in ("--tool-call-parser", "--reasoning-parser"):
         add(flag, f"one of {', '.join(parser_names(flag))}", "NAME", partial(parser_name, flag))
     add("--status-fd", "write process states to this file descriptor as JSON lines", "FD", int)

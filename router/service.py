@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from pdserve.config.generation_defaults import GenerationDefaults, load_generation_defaults
+from pdserve.config.hub import resolve_model
 from pdserve.errors import ModelNotFound, NodeError, Overloaded, RequestError, shown
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
@@ -25,6 +29,8 @@ from router.text.prompt_encoder import PromptEncoder
 from router.text.structured.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class ServedModel:
     """A model: tokenizer, chat template, output parsers, nodes. ``root``: directory or hub id of the tokenizer."""
@@ -38,6 +44,10 @@ class ServedModel:
         self.grammars = GrammarChecker(tokenizer.to_json)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
         self.parsers = select_parsers(template, options.tool_call_parser, options.reasoning_parser)
+        self.defaults = GenerationDefaults()
+        if options.generation_config == "auto":
+            self.defaults = load_generation_defaults(Path(resolve_model(root)))
+            logger.info("%s: defaults of generation_config.json: %s", name, self.defaults)
 
     async def close(self) -> None:
         await self.encoder.close()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pdserve.config.device import node_devices
 from pdserve.config.flags import options_from
+from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import num_parameters
 from pdserve.config.resolve import resolve
@@ -37,6 +41,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "load_format": config.load_format,
         "attention_backend": config.attention_backend,
         "cuda_graphs": config.cuda_graphs,
+        "generation_defaults": msgspec.structs.asdict(load_generation_defaults(Path(config.model_dir))),
         "max_model_len": config.max_model_len,
         "max_batch_tokens": config.max_batch_tokens,
         "kv_layout": {
@@ -65,6 +70,7 @@ def as_text(config: NodeConfig) -> str:
         ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
         ("attention", config.attention_backend),
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),
+        ("sampling", f"defaults of the checkpoint: {load_generation_defaults(Path(config.model_dir))}"),
         ("longest", f"{config.max_model_len} tokens of prompt and output"),
         ("KV cache", f"{layout.num_blocks} blocks × {layout.block_size} tokens = {tokens} tokens{estimated}"),
         ("", f"{layout.bytes_per_token} bytes per token, {layout.total_bytes / 2**20:.0f} MiB in all"),

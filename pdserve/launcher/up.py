@@ -31,7 +31,7 @@ from pdserve.rpc.address import probe_port
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
 ROUTER_FLAGS = (  # forwarded to the router
     *("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample"),
-    *("metrics_port", "metrics_host", "metrics_client_names"),
+    *("metrics_port", "metrics_host", "metrics_client_names", "generation_config"),
 )
 COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # forwarded to the router and the nodes
 DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout for leases and process exits

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
+from pdserve.config.generation_defaults import GenerationDefaults
 from pdserve.errors import RequestError, RequestTooLong, cut
 from pdserve.records import SamplingParams
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
@@ -15,10 +17,8 @@ from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default; a chat may fill the model's length
-_UNCHANGED = (
-    *("n", "min_tokens", "temperature", "top_p", "min_p", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)  # fields that a body and SamplingParams share
+_UNCHANGED = ("n", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty")  # as in SamplingParams
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # the model may have a default
 MAX_REPEATED = 128 * 1024 * 1024  # bytes about its prompts in an answer
 _ID_BYTES, _LOGPROB_BYTES = 8, 64  # about so many in JSON, per token
 _SEED_BITS = 63
@@ -69,22 +69,30 @@ async def add_echo(prompts: list[Prompt], body: GenerateBody, encoder: PromptEnc
     return await encoder.add_echo(prompts, body.num_logprobs >= 0, body.add_special_tokens)
 
 
-def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: str = "") -> Job:
+def make_job(
+    prompt: Prompt,
+    body: GenerateBody,
+    limits: ModelLimits,
+    grammar: str = "",
+    defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008 - frozen
+) -> Job:
     """Resolve every default; ``grammar`` constrains each output. Raises RequestError beyond the model's limits."""
     wrong = prompt.first_outside(limits.vocab_size)
     check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
     check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
-    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len)
+    max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len, defaults)
     if body.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
         )
+    recommended = {name: _first(getattr(body, name), getattr(defaults, name)) for name in _RECOMMENDED}
+    recommended["top_k"] = max(recommended["top_k"], 0)  # -1 also means off
     sampling = SamplingParams(
         **{name: getattr(body, name) for name in _UNCHANGED},
+        **recommended,
         max_tokens=max_tokens,
-        top_k=max(body.top_k, 0),  # -1 also means off
         seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
         logit_bias=bias,
         stop_token_ids=tuple(body.stop_token_ids),
@@ -95,7 +103,11 @@ def make_job(prompt: Prompt, body: GenerateBody, limits: ModelLimits, grammar: s
     return Job(prompt, sampling, body.output_limit == 0)
 
 
-def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: GenerationDefaults) -> int:
     """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token."""
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", _prompt_field(body))
@@ -103,7 +115,8 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int) -> int:
     if body.output_limit is not None:
         wanted = max(body.output_limit, 1)
     else:
-        wanted = max(room, 1) if isinstance(body, ChatBody) else min(_DEFAULT_COMPLETION_TOKENS, max(room, 1))
+        usual = room if isinstance(body, ChatBody) else _DEFAULT_COMPLETION_TOKENS
+        wanted = max(min(_first(defaults.max_tokens(prompt_len), usual), room), 1)
     if wanted > room:
         remedy = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
         raise RequestTooLong(

@@ -32,12 +32,12 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None  # None, here and below: the model's default
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -227,12 +227,18 @@ def check_ranges(body: GenerateBody) -> None:
     if body.output_limit is not None:  # 0 scores the prompt only
         _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
     _within("min_tokens", body.min_tokens, 0, math.inf)
-    _within("temperature", body.temperature, 0.0, 2.0)
-    _within("top_p", body.top_p, 0.0, 1.0, above=True)
-    _within("top_k", body.top_k, -1, 2**31 - 1)
-    _within("min_p", body.min_p, 0.0, 1.0)
+    _within("temperature", body.temperature or 0.0, 0.0, 2.0)
+    _within("top_p", 1.0 if body.top_p is None else body.top_p, 0.0, 1.0, above=True)
+    _within("top_k", body.top_k or 0, -1, 2**31 - 1)
+    _within("min_p", body.min_p or 0.0, 0.0, 1.0)
     _within("seed", body.seed or 0, -(2**63), 2**64 - 1)
-    _within("repetition_penalty", body.repetition_penalty, 0.0, 100.0, above=True)
+    _within(
+        "repetition_penalty",
+        1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        0.0,
+        100.0,
+        above=True,
+    )
     _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
     if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:

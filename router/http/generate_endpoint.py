@@ -85,7 +85,7 @@ class GenerateEndpoint:
         grammar = output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
         prompts = await add_echo(prompts, body, model.encoder)
-        jobs = [make_job(prompt, body, limits, grammar.text) for prompt in prompts]
+        jobs = [make_job(prompt, body, limits, grammar.text, model.defaults) for prompt in prompts]
         parsing = select_output_parsing(model, body, prompts[0])
         options = GenerationOptions(
             request_id=accounting.request_id,

@@ -20,6 +20,7 @@ import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import SamplingParams
 from router.completions_api.json_pieces import json_chunks, json_pieces
 from router.completions_api.parsed_chat import ChoiceParser
 from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
@@ -53,7 +54,7 @@ _REPEATED = ("instructions", "max_output_tokens", "metadata", "tool_choice", "to
 Part = TypeVar("Part", OutputText, ReasoningText)
 
 
-def new_response(body: ResponsesBody, model: str, request_id: str) -> ResponseObject:
+def new_response(body: ResponsesBody, model: str, request_id: str, sampling: SamplingParams) -> ResponseObject:
     """A response in progress, without output."""
     request = body.request
     return ResponseObject(
@@ -67,9 +68,9 @@ def new_response(body: ResponsesBody, model: str, request_id: str) -> ResponseOb
         reasoning={"effort": request.reasoning.effort, "summary": None},
         background=False,
         store=False,
-        temperature=body.temperature,
+        temperature=sampling.temperature,
         text={"format": request.text.format or {"type": "text"}},
-        top_p=body.top_p,
+        top_p=sampling.top_p,
         user=body.user,
         status="in_progress",
         error=None,
