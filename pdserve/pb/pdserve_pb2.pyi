@@ -102,6 +102,8 @@ class NodeDescription(_message.Message):
     CONNECTED_PEERS_FIELD_NUMBER: _builtins.int
     CACHE_SAMPLE_BITS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start"""
@@ -123,6 +125,8 @@ class NodeDescription(_message.Message):
     """Watch reports only cached blocks whose short hash ends with this many zero bits"""
     stalled: _builtins.bool
     """"ready", but a step takes far longer than usual: it may never end; use other nodes if there are any"""
+    task: _builtins.str
+    """"generate" (or empty), "embed" or "classify"; nodes of the latter serve PoolingNode"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -130,6 +134,10 @@ class NodeDescription(_message.Message):
     @_builtins.property
     def connected_peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of nodes that this node can read from"""
+
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """only with task "embed" or "classify" """
 
     def __init__(
         self,
@@ -149,14 +157,46 @@ class NodeDescription(_message.Message):
         connected_peers: _abc.Iterable[_builtins.str] | None = ...,
         cache_sample_bits: _builtins.int = ...,
         stalled: _builtins.bool = ...,
+        task: _builtins.str = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeDescription: _TypeAlias = NodeDescription  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """The vectors of a node with task "embed" or "classify"."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_FIELD_NUMBER: _builtins.int
+    YES_OR_NO_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """values of a vector: dimensions of an embedding, or labels"""
+    matryoshka: _builtins.bool
+    """embeddings may be shortened to fewer dimensions"""
+    yes_or_no: _builtins.bool
+    """the score compares the tokens "yes" and "no" of a causal model, such as the original Qwen3-Reranker"""
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        matryoshka: _builtins.bool = ...,
+        yes_or_no: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matryoshka", b"matryoshka", "size", b"size", "yes_or_no", b"yes_or_no"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
@@ -921,6 +961,83 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class PoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """for logs"""
+    cache_salt: _builtins.str
+    """as in Generate"""
+    priority: _builtins.int
+    """as in Generate"""
+    client: _builtins.int
+    """as in Generate"""
+    traceparent: _builtins.str
+    """as in Generate"""
+    tracestate: _builtins.str
+    dimensions: _builtins.int
+    """of the embeddings; 0: all"""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """little-endian uint32"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        prompts: _abc.Iterable[_builtins.bytes] | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        client: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "dimensions", b"dimensions", "priority", b"priority", "prompts", b"prompts", "request_id", b"request_id", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolRequest: _TypeAlias = PoolRequest  # noqa: Y015
+
+@_typing.final
+class PoolReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTORS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """little-endian float32; one per prompt, in order"""
+
+    @_builtins.property
+    def cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """prompt tokens found in the prefix cache; one per prompt"""
+
+    def __init__(
+        self,
+        *,
+        vectors: _abc.Iterable[_builtins.bytes] | None = ...,
+        cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "vectors", b"vectors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolReply: _TypeAlias = PoolReply  # noqa: Y015
 
 @_typing.final
 class HandshakeRequest(_message.Message):

@@ -273,6 +273,88 @@ class DecodeNode:
             _registered_method=True)
 
 
+class PoolingNodeStub:
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pool = channel.unary_unary(
+                '/pdserve.v1.PoolingNode/Pool',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.PoolRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PoolReply.FromString,
+                _registered_method=True)
+
+
+class PoolingNodeServicer:
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    def Pool(self, request, context):
+        """Compute a vector of each prompt. Repeating the call is harmless; its end cancels it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PoolingNodeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.PoolRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.PoolReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.PoolingNode', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.PoolingNode', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PoolingNode:
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.PoolingNode/Pool',
+            pdserve_dot_pb_dot_pdserve__pb2.PoolRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.PoolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PrefillNodeStub:
     """------------------------------------------------------------------ D → P
 

@@ -130,6 +130,46 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class PoolingNodeStub:
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PoolingNodeAsyncStub: ...
+    Pool: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.PoolRequest, _pdserve_pb2.PoolReply]
+    """Compute a vector of each prompt. Repeating the call is harmless; its end cancels it."""
+
+@_typing.type_check_only
+class PoolingNodeAsyncStub(PoolingNodeStub):
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pool: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.PoolRequest, _pdserve_pb2.PoolReply]  # type: ignore[assignment]
+    """Compute a vector of each prompt. Repeating the call is harmless; its end cancels it."""
+
+class PoolingNodeServicer(metaclass=_abc_1.ABCMeta):
+    """------------------------------------------------------------------ router → P
+
+    Served by prefill nodes with task "embed" or "classify"; no decode node takes part.
+    """
+
+    @_abc_1.abstractmethod
+    def Pool(
+        self,
+        request: _pdserve_pb2.PoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.PoolReply, _abc.Awaitable[_pdserve_pb2.PoolReply]]:
+        """Compute a vector of each prompt. Repeating the call is harmless; its end cancels it."""
+
+def add_PoolingNodeServicer_to_server(servicer: PoolingNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class PrefillNodeStub:
     """------------------------------------------------------------------ D → P"""
 
