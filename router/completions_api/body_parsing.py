@@ -49,6 +49,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+_OTHER_ENDPOINTS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 _REPLACED = {"functions": "tools", "function_call": "tool_choice"}
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -85,6 +86,9 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
             raise RequestError(f"{name} is not supported; leave it out", name, "unsupported_parameter")
         if name in _REPLACED:
             raise RequestError(f"{name} is not supported; use {_REPLACED[name]} instead", name, "unsupported_parameter")
+        if name in _OTHER_ENDPOINTS:
+            text = f"{name} is a parameter of {_OTHER_ENDPOINTS[name]}; send the request there"
+            raise RequestError(text, name, "unknown_parameter")
         name = cut(name)
         nearest = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.config.generation_defaults import GenerationDefaults
-from pdserve.errors import RequestError, RequestTooLong, cut
+from pdserve.errors import RequestError, RequestTooLong, cut, shown
 from pdserve.records import SamplingParams
 from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
 from router.fleet.fleet import ModelLimits
@@ -139,10 +139,14 @@ def check_vocabulary(field: str, token_ids: Sequence[int], limits: ModelLimits) 
 
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        ids = {int(cut(token_id)): value for token_id, value in bias.items()}
-    except ValueError as exc:
-        raise RequestError("logit_bias must map token ids to numbers", "logit_bias") from exc
-    if not all(math.isfinite(value) for value in ids.values()):
-        raise RequestError("logit_bias holds a value that is not finite", "logit_bias")
+    ids = {}
+    for token_id, value in bias.items():
+        try:
+            ids[int(cut(token_id))] = value
+        except ValueError as exc:
+            raise RequestError(
+                f"logit_bias has the key {shown(token_id)}; it must be a token id", "logit_bias"
+            ) from exc
+        if not math.isfinite(value):
+            raise RequestError(f"logit_bias of token {token_id} is not finite", "logit_bias")
     return ids

@@ -47,7 +47,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     n: int = 1
     user: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
@@ -64,6 +64,10 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
     @cached_property  # conversion takes time
     def structure(self) -> OutputGrammar:
@@ -208,7 +212,7 @@ def check_chat(body: ChatBody) -> None:
     check_ranges(body)
     if body.top_logprobs is not None:
         _within("top_logprobs", body.top_logprobs, 0, MAX_PROMPT_LOGPROBS)
-        if not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.tool_use.must_call and body.structure.text:
         field = body.structure.field
@@ -219,6 +223,8 @@ def check_chat(body: ChatBody) -> None:
 
 
 def check_ranges(body: GenerateBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true; leave it out", "stream_options")
     if body.prompt_logprobs is not None:
         _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if body.stream:
@@ -245,8 +251,8 @@ def check_ranges(body: GenerateBody) -> None:
         _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
     _within("priority", body.priority, -(2**31), 2**31 - 1)
     _within("n", body.n, 1, MAX_CHOICES)
-    for bias in body.logit_bias.values():
-        _within("logit_bias", bias, -100.0, 100.0)
+    for token_id, bias in body.logit_bias.items():
+        _within(f"logit_bias of token {cut(token_id)}", bias, -100.0, 100.0, param="logit_bias")
     _within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
     if "" in body.stops:
         raise RequestError("a stop string is empty; leave it out", "stop")

@@ -72,7 +72,7 @@ class ResponseEncoder(ABC):
         """A chunk's choice object up to its text, without the closing brace."""
 
     @abstractmethod
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         """The chunk that opens a choice, in pieces; may be empty. ``prompt_ids`` are set for return_token_ids."""
 
     @abstractmethod
@@ -96,14 +96,14 @@ class ResponseEncoder(ABC):
         parts += [b',"logprobs":', _encode(self._logprobs(tokens)), b',"finish_reason":', reason]
         if token_ids is not None:
             parts += [b',"token_ids":', _encode(token_ids)]
-        parts += [b"}", self._no_usage if usage is None else self._usage(usage)]
+        parts += [b"}", self._end(usage)]
         return b"".join(parts)
 
-    def echo_chunk(self, index: int, text: str, table: LogprobTable | None) -> Iterator[bytes]:
+    def echo_chunk(self, index: int, text: str, table: LogprobTable | None, usage: Usage | None) -> Iterator[bytes]:
         """A chunk with the text of a prompt and its log-probabilities, in pieces."""
         yield self._chunk_head + self._chunk_choice(index, text, False) + b',"logprobs":'
         yield from json_pieces(self._table_logprobs(None if table is None else [table]))
-        yield b',"finish_reason":null}' + self._no_usage
+        yield b',"finish_reason":null}' + self._end(usage)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """``chunk`` with nothing but text: most of them."""
@@ -112,6 +112,9 @@ class ResponseEncoder(ABC):
     def usage_chunk(self, usage: Usage) -> bytes:
         """The last chunk before [DONE], without choices."""
         return self._chunk_head + self._usage(usage)
+
+    def _end(self, usage: Usage | None) -> bytes:
+        return self._no_usage if usage is None else self._usage(usage)
 
     def _usage(self, usage: Usage) -> bytes:
         return b'],"usage":' + _encode(UsageInfo.of(usage)) + b"}\n\n"
@@ -132,12 +135,12 @@ class CompletionEncoder(ResponseEncoder):
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         return b'{"index":%d,"text":%b' % (index, _encode(text))
 
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         if prompt_ids is not None:
             choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
             yield self._chunk_head + _encode(choice)[:-1] + b',"prompt_token_ids":'
             yield from json_pieces(lazy_numbers(prompt_ids))
-            yield b"}" + self._no_usage
+            yield b"}" + self._end(usage)
 
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]
@@ -168,15 +171,15 @@ class ChatEncoder(ResponseEncoder):
             return b'{"index":%d,"delta":{}' % index
         return b'{"index":%d,"delta":{"content":%b}' % (index, _encode(text))
 
-    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None) -> Iterator[bytes]:
+    def first_chunk(self, index: int, prompt_ids: Sequence[int] | None, usage: Usage | None) -> Iterator[bytes]:
         delta = {"role": "assistant", "content": ""}
         choice = self._chunk_head + _encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
         if prompt_ids is None or index:
-            yield choice + self._no_usage
+            yield choice + self._end(usage)
         else:
             yield choice + b'],"prompt_token_ids":'
             yield from json_pieces(lazy_numbers(prompt_ids))
-            yield self._no_usage[1:]
+            yield self._end(usage)[1:]
 
     def full_response(
         self, choices: Sequence[FinishedChoice], usage: Usage, prompts: Sequence[dict[str, Any]]

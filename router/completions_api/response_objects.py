@@ -46,7 +46,7 @@ class CompletionLogprobs(Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -138,7 +138,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], nu
     return CompletionLogprobs(
         tokens=[_token_text(tokenizer, token.token_id) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[_top_logprobs(tokenizer, token, num_top) for token in tokens] if num_top else None,
+        top_logprobs=[_top_logprobs(tokenizer, token, num_top) for token in tokens],
         text_offset=[token.offset for token in tokens],
     )
 
@@ -153,7 +153,7 @@ def lazy_completion_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable
     return CompletionLogprobs(
         tokens=lazy_list(lambda: (list(map(text, part)) for table in tables for part in parts(table.token_ids))),
         token_logprobs=lazy_list(lambda: (list(part) for table in tables for part in parts(table.logprobs))),
-        top_logprobs=lazy_list(lambda: (list(map(top, batch)) for batch in all_batches(tables))) if num_top else None,
+        top_logprobs=lazy_list(lambda: (list(map(top, batch)) for batch in all_batches(tables))),
         text_offset=lazy_list(lambda: (list(part) for table in tables for part in parts(table.offsets))),
     )
 

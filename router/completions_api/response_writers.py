@@ -24,6 +24,7 @@ from router.generation.generation import RequestGeneration
 from router.generation.job import Job
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
+from router.generation.usage import Usage
 
 MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
 _TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # in columns
@@ -224,8 +225,8 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
 
     def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
         super().__init__(encoder, body, jobs)
-        self._include_usage = body.stream_options.include_usage
-        self._continuous_usage = self._include_usage and body.stream_options.continuous_usage_stats
+        self._include_usage = body.usage_in_stream.include_usage
+        self._continuous_usage = self._include_usage and body.usage_in_stream.continuous_usage_stats
         self._opened: set[int] = set()
         self._detailed = body.num_logprobs >= 0 or body.return_token_ids
 
@@ -253,18 +254,23 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         if self._echo or self._return_token_ids:
             self.write_large(self._opening(index))
         else:
-            self._chunks += self._encoder.first_chunk(index, None)
+            self._chunks += self._encoder.first_chunk(index, None, self._usage)
 
     def _opening(self, index: int) -> Iterator[bytes]:
         prompt = self._prompt_of(index)
         prompt_ids = self.jobs[prompt].prompt.unpacked() if self._return_token_ids else None
-        yield from self._encoder.first_chunk(index, prompt_ids)
+        yield from self._encoder.first_chunk(index, prompt_ids, self._usage)
         text, table = self._echo_text(index), self._echo_logprobs(prompt)
         if text or table:
-            yield from self._encoder.echo_chunk(index, text, table)
+            yield from self._encoder.echo_chunk(index, text, table, self._usage)
+
+    @property
+    def _usage(self) -> Usage | None:
+        """The usage so far, for each chunk; None: chunks have none."""
+        return self.generation.usage if self._continuous_usage else None
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
-        usage = self.generation.usage if self._continuous_usage else None
+        usage = self._usage
         if not self._detailed and usage is None and not choice.finish_reason:
             return self._encoder.text_chunk(choice.index, text)
         if not self._detailed:

@@ -70,7 +70,7 @@ def make_response(
         items = StreamedOutputItems if body.stream else FullOutputItems
         return items(new_response(body, name, request_id, jobs[0].sampling), jobs, body, parsing, model.tokenizer)
     kind = _encoder_kind(body, parsing)
-    include_usage = body.stream and body.stream_options.include_usage
+    include_usage = body.usage_in_stream.include_usage
     encoder = kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), include_usage)
     if parsing is not None:
         assert isinstance(body, ChatBody)

@@ -94,6 +94,15 @@ def test_truncated_call_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
     assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"a": ']
 
 
+def test_forced_call_that_is_cut_off_is_left_out(sdk: openai.OpenAI, say: Any) -> None:
+    forced: Any = {"type": "function", "function": {"name": "f"}}
+    for text, calls in (('{"a": "b', []), ('{"a": "b"}', ['{"a": "b"}'])):
+        fields = say(text, finish="length")
+        choice = sdk.chat.completions.create(tools=TOOLS, tool_choice=forced, **fields).choices[0]
+        assert choice.finish_reason == "length"
+        assert [call.function.arguments for call in choice.message.tool_calls or []] == calls
+
+
 def test_tools_and_earlier_calls_reach_the_prompt(
     sdk: openai.OpenAI, say: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer, request: pytest.FixtureRequest
 ) -> None:

@@ -106,7 +106,8 @@ def test_echoed_texts_have_offsets(client: httpx.Client, tokenizer: Tokenizer) -
         choice = post(client, prompt=prompt, max_tokens=4, logprobs=0, echo=True)["choices"][0]
         logprobs = choice["logprobs"]
         assert choice["text"].startswith(text)
-        assert logprobs["top_logprobs"] is None
+        assert logprobs["top_logprobs"][0] is None
+        assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:]), "each token's own entry"
         offsets = logprobs["text_offset"]
         assert offsets == sorted(offsets)
         assert offsets[len(tokenizer.encode(text))] == len(text)

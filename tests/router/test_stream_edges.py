@@ -245,6 +245,15 @@ def test_stream_ends_with_finish_reason_and_usage(client: httpx.Client, play: An
     assert "usage" not in stream(client, body)[0]
 
 
+def test_every_chunk_of_a_chat_has_usage_if_asked_for(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
+    body = play(saying(tokenizer.encode("abc")))
+    del body["prompt"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = stream(client, {**body, "messages": [HELLO], "stream_options": options}, path="/v1/chat/completions")
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
+
+
 def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     body = play(saying(tokenizer.encode("hey")))
     del body["prompt"]
@@ -254,6 +263,19 @@ def test_chat_stream_opens_with_the_role(client: httpx.Client, play: Any, tokeni
     assert "".join(delta.get("content", "") for delta in deltas) == "hey"
     assert {chunk["object"] for chunk in received[:-1]} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in received[:-1]}) == 1
+
+
+def test_null_content_is_an_empty_text(
+    client: httpx.Client, play: Any, scripted_node: ScriptedNode, tokenizer: Tokenizer
+) -> None:
+    body = play(saying(tokenizer.encode("hey")))
+    del body["prompt"]
+    prompts = []
+    for content in (None, ""):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}, HELLO]
+        assert client.post("/v1/chat/completions", json={**body, "messages": messages}).status_code == 200
+        prompts.append(scripted_node.seen[body["cache_salt"]].prompt)
+    assert prompts[0] == prompts[1]
 
 
 def test_requests_without_seed_get_different_seeds(

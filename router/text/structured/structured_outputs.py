@@ -76,6 +76,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(text: str) -> str:
     """llguidance's Lark variant; GBNF and other EBNF (``root ::= …``) is translated. Raises RequestError."""
+    if not text.strip():
+        raise RequestError("the grammar is empty; give at least the rule start")
     return grammars.from_ebnf(text) if "::=" in text else text
 
 
