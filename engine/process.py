@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Failed, Heartbeat, Ready, Shutdown
+from engine.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnectorScheduler
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -56,7 +56,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
         return 0
     assert isinstance(configure, Configure), configure
     try:
-        ranks, kv = build_ranks(configure, channel)
+        ranks, ready = build_ranks(configure, channel)
     except Exception as exc:
         if not isinstance(exc, PdserveError):
             log_failure(_log, exc)
@@ -69,7 +69,7 @@ def _serve(channel: Channel, heartbeats: socket.socket) -> int:
     engine = Engine(_scheduler(configure.config, ranks.kv_layout, grammars, configure.agent), ranks, channel)
     gc.collect()
     gc.freeze()
-    channel.send(Ready(ranks.kv_layout, kv))
+    channel.send(ready)
     timeout, send = configure.config.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
     HeartbeatSender(engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for).start()
     try:

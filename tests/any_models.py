@@ -35,6 +35,7 @@ _SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "head_dim": 16,
     "vocab_size": 128,
+    "sliding_window": 8,
     "max_position_embeddings": 512,
     "n_positions": 512,
     "layer_types": None,
@@ -44,13 +45,61 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
-#: Sizes of types that only the sweep over all types builds. None: the type's own.
+_FULL = {"layer_types": ["full_attention"] * 3}
+_DECODER = {"is_decoder": True}
+_BERTS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert")
+_BERTS += ("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod")
+#: Fields without which a type has no causal attention in every layer. docs/models.md names them.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_BERTS, _DECODER),
+    **dict.fromkeys(("lfm3", "minimax", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _FULL),
+    "granitemoehybrid": _FULL,
+    "lfm2_moe": _FULL,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_NO_LAYER_TYPES: dict[str, Any] = {"layer_types": ...}
+#: Sizes of types that only the sweep over all types builds. ``...``: the type's own.
 _MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("bamba", "nemotron_h", "qwen4_exp", "recurrent_gemma", "zamba", "zamba2"), _NO_LAYER_TYPES),
+    "blenderbot": {"decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_layers": 3},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96},
+    },
     "dots1": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "dots3_note_text": {
+        **_FULL,
+        "shared_experts_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "falcon_h1": {
+        **_NO_LAYER_TYPES,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
-    "lfm2_moe": {"layer_types": ["full_attention"] * 3, "num_dense_layers": 1},
+    "lfm2_moe": {"num_dense_layers": 1},
+    "llama4_text": {"floor_scale": 8},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "plbart": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
+    "reformer": _DECODER,
+    "whisper": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
 }
+#: Sizes of the parts of multimodal models that are no text decoder.
+_SMALL_PART = {"depth": 1, "embed_dim": 64, "output_dim": 64, "out_hidden_size": 64, "num_blocks": 1}
 _LARGEST = 20_000_000  # parameters
 #: Of models with latent attention (DeepSeek).
 _SMALL_LATENT: dict[str, Any] = {
@@ -92,14 +141,13 @@ def small_config(model_type: str, **overrides: Any) -> Any:
     """Return a small config of a type: of the sizes here, those that the type has."""
     config_of: Any = transformers.AutoConfig.for_model
     usual = config_of(model_type)
-    known = usual.to_dict().keys() | getattr(usual, "attribute_map", {}).keys()
-    sizes = {
-        **_SMALL,
-        **(_SMALL_LATENT if "kv_lora_rank" in known else {}),
-        **FAMILIES.get(model_type, _MORE.get(model_type, {})),
-        **overrides,
-    }
-    chosen = {name: value for name, value in sizes.items() if name in known}
+    sizes = FAMILIES.get(model_type, CONDITIONS.get(model_type, {}) | _MORE.get(model_type, {})) | overrides
+    chosen = _known_sizes(usual, sizes)
+    for name, part in vars(usual).items():
+        if isinstance(part, transformers.PreTrainedConfig) and name not in chosen:
+            is_text = part.model_type in transformers.CONFIG_MAPPING
+            small = small_config(part.model_type).to_dict() if is_text else _known_sizes(part, _SMALL_PART)
+            chosen[name] = small
     while True:
         try:
             return config_of(model_type, **chosen)
@@ -108,3 +156,9 @@ def small_config(model_type: str, **overrides: Any) -> Any:
             if found is None or found.group(1) not in chosen:
                 raise
             del chosen[found.group(1)]
+
+
+def _known_sizes(usual: Any, more: dict[str, Any]) -> dict[str, Any]:
+    known = usual.to_dict().keys() | getattr(usual, "attribute_map", {}).keys()
+    sizes = {**_SMALL, **(_SMALL_LATENT if "kv_lora_rank" in known else {}), **more}
+    return {name: value for name, value in sizes.items() if name in known and value is not ...}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -16,14 +17,17 @@ from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
 from engine.executor.rank_messages import Assign
 from engine.executor.rank_processes import RankChannel, RankProcesses, start_rank
-from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, Rendezvous, listen
+from engine.executor.rendezvous import RENDEZVOUS_TIMEOUT, JoinedRank, Rendezvous, listen
 from engine.ipc.channel import Channel, ChannelClosed
 from engine.ipc.frames import framed
-from engine.ipc.messages import Configure, Failed, Progress
+from engine.ipc.messages import Configure, Failed, Progress, Ready
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.triton_hosts import without_triton
 from pdserve.process import EXIT_FAILED
 from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
+
+_log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 
@@ -51,8 +55,8 @@ def build_rank(
     return Rank(model_runner, kv_connector), kv
 
 
-def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[RankKV, ...]]:
-    """Load all ranks of a node. Return them, and what peers need to read from them; empty without connector.
+def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, Ready]:
+    """Load all ranks of a node. Return them, and what the frontend needs to know of them.
 
     Raises the error of a node's only rank. When one of several ranks fails, now or later, this process sends the
     frontend the error and exits.
@@ -64,7 +68,7 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[Ra
     config = configure.config
     if config.parallel.num_ranks == 1:
         rank, kv = build_rank(config, configure.agent, "", progress, channel.wake)
-        return rank, (kv,) if configure.agent else ()
+        return rank, Ready(rank.kv_layout, (kv,) if configure.agent else (), config.decision)
     channels, configs = _start_ranks(configure, progress)
     agents = [f"{configure.agent}-r{rank}" if configure.agent else "" for rank in range(len(configs))]
     rendezvous, address = _open_rendezvous(configure.placement.listen)
@@ -75,7 +79,8 @@ def build_ranks(configure: Configure, channel: Channel) -> tuple[Ranks, tuple[Ra
         rank, kv = build_rank(configs[0], agents[0], rendezvous, progress, channel.wake)
     ready = others.wait_ready()
     executor = Executor(rank, others, OutputAggregator(config.parallel, config.shares), channel.wake)
-    return executor, (kv, *(other.kv for other in ready)) if configure.agent else ()
+    kvs = (kv, *(other.kv for other in ready)) if configure.agent else ()
+    return executor, Ready(executor.kv_layout, kvs, configs[0].decision)
 
 
 def _start_ranks(
@@ -85,21 +90,26 @@ def _start_ranks(
     config, placement = configure.config, configure.placement
     num_local, parallel = len(placement.devices), config.parallel
     timeout = config.peer_timing.answer_timeout
-    configs = [
-        msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
-        for rank, device in enumerate(placement.devices)
-    ]
-    remote: list[RankChannel] = []
+    joined: dict[int, JoinedRank] = {}
     if placement.listen:
         missing = range(num_local, parallel.num_ranks)
         with listen(placement.listen) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(RENDEZVOUS_TIMEOUT)
-        for rank in missing:
-            hello, sock = joined[rank]
-            own = config.for_rank(rank, hello.device)
-            configs.append(msgspec.structs.replace(own, model_dir=hello.model_dir, threads=hello.threads))
-            remote.append(RankChannel(parallel.position(rank), sock, timeout))
+        hellos = (joined[rank][0] for rank in missing)
+        problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
+        config = without_triton(config, problems)
+        if config.decision != configure.config.decision:
+            _log.warning("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+    configs = [
+        msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
+        for rank, device in enumerate(placement.devices)
+    ]
+    remote: list[RankChannel] = []
+    for rank, (hello, sock) in sorted(joined.items()):
+        own = config.for_rank(rank, hello.device)
+        configs.append(msgspec.structs.replace(own, model_dir=hello.model_dir, threads=hello.threads))
+        remote.append(RankChannel(parallel.position(rank), sock, timeout))
     local = [start_rank(parallel.position(rank), timeout) for rank in range(1, num_local)]
     return local + remote, configs
 

@@ -31,7 +31,7 @@ MAX_HELLO_BYTES = 1 << 19  # any program may connect to the port; a layer's tens
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A rank on another host; ``device``, ``model_dir`` and ``threads`` are that host's."""
+    """A rank on another host; ``device``, ``model_dir``, ``threads`` and ``triton_problem`` are that host's."""
 
     rank: int
     parallel: ParallelConfig
@@ -41,6 +41,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     device: DeviceInfo
     model_dir: str
     threads: int
+    host: str  # its name
+    triton_problem: str  # why it runs no Triton kernels; empty if it does
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -197,6 +197,8 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         device=device,
         model_dir=config.model_dir,
         threads=threads,
+        host=socket.gethostname(),
+        triton_problem=config.triton_problem,
     )
 
 

@@ -86,6 +86,7 @@ class EngineClient:
         self._full_step = config.max_batch_tokens, config.max_num_seqs
         self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, where memory is measured
+        self.decision = config.decision  # likewise until ranks on other hosts have joined
         self.ranks: tuple[RankKV, ...] = ()
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[Batch], None] = lambda batch: None
@@ -118,7 +119,7 @@ class EngineClient:
         await loop.create_connection(lambda: _EngineProtocol(self._receive, lambda: None), sock=heartbeats)
         self.send(Configure(config, self._agent, self._placement))
         ready = await self._started
-        self.ranks, self.kv_layout = ready.ranks, ready.kv_layout
+        self.ranks, self.kv_layout, self.decision = ready.ranks, ready.kv_layout, ready.decision
         total = ready.kv_layout.num_blocks
         self.status = Status(total, 0, 0, 0, total, 0, 0, 0, Totals())
 

@@ -149,6 +149,6 @@ class Node:
     def _describe_cache(self) -> str:
         config, layout = self._context.config, self._engine.kv_layout
         return (
-            f"runner {config.decision.runner}, {layout.num_blocks} KV blocks of {layout.block_size} tokens "
+            f"runner {self._engine.decision.runner}, {layout.num_blocks} KV blocks of {layout.block_size} tokens "
             f"(kernel pages of {layout.kernel_block_size}), up to {config.max_model_len} tokens"
         )

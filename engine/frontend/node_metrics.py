@@ -66,7 +66,7 @@ def _info(node: NodeContext) -> Metric:
         "node_id": node.node_id,
         "role": node.role,
         "model": node.config.served_model_name,
-        "runner": node.config.decision.runner,
+        "runner": node.engine.decision.runner,
         "version": version("pdserve"),
         "compat_hash": node.compat_hash,
     }

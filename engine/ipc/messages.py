@@ -33,6 +33,7 @@ from enum import StrEnum
 import msgspec
 
 from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
 from pdserve.process import one_line
@@ -174,6 +175,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     kv_layout: KVLayout  # as allocated; the configuration's layout is an estimate if the runner measures memory
     ranks: tuple[RankKV, ...]  # empty without connector
+    decision: Decision  # the configuration's, unless ranks on other hosts lack something
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -36,6 +36,7 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
     has_triton: bool  # the package is installed
     has_flashinfer: bool  # the package is installed
     interpreted: bool = False  # Triton's interpreter is on, also on a GPU
+    triton_error: str = ""  # of a kernel that was tried here
 
     @property
     def triton_problem(self) -> str | None:
@@ -44,7 +45,7 @@ class Platform(msgspec.Struct, frozen=True, kw_only=True):
             return "the package triton is not installed"
         if self.device != "cuda" and not self.interpreted:
             return "Triton needs a CUDA GPU, or TRITON_INTERPRET=1 for its interpreter"
-        return None
+        return self.triton_error or None
 
 
 def find_platform(device: str, environ: Mapping[str, str]) -> Platform:
@@ -81,7 +82,7 @@ def problems(
         found += [
             None if platform.device == "cuda" else "it needs a CUDA GPU",
             None if platform.has_flashinfer else "the package flashinfer is not installed",
-            None if platform.has_triton else "the package triton, for what is between its kernels, is not installed",
+            platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
             None if head_dim in _FLASHINFER_HEAD_DIMS else f"head_dim {head_dim} is not one of 64, 128, 256",
         ]

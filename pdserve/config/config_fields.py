@@ -39,6 +39,7 @@ class ConfigFields:
         """Raises CheckpointError unless the file is a JSON object of bounded size and depth."""
         self.path = path
         self.defaults: Mapping[str, Any] = {}
+        self.remedy = "download the checkpoint again"  # for a field that is missing
         if not os.path.exists(path):
             raise self.error("does not exist; a model directory holds config.json, a tokenizer and *.safetensors")
         self.values = read_object(path, _MAX_BYTES)
@@ -60,7 +61,7 @@ class ConfigFields:
         """Return a whole number from ``least`` to ``LARGEST[name]``."""
         value = self.get(name, default)
         if value is None:
-            raise self.error(f"lacks {name!r}; download the checkpoint again")
+            raise self.error(f"lacks {name!r}; {self.remedy}")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST[name]:
             raise self.error(
                 f"has {name} = {shown(value)}; it must be a whole number from {least} to {LARGEST[name]}. {REMEDY}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.any_decoder import read_heads, rename_fields
+from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
@@ -165,7 +165,7 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> Mo
         **read_heads(fields),
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=read_positions(fields),
         dtype=_dtype(fields),
         weight_format=weight_format,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),

@@ -99,6 +99,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     costs: SimulatedCosts | None = None  # None unless simulated
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
+    triton_problem: str = ""  # why this host runs no Triton kernels
 
     @property
     def position(self) -> RankPosition:

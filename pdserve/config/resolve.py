@@ -22,11 +22,12 @@ from pdserve.config.attention_backends import (
     find_platform,
 )
 from pdserve.config.hub import resolve_model
-from pdserve.config.model_config import TRANSFORMERS, ModelConfig, load_model_config
+from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
+from pdserve.config.triton_hosts import try_triton
 from pdserve.config.weight_formats import UNQUANTIZED
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, group_layers
@@ -37,6 +38,8 @@ _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs,
 # A larger step fills a GPU better, a smaller one holds others up less.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}
 _STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothing to do before the first step's end
+
+_IMPL_REASONS = {NATIVE: "its architecture has native layers", TRANSFORMERS: "its architecture has no native layers"}
 
 
 def resolve(
@@ -49,8 +52,8 @@ def resolve(
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
     model = load_model_config(model_dir, options.model_impl)
-    platform = platform or find_platform(device.kind, environ)
-    choices: list[str] = []
+    platform = platform or _try_platform(options, device, environ, model)
+    choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
@@ -80,7 +83,16 @@ def resolve(
         costs=_choose_costs(options, choices),
         compat_fields=_compat_fields(model, model_dir, options, layout),
         choices=tuple(choices),
+        triton_problem=platform.triton_problem or "",
     )
+
+
+def _try_platform(options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str], model: ModelConfig) -> Platform:
+    """Return the platform of this process; where Triton may be used, after a kernel has been tried."""
+    found = find_platform(device.kind, environ)
+    if options.simulated or model.impl == TRANSFORMERS or found.triton_problem:
+        return found
+    return msgspec.structs.replace(found, triton_error=try_triton(device, found.interpreted))
 
 
 def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str:

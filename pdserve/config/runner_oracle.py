@@ -43,6 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     runner: str  # a name in RUNNERS, or "simulated"
     reasons: tuple[str, ...]
+    forced: bool = False  # by PDSERVE_USE_V2_MODEL_RUNNER
 
 
 class Lack(msgspec.Struct, frozen=True):
@@ -193,7 +194,7 @@ def _forced(facts: Facts, variable: str) -> Decision:
         raise ConfigError(
             f"{VARIABLE}={variable}, but {record.name} cannot run this: {'; '.join(obstacles)}. Change that or unset it"
         )
-    return Decision(record.name, (f"{VARIABLE}={variable}",))
+    return Decision(record.name, (f"{VARIABLE}={variable}",), forced=True)
 
 
 def _preferred(record: RunnerRecord, facts: Facts) -> tuple[str, ...]:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from any_models import small_config
 
+from pdserve.config.attention_backends import Platform
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CheckpointError, ConfigError
 
 GPU = DeviceInfo(kind="cuda", index=0, name="a GPU", memory=80 << 30)
+PLATFORM = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 
 NATIVE = ["llama", "mistral", "qwen3"]
 REASONS = {
@@ -33,7 +35,7 @@ def resolved(
     values = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16"} | fields
     (path / "config.json").write_text(json.dumps(values))
     options = NodeOptions(model=str(path), load_format="dummy", max_model_len=64, model_impl=impl)
-    return resolve(options, GPU, {} if variable is None else {VARIABLE: variable})
+    return resolve(options, GPU, {} if variable is None else {VARIABLE: variable}, PLATFORM)
 
 
 def type_name(model_type: str) -> str:
@@ -47,12 +49,14 @@ def type_name(model_type: str) -> str:
 def test_dense_native_families_run_on_v2(model_type: str, tmp_path: Path) -> None:
     config = resolved(tmp_path, model_type)
     assert (config.model.impl, config.decision.runner) == ("native", "V2")
+    assert config.choices[0] == "model_impl=native: its architecture has native layers"
 
 
 @pytest.mark.parametrize("model_type", REASONS)
 def test_other_architectures_run_on_v1_for_named_reasons(model_type: str, tmp_path: Path) -> None:
     config = resolved(tmp_path, model_type)
     assert (config.model.impl, config.decision.runner, config.attention_backend) == ("transformers", "V1", "torch")
+    assert config.choices[0] == "model_impl=transformers: its architecture has no native layers"
     for reason in REASONS[model_type]:
         assert any(found.startswith(reason) for found in config.decision.reasons)
 
@@ -85,4 +89,4 @@ def test_several_ranks_are_refused_for_transformers_layers(tmp_path: Path) -> No
     resolved(tmp_path, "opt")
     options = NodeOptions(model=str(tmp_path), load_format="dummy", tp=2)
     with pytest.raises(ConfigError, match="pp 1 and tp 2: OPTForCausalLM runs through transformers"):
-        resolve(options, GPU, {})
+        resolve(options, GPU, {}, PLATFORM)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints import change_weight, reference_greedy, reference_model
-from fleet import NODE_FLAGS, Fleet, add_tokenizer
+from fleet import NODE_FLAGS, RUNNER_ENVIRONMENTS, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
 
 from engine.executor.multi_host import LocalRanks, local_ranks_from
@@ -92,6 +92,31 @@ def test_a_killed_rank_on_another_host_ends_the_node(checkpoint: Path, elsewhere
         status, lines = other.end()
     assert status == 1
     assert lines[-1] == "pdserve: error: rank 1 (stage 0, shard 1) was killed by SIGKILL"
+
+
+def test_a_host_without_triton_keeps_the_node_on_v1(checkpoint: Path, elsewhere: Path, leader: str) -> None:
+    """The leader's kernels run, in Triton's interpreter; those of the other host do not."""
+    split = ("--tp", "2", "--leader", leader, "--block-size", "16")
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1"):
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"], {"TRITON_INTERPRET": "1"})
+        fleet.start_router(checkpoint)
+        fleet.wait_ready()
+        assert fleet.complete(PROMPT, 12) == reference_greedy(reference_model(checkpoint), PROMPT, 12)
+        description = node.describe()
+    assert description.runner == "V1"
+    assert f"rank 1 on {socket.gethostname()}: Triton needs a CUDA GPU" in description.runner_reasons[0]
+
+
+def test_a_forced_v2_fails_with_the_rank_whose_host_lacks_triton(
+    checkpoint: Path, elsewhere: Path, leader: str
+) -> None:
+    split = ("--tp", "2", "--leader", leader, "--block-size", "16")
+    with Fleet() as fleet, host(elsewhere, *split, "--rank", "1"):
+        node = fleet.start_decode(checkpoint, [*FLAGS, *split, "--rank", "0"], RUNNER_ENVIRONMENTS["V2"])
+        fleet.wait_until(lambda: node.child.state == "ended", 30.0)
+        error = node.child.last_lines[-1]
+    assert "V2 cannot run on all hosts" in error
+    assert f"rank 1 on {socket.gethostname()}: Triton needs a CUDA GPU" in error
 
 
 @pytest.mark.parametrize(

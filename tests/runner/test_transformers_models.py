@@ -20,6 +20,7 @@ from stepper import Stepper
 from torch import Tensor
 
 import runner
+from pdserve.config.model_config import load_model_config
 from pdserve.errors import CheckpointError, ConfigError, PdserveError
 from runner.models.from_transformers.attention_calls import window_of
 
@@ -32,10 +33,9 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(3, 128) for _ in range(length)] for length in lengths]
 
 
-def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto") -> None:
-    built = runner.build(
-        node_config(directory, impl=impl, device=DEVICE, max_model_len=500), lambda stage, fraction: None
-    )
+def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto", max_model_len: int = 500) -> None:
+    config = node_config(directory, impl=impl, device=DEVICE, max_model_len=max_model_len)
+    built = runner.build(config, lambda stage, fraction: None)
     reference = reference_model(directory)
     wanted, stepper = prompts(1, 15, 16, 33, 70), Stepper(built)
     try:
@@ -43,13 +43,50 @@ def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto") -> None:
             found = stepper.generate(wanted, NUM_TOKENS, chunk=chunk, stagger=stagger)
             for prompt, sequence in zip(wanted, found, strict=True):
                 assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
+        assert outputs_after_prefix_hits(stepper, wanted[-1]) == [found[-1].output] * 2
     finally:
         built.close()
+
+
+def outputs_after_prefix_hits(stepper: Stepper, prompt: list[int]) -> list[list[int]]:
+    """Return the outputs of two sequences that begin with the KV of a third one, which still runs."""
+    first = stepper.add(prompt)
+    stepper.step()
+    blocks, size = stepper.live[first].blocks, stepper.runner.kv_layout.block_size
+    hits = []
+    for shared in (1, len(prompt) // size):
+        hits.append(stepper.add(prompt))
+        hit = stepper.live[hits[-1]]
+        hit.blocks, hit.computed = blocks[:shared].copy(), shared * size
+    while any(len(stepper.live[seq].output) < NUM_TOKENS for seq in hits):
+        stepper.step(chunk=9)
+    return [stepper.live[seq].output[:NUM_TOKENS] for seq in hits]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert_greedy_tokens_are_exact(make_any_checkpoint(tmp_path / "model", model_type))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["bert", "dbrx", "gemma3", "llama4_text", "modernbert-decoder", "granitemoehybrid"]
+)
+def test_unusual_configs_and_models_are_exact(model_type: str, tmp_path: Path) -> None:
+    """They have a causal flag, nested sizes, a part for images, tuned queries, a head named decoder, a layer list."""
+    assert_greedy_tokens_are_exact(make_any_checkpoint(tmp_path / "model", model_type))
+
+
+def test_longrope_is_served_up_to_the_length_that_changes_it(tmp_path: Path) -> None:
+    factors: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 100,
+    } | factors
+    overrides: dict[str, Any] = {"rope_parameters": rope, "original_max_position_embeddings": 100}
+    directory = make_any_checkpoint(tmp_path / "model", "phi3", **overrides)
+    assert_greedy_tokens_are_exact(directory, max_model_len=100)
+    assert load_model_config(directory).max_position_embeddings == 100
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -66,15 +103,19 @@ def test_a_window_that_only_the_mask_knows_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "overrides", "reason"),
     [
-        ("falcon", {}, "does not call a given attention function in FalconForCausalLM"),
+        ("falcon", {}, "FalconForCausalLM cannot run .* do not call a given attention function"),
         ("bloom", {}, "lacks 'max_position_embeddings'"),
         ("mamba", {}, "lacks 'num_attention_heads'"),
-        ("gptj", {}, "does not call a given attention function in GPTJForCausalLM"),
+        ("gptj", {}, "GPTJForCausalLM cannot run .* do not call a given attention function"),
         ("jamba", {}, "attention ran 0 times"),
-        ("bert", {}, r"BertLMHeadModel cannot run .* attends to later tokens"),
+        ("bert", {"is_decoder": False}, r"BertLMHeadModel cannot run .* attends to later tokens"),
         ("diffllama", {}, "each layer attends once"),
         ("doge", {}, "layer 0 changes its mask"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, r"attention ran 1 times, in layers \[1\] of 3"),
+        ("llama4_text", {"attention_chunk_size": 16}, "neither causal nor a sliding window"),
+        ("moshi", {"sliding_window": 8}, "more tokens than the 8 that transformers' cache keeps"),
+        ("falcon_h1", {}, "logits on the paged KV cache differ"),
+        ("codegen", {}, "do not call a given attention function"),
         ("gemma3_text", {"use_bidirectional_attention": True}, r"neither causal nor a sliding window|later tokens"),
     ],
 )

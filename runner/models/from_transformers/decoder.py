@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
@@ -24,7 +25,7 @@ from runner.models.from_transformers.attention_calls import (
     register,
     run_with,
 )
-from runner.models.from_transformers.loading import LIBRARY_ERRORS, build_model
+from runner.models.from_transformers.loading import LIBRARY_ERRORS, NO_INTERFACE, build_model
 from runner.placement import TensorPlacement
 
 
@@ -45,8 +46,7 @@ class TransformersDecoder:
         """
         register()
         self._model = build_model(model_dir, self._placement, PAGED, dummy=dummy)
-        self._body: Any = self._model.get_decoder()
-        self._place = _place_of(self._model, self._body)
+        self._body = _body_of(self._model)
         if "position_ids" not in inspect.signature(self._body.forward).parameters:
             raise self._refusal("its layers take no positions, so sequences cannot share a step")
         try:
@@ -54,7 +54,8 @@ class TransformersDecoder:
         except ConfigError as exc:
             raise self._refusal(str(exc)) from exc
         except LIBRARY_ERRORS as exc:
-            raise self._refusal(f"its layers fail on two tokens: {shown(str(exc))}") from exc
+            known = "" if self._model._supports_attention_backend else NO_INTERFACE + "; "
+            raise self._refusal(f"{known}its layers fail on two tokens: {shown(str(exc))}") from exc
 
     @torch.inference_mode()
     def __call__(
@@ -75,13 +76,13 @@ class TransformersDecoder:
 
         The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply.
         """
-        parent, name = self._place
-        setattr(parent, name, _GivenOutput(self._output_class(last_hidden_state=hidden[None])))
+        given = self._output_class(last_hidden_state=hidden[None])
+        self._body.forward = lambda *args, **kwargs: given
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            setattr(parent, name, self._body)
+            del self._body.forward
         return logits
 
     @torch.inference_mode()
@@ -117,7 +118,19 @@ class TransformersDecoder:
                     f"layer {layer} has {sizes} query heads, KV heads and head size where config.json says "
                     f"{expected}; layers that differ from it are not supported"
                 )
+        self._check_windows(calls)
         return tuple(calls.specs[layer] for layer in range(config.num_layers))
+
+    def _check_windows(self, calls: TracedCalls) -> None:
+        """Raise ConfigError if the library's cache forgets tokens to which a layer's mask attends."""
+        positions = self.config.max_position_embeddings
+        for layer, cached in enumerate(DynamicCache(config=self._model.config).layers):
+            kept = getattr(cached, "sliding_window", None) or positions
+            if layer in calls.specs and kept < min(calls.specs[layer].window or positions, positions):
+                raise ConfigError(
+                    f"layer {layer} attends to more tokens than the {kept} that transformers' cache keeps, so what "
+                    "the model was trained with is not known"
+                )
 
     def _run_body(self, ids: Tensor, positions: Tensor, calls: AttentionCalls) -> Tensor:
         output = run_with(
@@ -132,19 +145,9 @@ class TransformersDecoder:
         return ConfigError(f"{self.config.architecture} cannot run through transformers here: {reason}")
 
 
-class _GivenOutput(nn.Module):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
-
-
-def _place_of(model: nn.Module, part: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that holds ``part``, and its attribute."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if child is part:
-                return parent, name
-    raise AssertionError("a model has its body as a part")
+def _body_of(model: Any) -> Any:
+    """Return the part of a model that turns token ids into hidden states. Raises ConfigError."""
+    for part in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        if part is not model and isinstance(part, PreTrainedModel):
+            return part
+    raise ConfigError(f"{type(model).__name__} has no part that returns hidden states")

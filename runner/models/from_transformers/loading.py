@@ -14,6 +14,8 @@ from runner.placement import TensorPlacement
 _SEED = 0  # of random weights
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
+NO_INTERFACE = "its layers do not call a given attention function"
+
 # What the library raises for checkpoints that it cannot read.
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 
@@ -34,9 +36,7 @@ def build_model(model_dir: Path, placement: TensorPlacement, attention: str, *, 
         model = _draw(config, placement, attention) if dummy else _read(model_dir, placement, attention)
     except LIBRARY_ERRORS as exc:
         if not model_class._supports_attention_backend:
-            raise ConfigError(
-                f"transformers does not call a given attention function in {model_class.__name__}"
-            ) from exc
+            raise ConfigError(f"{model_class.__name__} cannot run through transformers here: {NO_INTERFACE}") from exc
         raise CheckpointError(f"transformers cannot load {model_dir}: {shown(str(exc))}") from exc
     return model.to(placement.device).eval().requires_grad_(False)
 
