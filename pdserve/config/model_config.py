@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
-from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format
+from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format, storage_rules
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
 
@@ -59,7 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     quantization: dict[str, Any] = {}  # config.json's quantization_config
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
     impl: str = NATIVE  # or TRANSFORMERS
-    num_weights: int = 0  # parameters in the checkpoint's files; 0: not counted
+    num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
     num_experts: int = 0  # of each mixture; 0: dense
 
     @property
@@ -110,7 +110,7 @@ def load_model_config(model_dir: Path, impl: str = "auto") -> ModelConfig:
         return _any_decoder(model_dir, fields, architecture)
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
-    weight_format = read_weight_format(fields)
+    weight_format, quantization = read_weight_format(fields)
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
@@ -145,7 +145,7 @@ def load_model_config(model_dir: Path, impl: str = "auto") -> ModelConfig:
             AttentionSpec(scale=head_dim**-0.5, window=window) for window in family.windows(fields, num_layers)
         ),
         weight_format=weight_format,
-        quantization=fields.get("quantization_config") or {},
+        quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
     )
 
@@ -153,9 +153,10 @@ def load_model_config(model_dir: Path, impl: str = "auto") -> ModelConfig:
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> ModelConfig:
     """Read what the KV cache and the scheduler need of a model that runs through transformers."""
     rename_fields(fields)
-    weight_format = read_weight_format(fields)
+    weight_format, quantization = read_weight_format(fields)
     vocab_size = fields.integer("vocab_size")
     headers = read_headers(model_dir) if any(model_dir.glob("*.safetensors")) else {}
+    rules = storage_rules(weight_format, quantization) or ()
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -168,10 +169,11 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> Mo
         max_position_embeddings=read_positions(fields),
         dtype=_dtype(fields),
         weight_format=weight_format,
+        quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         impl=TRANSFORMERS,
         num_experts=fields.integer("num_experts", 0, least=0),
-        num_weights=sum(prod(tensor.shape) for tensors in headers.values() for tensor in tensors.values()),
+        num_weights=find_weights(model_dir, headers, rules).num_weights,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_digests import group_digests
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import (
@@ -28,7 +29,7 @@ from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shar
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.triton_hosts import try_triton
-from pdserve.config.weight_formats import UNQUANTIZED
+from pdserve.config.weight_formats import UNQUANTIZED, storage_rules
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, group_layers
 from pdserve.rpc.timeouts import PeerTiming
@@ -59,6 +60,8 @@ def resolve(
     decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
     layout = _choose_layout(options, device, model, parallel, dtype, backend, choices)
+    if options.reads_weights:
+        _check_weights(model, model_dir, dtype, choices)
     return NodeConfig(
         model_dir=str(model_dir),
         model=model,
@@ -81,7 +84,7 @@ def resolve(
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
-        compat_fields=_compat_fields(model, model_dir, options, layout),
+        compat_fields=_compat_fields(model, options, layout),
         choices=tuple(choices),
         triton_problem=platform.triton_problem or "",
     )
@@ -253,19 +256,28 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: Par
     return tokens
 
 
+def _check_weights(model: ModelConfig, model_dir: Path, dtype: str, choices: list[str]) -> None:
+    """Read the headers of the weights, so that broken files are found before anything starts."""
+    headers = read_headers(model_dir)
+    rules = storage_rules(model.weight_format, model.quantization)
+    if rules is None:
+        return
+    weights = find_weights(model_dir, headers, rules)
+    if rules:
+        choices.append(f"weights={weights.memory_cost(model.weight_format, dtype)}")
+
+
 def model_name(model: str) -> str:
     """Return the default served name: the directory's name, or the hub id."""
     path = Path(model)
     return path.resolve().name if path.exists() else model
 
 
-def _compat_fields(model: ModelConfig, model_dir: Path, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
+def _compat_fields(model: ModelConfig, options: NodeOptions, layout: KVLayout) -> dict[str, str]:
     """Return the fields that must be equal on both sides of a handoff; ``with_weight_digests`` adds the weights.
 
     A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
     """
-    if options.reads_weights:
-        read_headers(model_dir)  # a broken file is found before anything starts
     return {
         "architecture": model.architecture,
         "model_impl": model.impl,

@@ -82,7 +82,7 @@ class GenerateEndpoint:
         accounting.model = model.name
         limits = model.fleet.limits()
         prompts = await encode_prompts(body, model.encoder, limits)
-        grammar = await output_grammar(model, body, prompts[0])
+        grammar = output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
         prompts = await add_echo(prompts, body, model.encoder)
         jobs = [make_job(prompt, body, limits, grammar.text, model.defaults) for prompt in prompts]

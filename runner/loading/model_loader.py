@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.memory import check_room
-from runner.loading.weights import fill_random, load_weights
+from runner.loading.weights import fill_random, load_weights, open_weights
 from runner.models.decoder import Decoder
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
@@ -77,19 +78,20 @@ class LoadedModel:
 
     @torch.inference_mode()
     def _load(self, model_dir: str, progress: Callable[[float], None]) -> None:
-        dummy = self._config.load_format == "dummy"
-        if not isinstance(self.decoder, Decoder):
-            from runner.models.from_transformers.self_test import check_exactness
-
-            self.decoder.load(Path(model_dir), dummy=dummy)
-            error = check_exactness(self.decoder, self._config.kv_layout, self.placement)
-            _log.info(
-                "%s of transformers equals its eager forward within %.1e", self.decoder.config.architecture, error
-            )
+        path, dummy = Path(model_dir), self._config.load_format == "dummy"
+        opened = nullcontext() if dummy else open_weights(path, self._config.model, self.device, self.placement.stored)
+        with opened as weights:
+            if not isinstance(self.decoder, Decoder):
+                self.decoder.load(path, weights)
+            elif weights is None:
+                fill_random(dict(self.decoder.weight_shards()), seed=0)
+            else:
+                shards = dict(self.decoder.weight_shards())
+                load_weights(path, weights, shards, self.decoder.ignored_weights(), progress)
+        if isinstance(self.decoder, Decoder):
+            self.decoder.process_weights_after_loading()
             return
-        shards = dict(self.decoder.weight_shards())
-        if dummy:
-            fill_random(shards, seed=0)
-        else:
-            load_weights(Path(model_dir), shards, self.decoder.ignored_weights(), progress)
-        self.decoder.process_weights_after_loading()
+        from runner.models.from_transformers.self_test import check_exactness
+
+        error = check_exactness(self.decoder, self._config.kv_layout, self.placement)
+        _log.info("%s of transformers equals its eager forward within %.1e", self.decoder.config.architecture, error)

@@ -1,21 +1,29 @@
 """Fill existing tensors from safetensors or with random numbers, so a model never needs its memory twice.
 
-A rank that holds a part of a tensor reads only that part.
+A rank that holds a part of a tensor reads only that part. Quantized weights look like unquantized ones here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 
-from pdserve.checkpoint.weight_files import weight_files
+from pdserve.checkpoint.quantized_weights import find_weights
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.model_config import ModelConfig
+from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
 from runner.models.layers.weight_shard import WeightShard
+from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
+
+_log = logging.getLogger(__name__)
 
 _COMPUTED = (".rotary_emb.inv_freq",)  # buffers of old checkpoints that are computed here
 _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,62 +51,85 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
             memory.copy_(full[shard.index])
 
 
-def load_weights(
-    model_dir: Path, shards: Mapping[str, WeightShard], ignored: Collection[str], progress: Callable[[float], None]
-) -> None:
-    """Fill every shard from the checkpoint's tensor of that name, converting dtype and device.
+@contextmanager
+def open_weights(
+    model_dir: Path, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Yield a slice of safetensors for each weight, which reads nothing before it is indexed.
 
-    Tensors named in ``ignored`` are skipped. ``progress`` is called with the fraction filled. Raises CheckpointError
-    naming the tensor, and both shapes where they differ.
+    Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own. Raises
+    CheckpointError, also for what cannot be read in the body.
     """
-    missing = dict(shards)
-    total = sum(shard.memory.numel() for shard in shards.values())
-    done = 0
-    for path in weight_files(model_dir):
+    headers = read_headers(model_dir)
+    with ExitStack() as files:
         try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name.endswith(_COMPUTED) or name in ignored:
-                        continue
-                    shard = missing.pop(name, None)
-                    if shard is None:
-                        raise _unexpected(path, name, name in shards)
-                    _fill(path, name, shard, file.get_slice(name))
-                    done += shard.memory.numel()
-                    progress(done / total)
+            stored: dict[str, Any] = {}
+            for path, tensors in headers.items():
+                file = files.enter_context(safetensors.safe_open(path, framework="pt"))
+                stored.update((name, file.get_slice(name)) for name in tensors)
+            rules = storage_rules(model.weight_format, model.quantization)
+            if rules is None:
+                yield stored
+                return
+            weights = find_weights(model_dir, headers, rules)
+            if rules:
+                cost = weights.memory_cost(model.weight_format, str(dtype).removeprefix("torch."))
+                _log.info("weights are %s", cost)
+            yield {name: stored[name] for name in weights.plain} | {
+                name: DequantizedSlice(name, weight, stored, device, dtype)
+                for name, weight in weights.quantized.items()
+            }
         except (OSError, safetensors.SafetensorError) as exc:
             raise CheckpointError(
-                f"{path} cannot be read as safetensors ({exc}); download the checkpoint again"
+                f"{model_dir} cannot be read as safetensors ({exc}); download the checkpoint again"
             ) from exc
-    if missing:
-        names = ", ".join(list(missing)[:3])
+
+
+def load_weights(
+    model_dir: Path,
+    weights: Mapping[str, Any],
+    shards: Mapping[str, WeightShard],
+    ignored: Collection[str],
+    progress: Callable[[float], None],
+) -> None:
+    """Fill every shard from the weight of that name, converting dtype and device.
+
+    Weights named in ``ignored`` are skipped. ``progress`` is called with the fraction filled. Raises CheckpointError
+    naming the tensor, and both shapes where they differ.
+    """
+    total = sum(shard.memory.numel() for shard in shards.values())
+    done = 0
+    for name, source in weights.items():
+        if name.endswith(_COMPUTED) or name in ignored or (name not in shards and is_padding_bias(name, weights)):
+            continue
+        if name not in shards:
+            raise CheckpointError(
+                f"{model_dir}: tensor {name} has no place in the model that config.json describes; leaving it out "
+                "would change results. Check architectures, num_hidden_layers and the bias flags"
+            )
+        _fill(model_dir, name, shards[name], source)
+        done += shards[name].memory.numel()
+        progress(done / total)
+    if missing := [name for name in shards if name not in weights]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{model_dir} lacks the tensors {names}{more}; config.json and weights belong to different models"
+            f"{model_dir} lacks the tensors {', '.join(missing[:3])}{more}; config.json and weights belong to "
+            "different models"
         )
 
 
-def _fill(path: Path, name: str, shard: WeightShard, source: Any) -> None:
+def _fill(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
     """Copy the shard's part of ``source``, a slice of safetensors, which reads nothing before it is indexed."""
     shape = tuple(source.get_shape())
     if shape != shard.full_shape:
         raise CheckpointError(
-            f"{path}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
+            f"{model_dir}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
             "the two belong to different models"
         )
     part, memory = source[shard.index], shard.memory
     if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
         raise CheckpointError(
-            f"{path}: tensor {name} has dtype {source.get_dtype()}, which cannot become {memory.dtype}; the weight "
-            "format that config.json names is another. Download the checkpoint again"
+            f"{model_dir}: tensor {name} has dtype {source.get_dtype()}, which cannot become {memory.dtype}; the "
+            "weight format that config.json names is another. Download the checkpoint again"
         )
     memory.copy_(part)
-
-
-def _unexpected(path: Path, name: str, known: bool) -> CheckpointError:
-    if known:
-        return CheckpointError(f"{path}: tensor {name} is in the checkpoint twice; remove the second file")
-    return CheckpointError(
-        f"{path}: tensor {name} has no place in the model that config.json describes; "
-        "leaving it out would change results. Check architectures, num_hidden_layers and the bias flags"
-    )

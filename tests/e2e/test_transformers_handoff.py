@@ -10,9 +10,13 @@ import pytest
 from any_models import FAMILIES, make_any_checkpoint
 from checkpoints import reference_greedy, reference_model
 from fleet import add_tokenizer, start_fleet
+from quantized_checkpoints import quantize
 
 BLOCK, STEP, OUTPUT = 16, 64, 8  # tokens: of a block, a step and an answer
 FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-len", "400", "--threads", "1")
+
+#: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.
+QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -23,9 +27,14 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
-    """Prompts around block and step sizes, together and again from the prefix caches."""
-    directory = add_tokenizer(make_any_checkpoint(tmp_path / "model", model_type))
-    reference = reference_model(directory)
+    """Prompts around block and step sizes, together and again from the prefix caches.
+
+    The reference of a quantized checkpoint is the unquantized model of the same numbers in float32.
+    """
+    directory = plain = add_tokenizer(make_any_checkpoint(tmp_path / "model", model_type))
+    if model_type in QUANTIZED:
+        directory = quantize(plain, tmp_path / "quantized", QUANTIZED[model_type])
+    reference = reference_model(plain)
     shared = random_prompt(7, 2 * BLOCK + 3)
     prompts = [random_prompt(length, length) for length in (1, BLOCK, BLOCK + 1, 3 * STEP + 5)]
     prompts += [shared + random_prompt(100 + index, 3 * index + 1) for index in range(3)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from pdserve.config.model_config import load_model_config
 from pdserve.config.parallel import RankPosition, choose_parallel_config, num_parameters
 from pdserve.errors import CheckpointError
-from runner.loading.weights import fill_random, load_weights
+from runner.loading.weights import fill_random, load_weights, open_weights
 from runner.models.decoder import Decoder
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
@@ -38,7 +38,8 @@ def decoder_at(directory: Path, position: RankPosition) -> Decoder:
 def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightShard]:
     decoder = decoder_at(directory, position)
     shards = dict(decoder.weight_shards())
-    load_weights(directory, shards, decoder.ignored_weights(), lambda fraction: None)
+    with open_weights(directory, decoder.config, CPU.device, CPU.stored) as weights:
+        load_weights(directory, weights, shards, decoder.ignored_weights(), lambda fraction: None)
     return shards
 
 

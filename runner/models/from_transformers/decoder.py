@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,15 @@ class TransformersDecoder:
         self.attention: tuple[AttentionSpec, ...] = ()  # of each layer, once loaded
         self._placement = placement
 
-    def load(self, model_dir: Path, *, dummy: bool) -> None:
-        """Read the weights, or draw them, and find out what each layer's attention needs.
+    def load(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
+        """Read the weights, slices of safetensors by name, and find out what each layer's attention needs.
+
+        Without ``weights`` draw random ones.
 
         Raises CheckpointError for a broken checkpoint, ConfigError for a model that cannot be served exactly.
         """
         register()
-        self._model = build_model(model_dir, self._placement, PAGED, dummy=dummy)
+        self._model = build_model(model_dir, self._placement, PAGED, weights)
         self._body = _body_of(self._model)
         if "position_ids" not in inspect.signature(self._body.forward).parameters:
             raise self._refusal("its layers take no positions, so sequences cannot share a step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from pdserve.errors import CheckpointError, ConfigError, shown
+from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement
 
 _SEED = 0  # of random weights
@@ -20,9 +22,10 @@ NO_INTERFACE = "its layers do not call a given attention function"
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 
 
-def build_model(model_dir: Path, placement: TensorPlacement, attention: str, *, dummy: bool) -> Any:
-    """Return the causal model of a checkpoint on the device; ``dummy``: with random weights, equal in all processes.
+def build_model(model_dir: Path, placement: TensorPlacement, attention: str, weights: Mapping[str, Any] | None) -> Any:
+    """Return the causal model of a checkpoint on the device.
 
+    ``weights`` has slices of safetensors, dequantized; without, weights are random and equal in all processes.
     Raises ConfigError for a model that cannot use a given attention function, CheckpointError for a broken checkpoint.
     """
     _logging: Any = transformers.utils.logging
@@ -32,8 +35,14 @@ def build_model(model_dir: Path, placement: TensorPlacement, attention: str, *, 
     except LIBRARY_ERRORS as exc:
         raise CheckpointError(f"transformers cannot read {model_dir}/config.json: {shown(str(exc))}") from exc
     model_class = _class_of(config)
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    vars(config).pop("quantization_config", None)  # weights arrive dequantized
     try:
-        model = _draw(config, placement, attention) if dummy else _read(model_dir, placement, attention)
+        if weights is None:
+            model = _draw(config, placement, attention)
+        else:
+            model = _read(model_dir, model_class, config, placement, attention, weights)
     except LIBRARY_ERRORS as exc:
         if not model_class._supports_attention_backend:
             raise ConfigError(f"{model_class.__name__} cannot run through transformers here: {NO_INTERFACE}") from exc
@@ -48,19 +57,26 @@ def _class_of(config: Any) -> Any:
     return mapping[type(config)]
 
 
-def _read(model_dir: Path, placement: TensorPlacement, attention: str) -> Any:
-    auto: Any = transformers.AutoModelForCausalLM
-    model, report = auto.from_pretrained(
-        model_dir,
+def _read(
+    model_dir: Path,
+    model_class: Any,
+    config: Any,
+    placement: TensorPlacement,
+    attention: str,
+    weights: Mapping[str, Any],
+) -> Any:
+    model, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(weights),
         dtype=placement.dtype,
         attn_implementation=attention,
-        use_safetensors=True,
         output_loading_info=True,
-        **_LOCAL,
     )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if report.get(kind):
-            names = ", ".join(map(str, sorted(report[kind])[:3]))
+        found = [str(name) for name in report.get(kind) or () if not is_padding_bias(str(name), weights)]
+        if found:
+            names = ", ".join(sorted(found)[:3])
             raise CheckpointError(f"{model_dir} has {kind.replace('_', ' ')}: {names}; config.json is of another model")
     return model
 

@@ -1,0 +1,268 @@
+"""Which stored tensors of a checkpoint make up each weight, by names, dtypes and shapes; no tensor is read.
+
+    weight[row, column] = (value[row, column] - zero point) * scale
+
+A scale belongs to a block of rows (outputs) and columns (inputs). A stored tensor says whether a module is quantized,
+so modules that config.json leaves out (``modules_to_not_convert``, ``ignore``) need no list here.
+
+| packing | values                                           | scales; zero points; group index               |
+|---------|--------------------------------------------------|------------------------------------------------|
+| PLAIN   | X [..., out, in] FP8 or int8                     | X_scale_inv or X_scale; X_zero_point           |
+| PACKED  | X_packed [out, in * bits / 32]                   | X_scale; X_zero_point, packed by rows; X_g_idx |
+| GPTQ    | X.qweight [in * bits / 32, out]                  | X.scales [groups, out]; X.qzeros; X.g_idx      |
+| AWQ     | X.qweight [in, out * bits / 32], columns shuffled | X.scales [groups, out]; X.qzeros               |
+| MXFP4   | X_blocks [experts, out, in / 32, 16]             | X_scales [experts, out, in / 32], exponents    |
+
+Sources: transformers (integrations/finegrained_fp8.py, mxfp4.py), compressed-tensors, AutoAWQ, GPTQModel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pdserve.checkpoint.safetensors_header import Tensor
+from pdserve.errors import CheckpointError, shown
+from pdserve.kv import DTYPE_BYTES
+
+PLAIN, PACKED, GPTQ, AWQ, MXFP4 = "plain", "packed", "gptq", "awq", "mxfp4"
+
+_WORD = 32  # bits of a packed int32
+_MX_BLOCK = 32  # values that share an exponent
+_FLOATS = ("F32", "BF16", "F16")
+
+
+class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
+    """How a format stores a weight, as its config says."""
+
+    packing: str
+    dtype: str  # of the values
+    bits: int
+    block: tuple[int, int]  # rows and columns that share a scale; 0: all of them
+    has_zero_points: bool = False  # must have; stored ones are always used
+    has_group_index: bool = False  # must have
+    zero_point_offset: str = ""  # GPTQ version 1 stores zero points less 1: in each "field", or by each "word"
+
+
+class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight and the names of the stored tensors that make it up."""
+
+    shape: tuple[int, ...]  # as an unquantized checkpoint has it
+    rule: StorageRule
+    block: tuple[int, int]  # rows and columns that share a scale
+    grid: tuple[int, int]  # scales of a matrix by rows and columns
+    values: str
+    scales: str
+    zero_points: str | None
+    group_index: str | None  # of each column, where groups are not consecutive
+    stored_shape: str | None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        names = (self.values, self.scales, self.zero_points, self.group_index, self.stored_shape)
+        return tuple(name for name in names if name is not None)
+
+
+class CheckpointWeights(NamedTuple):
+    quantized: dict[str, QuantizedWeight]
+    plain: dict[str, Tensor]  # tensors that are loaded as they are
+    stored_bytes: int
+
+    @property
+    def num_weights(self) -> int:
+        shapes = [tensor.shape for tensor in self.plain.values()] + [each.shape for each in self.quantized.values()]
+        return sum(map(prod, shapes))
+
+    def memory_cost(self, weight_format: str, dtype: str) -> str:
+        """Say what dequantizing costs in memory, on all ranks together."""
+        in_memory = self.num_weights * DTYPE_BYTES[dtype]
+        return (
+            f"{weight_format}, dequantized when loaded: {self.stored_bytes / 2**30:.2f} GiB stored take "
+            f"{in_memory / 2**30:.2f} GiB of memory in {dtype}"
+        )
+
+
+class _Names(NamedTuple):
+    """Suffixes behind the common stem of a weight's tensors."""
+
+    values: str
+    weight: str
+    scales: tuple[str, ...]
+    zero_points: str = ""
+    group_index: str = ""
+    shape: str = ""
+
+
+_NAMES = {
+    PLAIN: _Names("", "", ("_scale_inv", "_scale"), "_zero_point"),
+    PACKED: _Names("_packed", "", ("_scale",), "_zero_point", "_g_idx", "_shape"),
+    GPTQ: _Names(".qweight", ".weight", (".scales",), ".qzeros", ".g_idx"),
+    AWQ: _Names(".qweight", ".weight", (".scales",), ".qzeros"),
+    MXFP4: _Names("_blocks", "", ("_scales",)),
+}
+#: Scales of activations and KV caches, which are not quantized here.
+_UNUSED = tuple(
+    f"{kind}{what}"
+    for kind in (".input", ".output", ".activation", "_activation", ".k", ".v", ".q", ".kv")
+    for what in ("_scale", "_zero_point", "_scale_ub")
+)
+_PARTS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".weight_g_idx", ".qweight", ".qzeros", ".scales")
+
+
+def find_weights(
+    model_dir: Path, headers: Mapping[Path, Mapping[str, Tensor]], rules: Sequence[StorageRule]
+) -> CheckpointWeights:
+    """Find the weights in the headers of a checkpoint's files; ``rules`` is empty for an unquantized one.
+
+    Raises CheckpointError that names the tensor: without its scale, of a wrong shape or dtype, or of no known format.
+    """
+    tensors = {name: tensor for file in headers.values() for name, tensor in file.items()}
+    try:
+        quantized = _find(tensors, rules)
+        used = {part for weight in quantized.values() for part in weight.parts}
+        plain = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in used and not (rules and name.endswith(_UNUSED))
+        }
+        _check_rest(plain, quantized, rules)
+    except _Mismatch as exc:
+        raise CheckpointError(f"{model_dir}: {exc}; download the checkpoint again or choose another") from exc
+    return CheckpointWeights(quantized, plain, sum(tensor.end - tensor.begin for tensor in tensors.values()))
+
+
+class _Mismatch(Exception):
+    """A tensor contradicts the format."""
+
+
+def _find(tensors: Mapping[str, Tensor], rules: Sequence[StorageRule]) -> dict[str, QuantizedWeight]:
+    found: dict[str, QuantizedWeight] = {}
+    for name, tensor in tensors.items():
+        fitting = [rule for rule in rules if _holds_values(name, tensor, rule)]
+        errors: list[_Mismatch] = []
+        for rule in fitting:
+            try:
+                stem = name.removesuffix(_NAMES[rule.packing].values)
+                found[stem + _NAMES[rule.packing].weight] = _weight(tensors, name, stem, rule)
+                break
+            except _Mismatch as exc:
+                errors.append(exc)
+        else:
+            if errors:
+                raise errors[0]
+    return found
+
+
+def _holds_values(name: str, tensor: Tensor, rule: StorageRule) -> bool:
+    suffix = _NAMES[rule.packing].values
+    return name.endswith(suffix) and tensor.dtype == rule.dtype and not name.endswith("_zero_point")
+
+
+def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRule) -> QuantizedWeight:
+    names = _NAMES[rule.packing]
+    shape = _shape(name, tensors[name].shape, rule)
+    rows, columns = (shape[-1], shape[-2]) if rule.packing == MXFP4 else shape[-2:]
+    block = rule.block[0] or max(rows, 1), rule.block[1] or max(columns, 1)
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    scales = next((stem + suffix for suffix in names.scales if stem + suffix in tensors), stem + names.scales[0])
+    dtypes = ("U8",) if rule.packing == MXFP4 else (*_FLOATS, "F8_E8M0")
+    _check(tensors, name, scales, dtypes, _scale_shapes(shape, grid, rule))
+    zeros = _optional(tensors, name, stem, names.zero_points, rule.has_zero_points)
+    if zeros is not None:
+        _check(tensors, name, zeros, *_zero_points(tensors[zeros], shape, grid, rule))
+    group_index = _optional(tensors, name, stem, names.group_index, rule.has_group_index)
+    if group_index is not None:
+        _check(tensors, name, group_index, ("I32", "I64"), [(columns,)])
+    stored_shape = _optional(tensors, name, stem, names.shape, needed=False)
+    return QuantizedWeight(
+        shape=shape,
+        rule=rule,
+        block=block,
+        grid=grid,
+        values=name,
+        scales=scales,
+        zero_points=zeros,
+        group_index=group_index,
+        stored_shape=stored_shape,
+    )
+
+
+def _shape(name: str, stored: tuple[int, ...], rule: StorageRule) -> tuple[int, ...]:
+    """Return the shape of the weight that values of a stored shape hold."""
+    per_word = _WORD // rule.bits
+    if rule.packing == PLAIN and len(stored) in (2, 3):
+        return stored
+    if rule.packing == MXFP4 and len(stored) == 4 and stored[3] * 2 == _MX_BLOCK:
+        experts, rows, groups, _ = stored
+        return experts, groups * _MX_BLOCK, rows
+    if rule.packing == GPTQ and len(stored) == 2:
+        return stored[1], stored[0] * per_word
+    if rule.packing == AWQ and len(stored) == 2:
+        return stored[1] * per_word, stored[0]
+    if rule.packing == PACKED and len(stored) == 2:
+        return stored[0], stored[1] * per_word
+    raise _Mismatch(f"tensor {shown(name)} has shape {shown(stored)}, which {rule.packing} weights never have")
+
+
+def _scale_shapes(shape: tuple[int, ...], grid: tuple[int, int], rule: StorageRule) -> list[tuple[int, ...]]:
+    """Return the shapes that scales may have."""
+    if rule.packing in (GPTQ, AWQ):
+        return [(grid[1], grid[0])]
+    shapes = [(*shape[:-2], *grid)]
+    if grid[1] == 1 and rule.packing != MXFP4:
+        shapes.append((*shape[:-2], grid[0]))
+    if grid == (1, 1):
+        shapes.append(shape[:-2])
+    return shapes
+
+
+def _zero_points(
+    stored: Tensor, shape: tuple[int, ...], grid: tuple[int, int], rule: StorageRule
+) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+    """Return the dtypes and shapes that zero points may have."""
+    per_word = _WORD // rule.bits
+    if rule.packing in (GPTQ, AWQ):
+        return ("I32",), [(grid[1], -(-grid[0] // per_word))]
+    if stored.dtype == "I32" and rule.packing == PACKED:
+        return ("I32",), [(-(-grid[0] // per_word), grid[1])]
+    return ("I8", rule.dtype), _scale_shapes(shape, grid, rule)
+
+
+def _optional(tensors: Mapping[str, Tensor], name: str, stem: str, suffix: str, needed: bool) -> str | None:
+    if suffix and stem + suffix in tensors:
+        return stem + suffix
+    if needed:
+        raise _Mismatch(f"tensor {shown(name)} lacks {shown(stem + suffix)}")
+    return None
+
+
+def _check(
+    tensors: Mapping[str, Tensor], name: str, part: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raise _Mismatch unless ``part`` has one of the dtypes and shapes that the values in ``name`` need."""
+    if part not in tensors:
+        raise _Mismatch(f"tensor {shown(name)} of {tensors[name].dtype} lacks {shown(part)}")
+    tensor = tensors[part]
+    if tensor.dtype not in dtypes or tensor.shape not in shapes:
+        raise _Mismatch(
+            f"tensor {shown(part)} has shape {shown(tensor.shape)} of {tensor.dtype}; {shown(name)} of shape "
+            f"{shown(tensors[name].shape)} needs {' or '.join(map(str, shapes))} of {' or '.join(dtypes)}"
+        )
+
+
+def _check_rest(
+    plain: Mapping[str, Tensor], quantized: Mapping[str, QuantizedWeight], rules: Sequence[StorageRule]
+) -> None:
+    """Raise _Mismatch for quantized values that no rule covers, and for parts of no quantized weight."""
+    for name, tensor in plain.items():
+        if tensor.dtype.startswith(("F8", "F6", "F4")):
+            raise _Mismatch(f"tensor {shown(name)} is {tensor.dtype}, which its quantization_config does not describe")
+    for name in plain:
+        if rules and name.endswith(_PARTS):
+            raise _Mismatch(f"tensor {shown(name)} is a part of no weight that its quantization_config describes")
+        if name in quantized:
+            raise _Mismatch(f"tensor {shown(name)} is stored twice, plain and quantized")

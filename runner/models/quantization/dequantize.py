@@ -1,0 +1,189 @@
+"""Dequantize weights while they are read: stored tensors in, slices of the weight in the model's dtype out.
+
+A weight is computed in parts of some million values, on the device where it will be used, so it never exists in
+float32 as a whole. pdserve/checkpoint/quantized_weights.py describes the packings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, QuantizedWeight
+from pdserve.errors import CheckpointError
+
+_PART = 1 << 23  # values computed at a time
+_WORD, _MX_BLOCK = 32, 32  # bits of a word; values of an MXFP4 block
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # field of each column in a word
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+
+
+class DequantizedSlice:
+    """A quantized weight with the interface of a slice of safetensors: nothing is read before it is indexed."""
+
+    def __init__(
+        self, name: str, weight: QuantizedWeight, parts: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """``parts`` has the slices of the stored tensors by name."""
+        self._name, self._weight, self._parts = name, weight, parts
+        self._device, self._dtype = device, dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._weight.shape)
+
+    def get_dtype(self) -> str:
+        return str(self._dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part [rows, columns] or [matrices, rows, columns]; ``index`` is slices without steps, or ``...``.
+
+        Raises CheckpointError for a group index or a shape that contradicts the weight.
+        """
+        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+        given += (slice(None),) * (len(self._weight.shape) - len(given))
+        ranges = [range(*part.indices(size)) for part, size in zip(given, self._weight.shape, strict=True)]
+        out = torch.empty([len(part) for part in ranges], dtype=self._dtype, device=self._device)
+        self._check_shape()
+        if len(ranges) == 2:
+            self._fill(out, None, *ranges)
+        else:
+            for position, matrix in enumerate(ranges[0]):
+                self._fill(out[position], matrix, *ranges[1:])
+        return out
+
+    def _fill(self, out: Tensor, matrix: int | None, rows: range, columns: range) -> None:
+        if self._weight.rule.packing == MXFP4:
+            rows, columns, out = columns, rows, out.t()
+        scales, zeros = self._scales(matrix), self._zero_points(matrix)
+        groups = self._groups(columns)
+        height = max(1, _PART // max(1, len(columns)))
+        for start in range(0, len(rows), height):
+            some = rows[start : start + height]
+            values = self._values(matrix, some, columns)
+            blocks = torch.arange(some.start, some.stop, device=self._device) // self._weight.block[0]
+            if zeros is not None:
+                values -= _spread(zeros, blocks, groups)
+            out[start : start + height] = values.mul_(_spread(scales, blocks, groups))
+
+    def _values(self, matrix: int | None, rows: range, columns: range) -> Tensor:
+        """Return values [rows, columns] float32 before zero points and scales."""
+        rule, name = self._weight.rule, self._weight.values
+        if rule.packing == PLAIN:
+            return self._read(name, matrix, _slice(rows), _slice(columns)).float()
+        if rule.packing == MXFP4:
+            blocks = self._read(name, matrix, _slice(rows), _cover(columns, _MX_BLOCK))
+            return _fp4(blocks)[:, _within(columns, _MX_BLOCK)]
+        per_word = _WORD // rule.bits
+        if rule.packing == PACKED:
+            words = self._read(name, None, _slice(rows), _cover(columns, per_word))
+            return _fields(words, rule.bits, 1)[:, _within(columns, per_word)].float() - (1 << rule.bits - 1)
+        if rule.packing == GPTQ:
+            words = self._read(name, None, _cover(columns, per_word), _slice(rows))
+            return _fields(words, rule.bits, 0)[_within(columns, per_word)].t().float()
+        words = self._read(name, None, _slice(columns), _cover(rows, per_word))
+        return _fields(words, rule.bits, 1, _AWQ_ORDER)[:, _within(rows, per_word)].t().float()
+
+    def _scales(self, matrix: int | None) -> Tensor:
+        """Return scales [blocks of rows, blocks of columns] float32."""
+        scales = self._read(self._weight.scales, matrix)
+        if self._weight.rule.packing == MXFP4:
+            return torch.exp2(scales.float() - _E8M0_BIAS)
+        return self._grid(scales.float())
+
+    def _zero_points(self, matrix: int | None) -> Tensor | None:
+        """Return zero points, shaped as scales, or None."""
+        rule, name = self._weight.rule, self._weight.zero_points
+        if name is None:
+            return None
+        words = self._read(name, matrix)
+        if words.dtype != torch.int32:
+            return self._grid(words.float())
+        if rule.packing == PACKED:
+            return _fields(words, rule.bits, 0)[: self._weight.grid[0]].float() - (1 << rule.bits - 1)
+        if rule.zero_point_offset == "word":
+            words = words + sum(1 << shift for shift in range(0, _WORD, rule.bits))
+        zeros = _fields(words, rule.bits, 1, _AWQ_ORDER if rule.packing == AWQ else None)
+        if rule.zero_point_offset == "field":
+            zeros = (zeros + 1) & ((1 << rule.bits) - 1)
+        return self._grid(zeros[:, : self._weight.grid[0]].float())
+
+    def _grid(self, scales: Tensor) -> Tensor:
+        return scales.t() if self._weight.rule.packing in (GPTQ, AWQ) else scales.reshape(self._weight.grid)
+
+    def _groups(self, columns: range) -> Tensor:
+        """Return the block of each column."""
+        groups = torch.arange(columns.start, columns.stop, device=self._device) // self._weight.block[1]
+        if self._weight.group_index is None:
+            return groups
+        stored = self._read(self._weight.group_index, None, _slice(columns)).long()
+        if bool((stored == -1).all()):  # compressed-tensors: groups are consecutive
+            return groups
+        if bool(((stored < 0) | (stored >= self._weight.grid[1])).any()):
+            raise CheckpointError(
+                f"{self._weight.group_index} names groups beyond the {self._weight.grid[1]} of {self._name}; "
+                "download the checkpoint again"
+            )
+        return stored
+
+    def _check_shape(self) -> None:
+        if self._weight.stored_shape is not None:
+            stored = self._parts[self._weight.stored_shape][...].tolist()
+            if stored != list(self._weight.shape):
+                raise CheckpointError(
+                    f"{self._weight.stored_shape} is {stored}, but the values have shape {self._weight.shape}; "
+                    "supported are inputs in whole words. Download the checkpoint again or choose another"
+                )
+
+    def _read(self, name: str, matrix: int | None, *index: slice) -> Tensor:
+        part: Tensor
+        if matrix is None:
+            part = self._parts[name][index or ...]
+        else:
+            part = self._parts[name][(slice(matrix, matrix + 1), *index)][0]
+        return part.to(self._device)
+
+
+def is_padding_bias(name: str, weights: Mapping[str, Any]) -> bool:
+    """Whether a tensor is a bias of zeros beside a quantized weight; AutoGPTQ writes them for every module."""
+    beside = weights.get(f"{name.removesuffix('.bias')}.weight")
+    found = name.endswith(".bias") and name in weights and isinstance(beside, DequantizedSlice)
+    return found and not weights[name][...].any()
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+def _cover(part: range, unit: int) -> slice:
+    """Return the units that hold a range of values."""
+    return slice(part.start // unit, -(-part.stop // unit))
+
+
+def _within(part: range, unit: int) -> slice:
+    """Return the range's place in the values of the units that cover it."""
+    skipped = part.start % unit
+    return slice(skipped, skipped + len(part))
+
+
+def _fields(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unpack int32 words along a dimension, the lowest bits first or in an order of fields."""
+    fields = torch.tensor(order or range(_WORD // bits), dtype=torch.int32, device=words.device)
+    shifts = fields * bits if dim == 1 else (fields * bits)[:, None]
+    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+def _fp4(blocks: Tensor) -> Tensor:
+    """Return float32 [rows, values] of E2M1 pairs [rows, blocks, bytes], the lower four bits first."""
+    table = torch.tensor((*_FP4, *(-value for value in _FP4)), device=blocks.device)
+    return table[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).int()]
+
+
+def _spread(grid: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the entry of each row's and each column's block; a dimension of one block is left to broadcasting."""
+    if grid.shape[0] > 1:
+        grid = grid.index_select(0, rows)
+    return grid.index_select(1, columns) if grid.shape[1] > 1 else grid

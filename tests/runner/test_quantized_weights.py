@@ -1,0 +1,351 @@
+"""Quantized checkpoints become the numbers that their tools meant; unknown formats are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from quantized_checkpoints import FORMATS, mxfp4_experts, quantize
+from safetensors.torch import load_file, save_file
+from stepper import Stepper
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import runner
+from pdserve.checkpoint.weight_digests import group_digests
+from pdserve.config.model_config import ModelConfig, RopeConfig, load_model_config
+from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.parallel import weight_bytes
+from pdserve.config.resolve import resolve
+from pdserve.errors import CheckpointError, ConfigError
+from runner.loading.weights import open_weights
+
+CPU = torch.device("cpu")
+PROMPT = list(range(5, 40))
+
+
+def model_with(options: dict[str, Any]) -> ModelConfig:
+    """Return a config of which only the quantization counts."""
+    rope = RopeConfig(theta=1e4)
+    return ModelConfig(
+        *("X", 1, 1, 1, 1, 1, 1, 1, 1e-6, rope, 1, "float32"),
+        weight_format=options["quant_method"],
+        quantization=options,
+    )
+
+
+def weight_of(
+    directory: Path, options: dict[str, Any], stored: dict[str, Tensor], name: str, index: Any = ...
+) -> Tensor:
+    directory.mkdir(exist_ok=True)
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")
+    with open_weights(directory, model_with(options), CPU, torch.float32) as weights:
+        assert list(weights) == [name]
+        part: Tensor = weights[name][index]
+        return part
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [(272, 160), (64, 400)])
+def test_weights_and_their_parts_are_exact(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    """Parts begin and end within words, groups and blocks, as tensor shards may."""
+    config, quantizer = FORMATS[name]
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(size[0]))
+    stored, expected = quantizer("m.proj", weight)
+    assert (expected - weight).abs().max() < 0.5 * weight.abs().max()
+    for index in (..., slice(37, 61), (slice(None), slice(61, 139)), (slice(3, 50), slice(1, 2))):
+        found = weight_of(tmp_path, config, stored, "m.proj.weight", index)
+        torch.testing.assert_close(found, expected[index], rtol=0, atol=0)
+
+
+def test_large_weights_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("runner.models.quantization.dequantize._PART", 500)
+    for name, (config, quantizer) in FORMATS.items():
+        stored, expected = quantizer("m.proj", torch.randn(48, 64))
+        assert torch.equal(weight_of(tmp_path / name, config, stored, "m.proj.weight"), expected), name
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fp8_blocks_equal_those_of_transformers(scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.randn(256, 384).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3).add(0.1).to(scale_dtype)
+    library: Any = Fp8Dequantize
+    expected = library(None)._dequantize_one(values, scales, torch.bfloat16)
+    stored = {"a.weight": values, "a.weight_scale_inv": scales}
+    found = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "a.weight").bfloat16()
+    assert torch.equal(found, expected)
+
+
+def test_fused_fp8_experts_have_blocks_per_expert(tmp_path: Path) -> None:
+    values = torch.randn(3, 200, 300).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2, 3)
+    spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
+    stored = {"experts.gate_up_proj": values, "experts.gate_up_proj_scale_inv": scales}
+    for index in (..., slice(1, 3), (slice(None), slice(100, 150), slice(7, 290))):
+        found = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "experts.gate_up_proj", index)
+        assert torch.equal(found, (values.float() * spread)[index])
+
+
+def test_mxfp4_equals_that_of_transformers(tmp_path: Path) -> None:
+    blocks = torch.randint(256, (2, 6, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (2, 6, 3), dtype=torch.uint8)
+    stored = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for index in (..., slice(1, 2), (slice(None), slice(5, 70), slice(2, 5))):
+        found = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "experts.down_proj", index)
+        assert torch.equal(found, expected[index])
+
+
+def test_mxfp4_by_hand(tmp_path: Path) -> None:
+    """Low four bits first: 0x21 is 0.5 then 1; 0xF7 is 6 then -6. Scale 129 is 2^2, 0 is 2^-127."""
+    blocks = torch.zeros(1, 1, 2, 16, dtype=torch.uint8)
+    blocks[0, 0, :, 0], blocks[0, 0, :, 1] = 0x21, 0xF7
+    stored = {"x_blocks": blocks, "x_scales": torch.tensor([[[129, 0]]], dtype=torch.uint8)}
+    found = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "x")[0, :, 0]
+    assert found[:5].tolist() == [2.0, 4.0, 24.0, -24.0, 0.0]
+    assert found[32:35].tolist() == [2.0**-128, 2.0**-127, 6 * 2.0**-127]
+    assert weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "x").shape == (1, 64, 1)
+
+
+def test_awq_words_by_hand(tmp_path: Path) -> None:
+    """The fields of a word are columns 0, 2, 4, 6, 1, 3, 5, 7."""
+    options = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}
+    words = torch.tensor([[0x75316420], [0x75316420]], dtype=torch.int32)
+    stored = {
+        "a.qweight": words,
+        "a.qzeros": torch.tensor([[0x11111111]], dtype=torch.int32),
+        "a.scales": torch.full((1, 8), 2.0).half(),
+    }
+    assert weight_of(tmp_path, options, stored, "a.weight").tolist() == [[2.0 * (n - 1)] * 2 for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "zeros"),
+    [
+        ({"checkpoint_format": "gptq_v2"}, 0x76543210, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({}, 0x76543210, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({}, 0x7777777F, [0, 8, 8, 8, 8, 8, 8, 8]),  # AutoGPTQ subtracts 1 in each field
+        ({"meta": {"quantizer": ["gptqmodel:1.4"]}}, 0x7777776F, [0, 8, 8, 8, 8, 8, 8, 8]),  # of the word: it borrows
+    ],
+)
+def test_gptq_zero_points_by_hand(options: dict[str, Any], word: int, zeros: list[int], tmp_path: Path) -> None:
+    stored = {
+        "a.qweight": torch.zeros(2, 8, dtype=torch.int32),
+        "a.qzeros": torch.tensor([[word], [0x77777777]], dtype=torch.int32),
+        "a.scales": torch.ones(2, 8).half(),
+        "a.g_idx": torch.tensor([0, 1] * 8, dtype=torch.int32),
+    }
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "sym": False, **options}
+    found = weight_of(tmp_path, config, stored, "a.weight")
+    assert found[:, 0].tolist() == [-zero for zero in zeros]
+    assert found[:, 1].tolist() == ([-7] * 8 if options.get("checkpoint_format") else [-8] * 8)
+
+
+def tokens(directory: Path, **options: Any) -> list[int]:
+    model_runner = runner.build(node_config(directory, **options), lambda stage, fraction: None)
+    (result,) = Stepper(model_runner).generate([PROMPT], 6)
+    return result.output
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed w4a16 zero points", "awq", "gptq desc_act"])
+def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(impl: str, name: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    assert tokens(quantized, impl=impl) == reference_greedy(reference_model(plain), PROMPT, 6)
+
+
+def test_parts_in_other_files_are_found(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    tensors = load_file(quantized / "model.safetensors")
+    scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scale_inv")}
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    save_file(scales, quantized / "model-2.safetensors", {"format": "pt"})
+    assert tokens(quantized) == reference_greedy(reference_model(plain), PROMPT, 6)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_biases_of_zeros_that_autogptq_adds_are_left_out(impl: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "gptq")
+    tensors = load_file(quantized / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file({**tensors, name: torch.zeros(64).half()}, quantized / "model.safetensors", {"format": "pt"})
+    assert tokens(quantized, impl=impl) == reference_greedy(reference_model(plain), PROMPT, 6)
+    save_file({**tensors, name: torch.ones(64).half()}, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"o_proj.bias"):
+        tokens(quantized, impl=impl)
+
+
+def resolved(directory: Path, impl: str = "auto", **environ: str) -> Any:
+    options = NodeOptions(model=str(directory), device="cpu", kv_cache_memory=1 << 22, model_impl=impl)
+    return resolve(options, DeviceInfo(kind="cpu", index=0, name="cpu", memory=1 << 34), environ)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_the_dequantized_size_counts_and_is_said(impl: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "compressed w4a16")
+    config, position = resolved(quantized, impl), resolved(plain, impl).position
+    assert weight_bytes(config.model, position, "float32") == weight_bytes(
+        load_model_config(plain, impl), position, "float32"
+    )
+    (said,) = (choice for choice in config.choices if choice.startswith("weights="))
+    assert "compressed-tensors, dequantized when loaded: 0.00 GiB stored take 0.00 GiB of memory in float32" in said
+    assert config.decision.runner == "V1"
+    with pytest.raises(ConfigError, match="quantization: V2 runs unquantized weights; these are compressed-tensors"):
+        resolved(quantized, impl, PDSERVE_USE_V2_MODEL_RUNNER="1")
+
+
+def test_digests_cover_the_stored_bytes(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "gptq")
+    before = group_digests(quantized)
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qzeros"][0, 0] += 1
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    after = group_digests(quantized)
+    assert {group for group in before if before[group] != after[group]} == {"layers.0.mlp"}
+    assert resolved(quantized).compat_fields["config"] != resolved(plain).compat_fields["config"]
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def cut(name: str, size: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"{Q}.{name}": tensors[f"{Q}.{name}"][:size]})
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(f"{Q}.{name}")
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"{Q}.{name}": tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8 blocks", drop("weight_scale_inv"), r"q_proj.weight' of F8_E4M3 lacks .*q_proj.weight_scale_inv"),
+        (
+            "fp8 blocks",
+            put("weight_scale_inv", torch.ones(2, 1)),
+            r"shape \(2, 1\) of F32; .*\(64, 64\) needs \(1, 1\)",
+        ),
+        ("fp8 blocks", put("weight_scale_inv", torch.ones(1, 1).int()), "of I32; .*of F32 or BF16 or F16 or F8_E8M0"),
+        ("fp8 blocks", put("weight", torch.ones(64, 64)), "weight_scale_inv' is a part of no weight"),
+        ("fp8 blocks", put("weight", torch.ones(64).to(torch.float8_e4m3fn)), r"shape \(64,\), which plain weights"),
+        ("fp8 blocks", put("weight", torch.ones(64, 64).to(torch.float8_e5m2)), "is F8_E5M2, which"),
+        ("fp8 tensor", put("weight_scale", torch.ones(3)), r"needs \(1, 1\) or \(1,\) or \(\)"),
+        ("compressed int8", drop("weight_zero_point"), "lacks .*q_proj.weight_zero_point"),
+        ("compressed w4a16", cut("weight_scale", 60), r"weight_scale' has shape \(60, 4\).*needs \(64, 4\)"),
+        ("compressed w4a16 zero points", cut("weight_zero_point", 7), r"shape \(7, 4\).*needs \(8, 4\)"),
+        ("compressed w4a16 order", drop("weight_g_idx"), "lacks .*q_proj.weight_g_idx"),
+        ("awq", cut("scales", 3), r"scales' has shape \(3, 64\).*needs \(4, 64\)"),
+        ("awq", drop("qzeros"), "lacks .*q_proj.qzeros"),
+        ("gptq desc_act", drop("g_idx"), "lacks .*q_proj.g_idx"),
+        ("gptq", cut("g_idx", 60), r"g_idx' has shape \(60,\).*needs \(64,\)"),
+        ("gptq", put("weight", torch.ones(64, 64)), "stored twice, plain and quantized"),
+    ],
+)
+def test_broken_parts_are_refused_before_a_start(
+    name: str, change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    tensors = load_file(quantized / "model.safetensors")
+    change(tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, quantized / "model.safetensors")
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message):
+            resolved(quantized, impl)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "message"),
+    [
+        ("gptq desc_act", "g_idx", torch.full((64,), 9, dtype=torch.int32), "g_idx names groups beyond the 4"),
+        ("compressed w4a16", "weight_shape", torch.tensor([64, 63]), r"weight_shape is \[64, 63\], but the values"),
+    ],
+)
+def test_broken_values_are_refused(name: str, part: str, value: Tensor, message: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    tensors = load_file(quantized / "model.safetensors")
+    save_file({**tensors, f"{Q}.{part}": value}, quantized / "model.safetensors")
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message):
+            tokens(quantized, impl=impl)
+
+
+def group(stored: str, **weights: Any) -> dict[str, Any]:
+    return {"format": stored, "config_groups": {"group_0": {"weights": weights}}}
+
+
+COMPRESSED = "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("bitsandbytes", {"load_in_4bit": True}, "quantized checkpoint .'bitsandbytes'.; supported are float32"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "quantized checkpoint .'modelopt'."),
+        ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2'; supported are e4m3"),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; supported are fp8"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\]; it must be two numbers"),
+        ("fp8", {"weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]"),
+        ("awq", {"version": "gemv"}, "version 'gemv'; supported are gemm"),
+        ("awq", {"bits": 8}, "bits 8; supported are 4"),
+        ("awq", {"zero_point": False}, "zero_point False; supported are True"),
+        ("gptq", {"bits": 3, "group_size": 128}, "bits 3; supported are 4, 8"),
+        ("gptq", {"bits": 4, "group_size": 0}, "group_size 0; it must be -1 or a number"),
+        ("gptq", {"bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic bits or group sizes"),
+        (COMPRESSED, {"config_groups": []}, r"config_groups \[\]; it must be an object"),
+        (COMPRESSED, group("nvfp4-pack-quantized", num_bits=4, type="float"), "format 'nvfp4-pack-quantized'"),
+        (COMPRESSED, group("marlin-24", num_bits=4), "format 'marlin-24'; supported are float-quantized"),
+        (COMPRESSED, group("pack-quantized", num_bits=3), "num_bits 3; supported are 4, 8"),
+        (COMPRESSED, group("float-quantized", num_bits=4, type="float"), "num_bits 4; supported are 8"),
+        (COMPRESSED, group("pack-quantized", type="float"), "weights of type 'float' in the format pack-quantized"),
+        (COMPRESSED, group("int-quantized", strategy="token"), "strategy 'token'; supported are tensor, channel"),
+        (COMPRESSED, {"config_groups": {"g": {}}, "transform_config": {"a": 1}}, "a transform_config"),
+        (
+            COMPRESSED,
+            {"config_groups": {"g": {}}, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config .*sparse-24-bitmask.*supported are dense weights",
+        ),
+    ],
+)
+def test_unknown_formats_and_variants_are_refused_by_name(
+    method: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **options}
+    (plain / "config.json").write_text(json.dumps(config))
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            load_model_config(plain, impl)
+        assert "Choose a checkpoint" in str(refused.value)
+
+
+def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 tensor")
+    (quantized / "config.json").write_text((plain / "config.json").read_text())
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match="is F8_E4M3, which its quantization_config does not describe"):
+            resolved(quantized, impl)
+
+
+def test_mxfp4_experts_round_trip(tmp_path: Path) -> None:
+    stored, expected = mxfp4_experts("experts.down_proj", torch.randn(2, 64, 5))
+    assert torch.equal(weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "experts.down_proj"), expected)
