@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -20,6 +21,7 @@ from pdserve.logs import set_process_fields
 from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
 from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, ConnectionLimit, listen, raise_file_limit
+from pdserve.rpc.https_server import HttpsServer
 from pdserve.rpc.metrics_server import MetricsServer
 from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer
@@ -77,8 +79,6 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     config.load()
     gc.freeze()  # long-lived objects
     gc.set_threshold(_GC_THRESHOLD)
-    if certificate is not None:
-        config.ssl = certificate.context
     server = _Server(config, service, status, certificate, metrics_server)
     server.run(sockets=[listener])
 
@@ -131,7 +131,13 @@ class _Server(uvicorn.Server):
         self._stop_now = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._certificate is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            context = self._certificate.context
+            servers: list[Any] = [HttpsServer(each, context, self._make_connection) for each in sockets or ()]
+            self.servers = servers
         if self._metrics_server is not None:
             await self._metrics_server.start(self._service.metrics.registry)
 
@@ -139,6 +145,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self._metrics_server is not None:
             self._metrics_server.close()
+
+    def _make_connection(self) -> BoundedConnection:
+        make: Any = self.config.http_protocol_class
+        connection: BoundedConnection = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return connection
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

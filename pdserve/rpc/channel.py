@@ -16,7 +16,7 @@ from pdserve.rpc.message_limits import ANSWER_LIMIT
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
 
-_IDLE = 60.0  # seconds without a call after which a server closes a connection
+_IDLE = 60.0  # seconds without a call after which a server closes a connection; gRPC takes up to twice as long
 _FEWEST, _MOST = 64, 65_536  # connections of a server
 
 Options = tuple[tuple[str, int | str], ...]

@@ -9,6 +9,7 @@ import errno
 import resource
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -21,6 +22,7 @@ HEADER_SECONDS = 20.0  # from the connection or a request's first byte to the en
 BODY_SECONDS = 65.0  # from there to the end of its body; endpoints respond with 504 a little earlier
 UNREAD_SECONDS = 60.0  # in which the client reads nothing of its response
 IDLE_SECONDS = 75  # between requests: longer than clients and proxies, or one may send while we close
+LAST_SECONDS = 80.0  # from the end of a response until the client has read it and sent the next request, or has closed
 
 # Unread bytes in the connection, and in the kernel. Beyond them the writer of a response waits, over TLS and without.
 _BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
@@ -58,9 +60,9 @@ def raise_file_limit() -> int:
 class ConnectionLimit:
     """Closes the longest idle connection beyond ``maximum``. If none is idle, the next request gets a 503.
 
-    new ──► idle ◄──────────────────┐        idle: no request, or one whose headers are incomplete
-             │ └── headers arrived ──► busy ── response complete
-             └── evicted                 └── 503, while there are more than ``maximum``
+    accepted ──► idle ◄─────────────┐        idle: in its TLS handshake, without a request whose headers are complete,
+                  │ └── headers arrived ──► busy ── response complete             or about to close
+                  └── evicted                 └── 503, while there are more than ``maximum``
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class ConnectionLimit:
         self.idle(connection)
         if self.num_open > self.maximum and (longest := next(iter(self._idle))) is not connection:
             self.closed(longest)
-            longest.transport.abort()
+            longest.abort()
             self._on_evict()
 
     def closed(self, connection: BoundedConnection) -> None:
@@ -90,7 +92,8 @@ class ConnectionLimit:
         self.busy(connection)
 
     def idle(self, connection: BoundedConnection) -> None:
-        self._idle[connection] = None
+        if connection in self._open:
+            self._idle[connection] = None
 
     def busy(self, connection: BoundedConnection) -> None:
         self._idle.pop(connection, None)
@@ -106,6 +109,7 @@ class ConnectionLimit:
 class BoundedConnection(HttpToolsProtocol):
     """Abort a connection whose request stays incomplete, or whose response stays unread, for too long."""
 
+    _shaking: socket.socket | None = None  # during the TLS handshake
     _arrival_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # pipelined requests wait behind it
@@ -127,11 +131,32 @@ class BoundedConnection(HttpToolsProtocol):
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
 
+    def accepted(self, shaking: socket.socket) -> None:
+        """Count while the TLS handshake goes on, which is part of the time for the headers of a request."""
+        self._shaking = shaking
+        self._limit.opened(self)
+        self._set_deadline(HEADER_SECONDS)
+
+    def handshake_ended(self) -> None:
+        self._shaking = None
+        if self.transport is None:
+            self._limit.closed(self)
+            self._set_deadline(None)
+
+    def abort(self) -> None:
+        """Close the connection at once, with unread data."""
+        if self.transport is not None:
+            self.transport.abort()
+        elif self._shaking is not None:
+            with suppress(OSError):  # the client has closed the connection
+                self._shaking.shutdown(socket.SHUT_RDWR)  # the handshake fails
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(_BUFFER_BYTES)
-        self._limit.opened(self)
-        self._set_deadline(HEADER_SECONDS)
+        if self._shaking is None:
+            self._limit.opened(self)
+            self._set_deadline(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.closed(self)
@@ -180,8 +205,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
+        if self.cycle.response_complete:
             self._limit.idle(self)
+            if self._arrival_timer is None:
+                self._set_deadline(LAST_SECONDS)
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -217,7 +244,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Abort unless the next part of a request arrives in time; None: no part is expected."""
         if self._arrival_timer is not None:
             self._arrival_timer.cancel()
-        self._arrival_timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        self._arrival_timer = None if seconds is None else self.loop.call_later(seconds, self.abort)
 
 
 async def _respond_busy(scope: Any, receive: Any, send: Any) -> None:

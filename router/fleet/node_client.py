@@ -168,14 +168,12 @@ class NodeClient:
             await asyncio.sleep(RETRY)
 
     async def _read_reports(self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.NodeReport]) -> None:
-        """Returns when the node ends the stream. Raises ValueError for reports out of sequence."""
+        """Returns when the node ends the stream. Raises ValueError for an invalid report."""
         sequence = 0
         async for report in call:
             sequence += 1
             if report.sequence != sequence or (sequence == 1 and not report.HasField("description")):
                 raise ValueError(f"report {report.sequence} came in place of {sequence}")
-            if self.cached is not None and len(self.cached) > _MAX_CACHED:
-                raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
             self._reported_at = asyncio.get_running_loop().time()
             self._on_report(report)
 
@@ -190,6 +188,7 @@ class NodeClient:
         call.cancel()
 
     def _on_report(self, report: pb.NodeReport) -> None:
+        """Raises ValueError for too many cached blocks."""
         changed = report.HasField("description")
         if changed:
             self._on_described(report.description)
@@ -198,6 +197,8 @@ class NodeClient:
         self._load = report.load
         assert self.cached is not None, "the first report has a description"
         self.cached.change(unpack_block_hashes(report.cache.added), unpack_block_hashes(report.cache.removed))
+        if len(self.cached) > _MAX_CACHED:
+            raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
         assert self.description is not None, "the first report has a description"
         if self._usable and self.role == "decode" and self.stream is None:
             limit = request_limit(self.description.max_model_len)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,9 +27,13 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    model = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY)
-    with start_fleet(add_tokenizer(model), decode=2) as fleet:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[Fleet]:
+    with start_fleet(model, decode=2) as fleet:
         yield fleet
 
 
@@ -107,3 +112,52 @@ def test_paused_request_migrates(fleet: Fleet) -> None:
         first.restart()
 
     assert asyncio.run(read_after(move, fleet.url, body)).matches(expected)
+
+
+@contextmanager
+def another_router(fleet: Fleet, model: Path, *flags: str) -> Iterator[None]:
+    """Use a router of its own for the same nodes."""
+    usual = fleet.router
+    try:
+        fleet.start_router(model, flags)
+        fleet.wait_ready()
+        fleet.wait_until(fleet.serves, 20.0)
+        yield
+    finally:
+        fleet.router = usual
+
+
+def router_metric(fleet: Fleet, name: str) -> float:
+    text = httpx.get(f"{fleet.url}/metrics", trust_env=False, timeout=20).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+def test_deadline_passes_while_a_request_is_paused(fleet: Fleet, model: Path) -> None:
+    """Its blocks are freed before the client reads. Then the client gets what was sent, and the error."""
+    with another_router(fleet, model, "--request-timeout", "6"), send_unread(fleet.url, UNREAD) as client:
+        fleet.wait_until(lambda: paused(fleet) == UNREAD["n"], 60.0)
+        for node in fleet.decode:
+            node.wait_idle(30.0)
+        received = b""
+        while not received.endswith(b"\r\n0\r\n\r\n"):
+            data = client.recv(1 << 16)
+            assert data, received[-300:]
+            received += data
+        last = received.rpartition(b"data: ")[2]
+        assert b"timeout_error" in last
+        assert b"[DONE]" not in received
+        fleet.wait_until(lambda: router_metric(fleet, "pdserve_requests_in_flight") == 0, 20.0)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "body"])
+def test_stalled_client_with_many_choices_is_disconnected(fleet: Fleet, model: Path, stream: bool) -> None:
+    with another_router(fleet, model, "--client-stall-timeout", "1"):
+        assert len(fleet.complete([9] * 40, 500)) == 500, "waiting for a response is not stalling"
+        with send_unread(fleet.url, {**UNREAD, "stream": stream, "max_tokens": 2000 if stream else 200}) as client:
+            fleet.wait_until(lambda: router_metric(fleet, "pdserve_stalled_clients_total") == 1, 60.0)
+            for node in fleet.decode:
+                node.wait_idle(20.0)
+            assert router_metric(fleet, "pdserve_requests_in_flight") == 0
+            with suppress(ConnectionResetError):
+                while client.recv(1 << 16):
+                    pass

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from node_client import RouterClient, greedy
+from node_client import WAIT_SECONDS, RouterClient, greedy
 from node_fleet import Nodes
 
 from pdserve.pb import pdserve_pb2 as pb
@@ -149,6 +149,25 @@ def test_a_request_ends_at_its_deadline_in_every_stage(nodes: Nodes) -> None:
             assert failure is not None
             assert failure.code == pb.Failure.DEADLINE
         assert waiting.choices == {}
+
+
+def test_deadline_passes_during_a_pause(nodes: Nodes) -> None:
+    """At once after its arrival, while it computes or decodes, and of a request that arrived paused."""
+    with RouterClient(nodes.decode.address) as client:
+        arrived = client.send(prompt_of(64, seed=9), greedy(4), nodes.main, timeout_ms=1500, paused=True)
+        early = client.send(prompt_of(64, seed=10), greedy(4), nodes.main, timeout_ms=1500)
+        client.put(pb.ServeRequest(pause=pb.Pause(request=early.number)))
+        late = client.send(prompt_of(16, seed=9), greedy(490, n=3), timeout_ms=1500)
+        late.started.wait(WAIT_SECONDS)
+        client.put(pb.ServeRequest(pause=pb.Pause(request=late.number)))
+        for result in (arrived, early, late):
+            failure = result.wait().failure
+            assert failure is not None
+            assert failure.code == pb.Failure.DEADLINE
+            client.put(pb.ServeRequest(resume=pb.Resume(request=result.number)))
+        assert 0 < sum(map(len, late.choices.values())) < 3 * 490
+        nodes.decode.wait_idle()
+        assert len(client.generate(prompt_of(16, seed=9), greedy(5)).tokens) == 5
 
 
 def test_cancelled_requests_emit_nothing_and_hold_no_blocks(nodes: Nodes) -> None:

@@ -160,14 +160,18 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__({"sockname": ("127.0.0.1", 1), "peername": ("127.0.0.1", 2)})
         self.ended = asyncio.Event()
+        self.closing = False
 
     def abort(self) -> None:
+        self.closing = True
         self.ended.set()
 
-    close = abort
+    def close(self) -> None:
+        """The client reads none of the bytes that are left to write."""
+        self.closing = True
 
     def is_closing(self) -> bool:
-        return self.ended.is_set()
+        return self.closing
 
     def write(self, data: Any) -> None:
         pass
@@ -187,15 +191,18 @@ class Transport(asyncio.Transport):
 
 @pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADER_SECONDS", "BODY_SECONDS"):
+    for name in ("HEADER_SECONDS", "BODY_SECONDS", "LAST_SECONDS"):
         monkeypatch.setattr(connections, name, 0.05)
 
 
-def until_ended(*parts: bytes, unread: bool = False) -> None:
+def until_ended(*parts: bytes, unread: bool = False, responds: bool = False) -> None:
     """Return once the router aborts a connection that sent only ``parts``."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
+        if responds:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+            await send({"type": "http.response.body", "body": b"x"})
+        while not responds and (await receive())["type"] != "http.disconnect":
             pass
 
     async def run() -> None:
@@ -226,6 +233,12 @@ def until_ended(*parts: bytes, unread: bool = False) -> None:
 )
 def test_incomplete_request_is_aborted(short_times: None, parts: list[bytes]) -> None:
     until_ended(*parts)
+
+
+@pytest.mark.parametrize("header", ["keep-alive", "close"])
+def test_unread_end_of_a_response_is_aborted(short_times: None, header: str) -> None:
+    """The connection has taken the whole response."""
+    until_ended(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % header.encode(), responds=True)
 
 
 def test_unread_response_is_aborted(short_times: None) -> None:

@@ -32,7 +32,12 @@ def limited(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[Router
         conversation.token(65)
         await conversation.cancelled.wait()
 
-    scripted_node.scripts["linger"] = linger
+    async def burst(conversation: Conversation) -> None:
+        for _ in range(499):
+            conversation.token(65)
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts |= {"linger": linger, "burst": burst}
     flags = ["--decode", scripted_node.address, "--max-connections", str(LIMIT)]
     with router_process(tokenizer_dir, flags) as process:
         yield process
@@ -71,8 +76,15 @@ def request(sock: socket.socket, data: bytes) -> bytes:
 
 
 KEPT = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-STREAM = json.dumps({"prompt": [1], "cache_salt": "linger", "stream": True, "max_tokens": 900}).encode()
-STREAM = START + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM
+
+
+def stream_request(salt: str, header: bytes = b"") -> bytes:
+    body = json.dumps({"prompt": [1], "cache_salt": salt, "stream": True, "max_tokens": 900}).encode()
+    return START + header + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+STREAM = stream_request("linger")
+LAST = stream_request("burst", b"Connection: close\r\n")
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1", START + b"X: y\r\n", KEPT], ids=["none", "line", "headers", "kept"])
@@ -112,6 +124,18 @@ def test_request_beyond_busy_connections_gets_503(limited: RouterProcess) -> Non
         wait_for(lambda: health(limited).status_code == 200)
     wait_for(lambda: health(limited).status_code == 200)
     assert metrics(limited)["pdserve_refused_connections_total"] >= 3
+
+
+def test_connections_with_the_unread_end_of_a_response_give_way(limited: RouterProcess) -> None:
+    """They are closing, and hold 30 to 60 KB of 100 that their client does not read."""
+    with ExitStack() as stack:
+        for _ in range(LIMIT + 5):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, _, port = limited.address.rpartition(":")
+            sock.connect((host, int(port)))
+            assert b" 200 " in request(sock, LAST)
+        assert health(limited).status_code == 200
 
 
 def test_honest_client_is_served_beside_1500_idle_connections(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,6 +165,28 @@ def test_report_interval_grows_with_the_number_of_nodes(pair: Pair, monkeypatch:
     assert asyncio.run(pauses(frozenset({pair.first.address}))) == [100]
     monkeypatch.setattr("router.fleet.nodes.REPORTS", 5.0)
     assert asyncio.run(pauses(frozenset({pair.first.address, pair.second.address}))) == [400, 400]
+
+
+def test_node_that_reports_too_many_cached_blocks_is_not_used(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried again, and used once it reports fewer."""
+    node = pair.first
+    node.cached = pb.CacheChange(added=array("Q", range(131_073)).tobytes())
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        was_ready: list[bool] = []
+        nodes.on_change(lambda: was_ready.append(nodes.ready))
+        nodes.listed("decode", frozenset({node.address}))
+        async with asyncio.timeout(20):
+            while len(node.pauses) < 3:  # noqa: ASYNC110 - report streams that the router has opened
+                await asyncio.sleep(0.01)
+        assert not any(was_ready)
+        node.cached = pb.CacheChange()
+        await nodes.wait_until(lambda: nodes.ready)
+        await nodes.close()
+
+    asyncio.run(run())
+    assert "it reports 131073 cached blocks, the limit is 131072" in caplog.text
 
 
 def request() -> pb.Generate:
