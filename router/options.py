@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int | None = None  # 0: any free one; None: metrics at the port of the API only
     metrics_host: str = "127.0.0.1"
     metrics_client_names: bool = False
+    cors_origins: tuple[str, ...] = ()  # of web pages that may use the API; "*": all
     dashboard: bool = True
     log_requests: bool = False
     log_format: str = "text"
@@ -106,6 +108,9 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--metrics-port", f"{metrics} (default: none)", "N", port_number)
     add("--metrics-host", "address of --metrics-port (default %(default)s)")
     add("--metrics-client-names", "metrics by name of the API key", action="store_true")
+    origins = "let web pages of this origin, such as https://chat.example, use the API; repeatable; * is any origin"
+    cors: dict[str, Any] = {"type": _origin, "action": "append", "default": [], "metavar": "ORIGIN"}
+    parser.add_argument("--cors-origin", dest="cors_origins", help=origins, **cors)
     no_dashboard = "no /dashboard, and no `pdserve top`"
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false", help=no_dashboard)
     add("--log-requests", "log each request with the name of its API key", action="store_true")
@@ -141,7 +146,7 @@ def router_options_from(args: argparse.Namespace) -> RouterOptions:
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name != "models"}
-    fields |= {"prefill": tuple(args.prefill), "decode": tuple(args.decode)}
+    fields |= {"prefill": tuple(args.prefill), "decode": tuple(args.decode), "cors_origins": tuple(args.cors_origins)}
     return RouterOptions(models=_models(args), **fields)
 
 
@@ -165,6 +170,13 @@ def _name_and_model(text: str) -> tuple[str, str]:
     if not name or not model:
         raise ConfigError(f"--model {text!r} is incomplete; write --model NAME=MODEL")
     return name, model
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers send it: scheme and host, no path."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an origin such as https://chat.example, without a path")
+    return text
 
 
 def _count(text: str) -> int:

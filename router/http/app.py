@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -76,10 +77,18 @@ def create_app(service: Service) -> ASGIApp:
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     _add_error_handlers(app)
-    direct = DirectRoutes(app, endpoints)
-    if service.keys is None:
-        return direct
-    return Authentication(direct, service.keys, {"/health", "/health/live", *PAGE}, service.metrics)
+    whole: ASGIApp = DirectRoutes(app, endpoints)
+    if service.keys is not None:
+        whole = Authentication(whole, service.keys, {"/health", "/health/live", "/ping", *PAGE}, service.metrics)
+    if service.options.cors_origins:  # outside: a preflight request has no key
+        whole = CORSMiddleware(
+            whole,
+            allow_origins=service.options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return whole
 
 
 def _add_stored_responses(app: FastAPI) -> None:

@@ -61,7 +61,9 @@ class GenerateEndpoint:
                     accounting.finished(await self._generate(body, send, admission, accounting, disconnected))
         except PdserveError as exc:
             accounting.failed(exc)
-            await error_response(exc)(scope, receive, send)
+            response = error_response(exc)
+            response.headers["x-request-id"] = accounting.request_id
+            await response(scope, receive, send)
         except ClientDisconnected:
             accounting.disconnected()
             abort_connection(scope)

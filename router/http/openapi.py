@@ -76,6 +76,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Tokenize a text or chat", TokenizeResponse, (*_BODY, 503), TokenizeBody),
     Operation("post", "/detokenize", "Detokenize token ids", DetokenizeResponse, (*_BODY, 503), DetokenizeBody),
     Operation("get", "/health", "Check readiness", HealthStatus, (*_ANY, 503)),
+    Operation("get", "/ping", "Check readiness", HealthStatus, (*_ANY, 503)),
     Operation("get", "/health/live", "Check that the router responds, with or without nodes", HealthStatus),
     Operation("get", "/version", "Show the version", VersionInfo),
     Operation("get", "/metrics", "Prometheus metrics", None),

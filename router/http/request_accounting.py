@@ -10,6 +10,8 @@ See docs/traces.md.
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterable
 from time import monotonic
 from uuid import uuid4
 
@@ -30,11 +32,20 @@ _OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "c
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before it got one
 
 
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
+
+
+def _given_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The client's X-Request-Id, unless it is too long or has other characters."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return given.decode() if _SAFE_ID.fullmatch(given) else None
+
+
 class RequestAccounting:
     """One request from its arrival; ``arrived`` is in seconds of ``time.monotonic``."""
 
     def __init__(self, service: Service, endpoint: str, client: Client, scope: Scope) -> None:
-        self.request_id = uuid4().hex
+        self.request_id = _given_id(scope["headers"]) or uuid4().hex
         self.arrived = monotonic()
         self.model = ""
         self._metrics = service.metrics

@@ -1,4 +1,4 @@
-"""/v1/models, /health, /health/live, /version, /metrics, /tokenize and /detokenize."""
+"""/v1/models, /health, /ping, /health/live, /version, /metrics, /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -117,6 +117,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return _json(card(service.find(name)))
 
     @app.get("/health")
+    @app.get("/ping")  # as SageMaker and some load balancers ask
     async def health() -> Response:
         if service.draining:
             raise Draining("the router is draining; use another router")

@@ -28,7 +28,7 @@ def test_models(client: httpx.Client) -> None:
 
 
 def test_health_and_version(client: httpx.Client) -> None:
-    assert client.get("/health").status_code == 200
+    assert client.get("/health").status_code == client.get("/ping").status_code == 200
     assert client.get("/version").json() == {"version": version("pdserve")}
 
 
