@@ -123,11 +123,6 @@ def choose_parallel_config(
     Without ``stage_layers``, stages get equal numbers of layers; earlier ones get the remaining layers, because the
     last stage also computes the logits.
     """
-    if model.impl == TRANSFORMERS and (pp, tp) != (1, 1):
-        raise ConfigError(
-            f"pp {pp} and tp {tp}: {model.architecture} runs through transformers, which this node does on one rank "
-            "only; use 1 for both"
-        )
     if stage_layers is None:
         if not 1 <= pp <= model.num_layers:
             raise ConfigError(f"pp {pp} is not within 1 … {model.num_layers}, the layers of the model")
@@ -142,7 +137,8 @@ def choose_parallel_config(
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
-    return ParallelConfig(tuple(stage_layers), tp, shared_mlps and pp > 1)
+    shared_mlps = shared_mlps and pp > 1 and model.impl != TRANSFORMERS  # a library's layer is not cut
+    return ParallelConfig(tuple(stage_layers), tp, shared_mlps)
 
 
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
@@ -166,15 +162,23 @@ def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
 
 def num_parameters(model: ModelConfig, position: RankPosition) -> int:
     """Count a rank's parameters without norms and biases; a tied output projection counts beside the embedding."""
-    return sum(_linear_and_table_parameters(model, position))
+    return _library_parameters(model, position) or sum(_linear_and_table_parameters(model, position))
 
 
 def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     """Return the bytes of a rank's weights: linear layers in the model's weight format, the rest in ``dtype``."""
     if model.num_weights:
-        return model.num_weights * DTYPE_BYTES[dtype]
+        return _library_parameters(model, position) * DTYPE_BYTES[dtype]
     linear, tables = _linear_and_table_parameters(model, position)
     return int(linear * WEIGHT_FORMATS[model.weight_format].bytes_per_weight(dtype)) + tables * DTYPE_BYTES[dtype]
+
+
+def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
+    """Estimate a rank's part of ``num_weights``: layers of equal size, and a table more in the first and last stage."""
+    parallel = position.parallel
+    num_tables = position.is_first + position.is_last if parallel.pp > 1 else 0
+    of_stage = model.num_weights * len(position.layers) // model.num_layers
+    return (of_stage + num_tables * model.vocab_size * model.hidden_size) // parallel.tp if model.num_weights else 0
 
 
 def _linear_and_table_parameters(model: ModelConfig, position: RankPosition) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from pdserve.config.attention_backends import (
     find_platform,
 )
 from pdserve.config.hub import resolve_model
+from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
@@ -59,6 +60,8 @@ def resolve(
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
     decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
+    if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
+        choices.append(check_split(model_dir, model.architecture, parallel))
     layout = _choose_layout(options, device, model, parallel, dtype, backend, choices)
     if options.reads_weights:
         _check_weights(model, model_dir, dtype, choices)

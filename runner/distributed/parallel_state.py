@@ -36,6 +36,8 @@ _TIMEOUT = timedelta(minutes=30)
 #: NCCL kernel must leave all but a few multiprocessors to that step.
 _CHANNEL_PROCESSORS = 4
 
+_LONGEST_PROBLEM = 4096  # bytes
+
 
 class PeerChannel:
     """One end of an ordered, one-way connection between two ranks."""
@@ -88,6 +90,11 @@ class ParallelState:
         if self._initialized:
             self._join(rendezvous)
 
+    @property
+    def shard_group(self) -> Any:
+        """The process group of this stage's tensor shards, None for one shard."""
+        return self._shards
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x [tokens, hidden_size] over the shards of this stage.
 
@@ -116,23 +123,23 @@ class ParallelState:
         else:
             self.fused_all_reduce = SumAndNorm(self._peer_memory.addresses, shard, rows, size, self.device)
 
-    def gather_logits(self, logits: Tensor, vocab_size: int, out: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocab_size] from each shard's [rows, tokens of a shard]; all shards pass equal shapes.
+    def gather_columns(self, mine: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+        """Return [rows, size], such as logits, from each shard's [rows, columns]; all shards pass equal shapes.
 
-        Padding beyond ``vocab_size`` is dropped. Written to ``out`` if given. The call can be captured into a CUDA
+        Padding beyond ``size`` is dropped. Written to ``out`` if given. The call can be captured into a CUDA
         graph.
         """
         if self._shards is None:
-            return logits if out is None else out.copy_(logits)
-        (rows, each), tp = logits.shape, self.position.parallel.tp
-        if rows == 1 and out is not None and out.is_contiguous() and tp * each == vocab_size:
-            _all_gather(out.view(tp, each), logits, self._shards)
+            return mine if out is None else out.copy_(mine)
+        (rows, each), tp = mine.shape, self.position.parallel.tp
+        if rows == 1 and out is not None and out.is_contiguous() and tp * each == size:
+            _all_gather(out.view(tp, each), mine, self._shards)
             return out
-        parts = logits.new_empty(tp * rows, each)
-        _all_gather(parts, logits, self._shards)
+        parts = mine.new_empty(tp * rows, each)
+        _all_gather(parts, mine, self._shards)
         if rows == 1 and out is None:
-            return parts.view(1, -1)[:, :vocab_size]
-        runs = [part[:, : max(0, vocab_size - shard * each)] for shard, part in enumerate(parts.view(tp, rows, each))]
+            return parts.view(1, -1)[:, :size]
+        runs = [part[:, : max(0, size - shard * each)] for shard, part in enumerate(parts.view(tp, rows, each))]
         return torch.cat(runs, dim=1) if out is None else torch.cat(runs, dim=1, out=out)
 
     def all_reduce_min(self, number: int) -> int:
@@ -142,6 +149,21 @@ class ParallelState:
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
         _dist.all_reduce(numbers, op=_dist.ReduceOp.MIN)
         return int(numbers.item())
+
+    def broadcast(self, x: Tensor, rank: int) -> Tensor:
+        """Return ``rank``'s x. All ranks of all stages pass contiguous tensors of one shape, and may lose theirs."""
+        if self._initialized:
+            _dist.broadcast(x, src=rank)
+        return x
+
+    def first_problem(self, mine: str) -> str:
+        """Return the problem of the first rank that has one, "" if no rank has one."""
+        if not self._initialized:
+            return mine
+        text, num_ranks = mine.encode()[:_LONGEST_PROBLEM], self.position.parallel.num_ranks
+        padded = text.ljust(_LONGEST_PROBLEM, b"\0")
+        problems = _gather_bytes(padded, num_ranks, _dist.group.WORLD, self.device)
+        return next((found.rstrip(b"\0").decode(errors="replace") for found in problems if any(found)), "")
 
     def channel(self, source: int, target: int) -> PeerChannel | None:
         """Open a channel between two ranks; None on other ranks. All ranks open all channels, in the same order."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ import torch
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
+from pdserve.errors import ConfigError, PdserveError
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.memory import check_room
 from runner.loading.weights import fill_random, load_weights, open_weights
@@ -51,8 +53,8 @@ class LoadedModel:
     @property
     def shard(self) -> ModelConfig:
         """This rank's part of the model, with the attention that the decoder's layers ask for."""
-        model = msgspec.structs.replace(self._config.model, attention=self.decoder.attention)
-        return shard_of(model, self._config.position)
+        shard = shard_of(self._config.model, self._config.position)
+        return msgspec.structs.replace(shard, attention=self.decoder.attention)
 
     def reload(self, model_dir: str) -> None:
         """Read another checkpoint of the same architecture and shape. No step may be in flight.
@@ -73,7 +75,7 @@ class LoadedModel:
                 TransformersDecoder,
             )  # on demand: it imports transformers
 
-            return TransformersDecoder(model, self.placement)
+            return TransformersDecoder(model, self._parallel, self.placement)
         return decoder_class(model.architecture)(model, self._parallel, self.placement)
 
     @torch.inference_mode()
@@ -82,16 +84,27 @@ class LoadedModel:
         opened = nullcontext() if dummy else open_weights(path, self._config.model, self.device, self.placement.stored)
         with opened as weights:
             if not isinstance(self.decoder, Decoder):
-                self.decoder.load(path, weights)
-            elif weights is None:
+                self._load_library_model(self.decoder, path, weights)
+                return
+            if weights is None:
                 fill_random(dict(self.decoder.weight_shards()), seed=0)
             else:
                 shards = dict(self.decoder.weight_shards())
                 load_weights(path, weights, shards, self.decoder.ignored_weights(), progress)
-        if isinstance(self.decoder, Decoder):
-            self.decoder.process_weights_after_loading()
-            return
+        self.decoder.process_weights_after_loading()
+
+    def _load_library_model(self, decoder: TransformersDecoder, path: Path, weights: Mapping[str, Any] | None) -> None:
+        """Load this rank's part, and test all ranks together. Every rank refuses a model that one rank refuses."""
         from runner.models.from_transformers.self_test import check_exactness
 
-        error = check_exactness(self.decoder, self._config.kv_layout, self.placement)
-        _log.info("%s of transformers equals its eager forward within %.1e", self.decoder.config.architecture, error)
+        refusal: PdserveError | None = None
+        try:
+            decoder.load(path, weights)
+        except PdserveError as exc:
+            refusal = exc
+        problem = self._parallel.first_problem("" if refusal is None else str(refusal))
+        if problem:
+            raise refusal or ConfigError(problem)
+        reference = partial(decoder.eager_logits, path, weights)
+        error = check_exactness(decoder, reference, self._config.kv_layout, self.placement)
+        _log.info("%s of transformers equals its eager forward within %.1e", decoder.config.architecture, error)

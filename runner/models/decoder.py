@@ -188,8 +188,9 @@ class Decoder:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """The attention of each layer of the whole model."""
-        return self.config.attention
+        """The attention of each layer of this rank."""
+        layers = self.context.position.layers
+        return self.config.attention[layers.start : layers.stop]
 
     @property
     def depends_on_length(self) -> bool:

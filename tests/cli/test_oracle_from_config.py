@@ -27,14 +27,20 @@ REASONS = {
 
 
 def resolved(
-    path: Path, model_type: str, variable: str | None = None, impl: str = "auto", **fields: object
+    path: Path,
+    model_type: str,
+    variable: str | None = None,
+    impl: str = "auto",
+    split: tuple[int, int] = (1, 1),
+    **fields: object,
 ) -> NodeConfig:
     config = small_config(model_type, head_dim=64)
     config.architectures = [type_name(model_type)]
     config.save_pretrained(path)
     values = json.loads((path / "config.json").read_text()) | {"dtype": "bfloat16"} | fields
     (path / "config.json").write_text(json.dumps(values))
-    options = NodeOptions(model=str(path), load_format="dummy", max_model_len=64, model_impl=impl)
+    pp, tp = split
+    options = NodeOptions(model=str(path), load_format="dummy", max_model_len=64, model_impl=impl, pp=pp, tp=tp)
     return resolve(options, GPU, {} if variable is None else {VARIABLE: variable}, PLATFORM)
 
 
@@ -85,8 +91,27 @@ def test_native_layers_are_refused_where_there_are_none(tmp_path: Path) -> None:
         resolved(tmp_path, "opt", impl="native")
 
 
-def test_several_ranks_are_refused_for_transformers_layers(tmp_path: Path) -> None:
-    resolved(tmp_path, "opt")
-    options = NodeOptions(model=str(tmp_path), load_format="dummy", tp=2)
-    with pytest.raises(ConfigError, match="pp 1 and tp 2: OPTForCausalLM runs through transformers"):
-        resolve(options, GPU, {}, PLATFORM)
+@pytest.mark.parametrize(("model_type", "split"), [("gemma2", (2, 2)), ("mixtral", (1, 2)), ("gpt_oss", (2, 1))])
+def test_a_model_of_transformers_is_split_by_the_librarys_plans(
+    model_type: str, split: tuple[int, int], tmp_path: Path
+) -> None:
+    config = resolved(tmp_path, model_type, split=split)
+    assert f"pp={split[0]}, tp={split[1]}: by transformers' plans for {model_type}" in config.choices
+    assert [share.num_heads for share in config.shares] == [2 // split[1]] * (split[0] * split[1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "split", "reason"),
+    [
+        ("gpt2", (1, 2), "tp 2: transformers has no tensor-parallel plan for 'gpt2'; use 1"),
+        ("gpt2", (2, 1), "pp 2: transformers has no pipeline-parallel plan for 'gpt2'; use 1"),
+        ("gpt_oss", (1, 2), "tp 2: transformers has no tensor-parallel plan for 'gpt_oss'; use 1"),
+        ("olmoe", (2, 1), "pp 2: transformers has no pipeline-parallel plan for 'olmoe'; use 1"),
+        ("mixtral", (1, 3), "tp 3 does not divide the model's attention heads, 4"),
+    ],
+)
+def test_a_split_without_a_plan_or_of_heads_that_do_not_divide_is_refused(
+    model_type: str, split: tuple[int, int], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolved(tmp_path, model_type, split=split)

@@ -32,12 +32,14 @@ sums = [parallel.all_reduce(torch.full((2, 3), 10.0**rank, dtype=dtype)) for dty
 one = torch.arange(3.0)[None] + 3 * rank
 two = torch.cat((one, one + 100))
 out = torch.zeros(2, 5)
-parallel.gather_logits(two, 5, out)
-gathered = [parallel.gather_logits(one, 5), parallel.gather_logits(two, 5), out, parallel.gather_logits(one, 2)]
+parallel.gather_columns(two, 5, out)
+gathered = [parallel.gather_columns(one, 5), parallel.gather_columns(two, 5), out, parallel.gather_columns(one, 2)]
 minimum = parallel.all_reduce_min(70 - 10 * rank)
+problems = [parallel.first_problem(f"of {rank}" if rank in ranks else "") for ranks in ((), (2, 3), (1, 2))]
+received = parallel.broadcast(torch.full((2,), float(rank)), 3).tolist()
 parallel.close()
 parallel.close()
-print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], minimum]))
+print(json.dumps([[x.tolist() for x in sums], [x.tolist() for x in gathered], minimum, problems, received]))
 """
 
 
@@ -53,7 +55,7 @@ def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ran
             ranks.append(ends.enter_context(process))
             ends.callback(process.kill)
         answers = [json.loads(process.communicate()[0]) for process in ranks]
-    for rank, (sums, gathered, minimum) in enumerate(answers):
+    for rank, (sums, gathered, minimum, problems, received) in enumerate(answers):
         total, first = (11.0, 0.0) if rank < 2 else (1100.0, 6.0)
         assert sums[0] == [[total] * 3] * 2
         assert sums[1] == [[pytest.approx(total, rel=0.01)] * 3] * 2
@@ -61,6 +63,7 @@ def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ran
         rows = [row, [100 + value for value in row]]
         assert gathered == [[row], rows, rows, [row[:2]]]
         assert minimum == 40
+        assert (problems, received) == (["", "of 2", "of 1"], [3.0, 3.0])
 
 
 def test_a_single_rank_needs_no_rendezvous() -> None:

@@ -16,6 +16,7 @@ from any_models import FAMILIES, make_any_checkpoint
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
 
@@ -23,6 +24,9 @@ import runner
 from pdserve.config.model_config import load_model_config
 from pdserve.errors import CheckpointError, ConfigError, PdserveError
 from runner.models.from_transformers.attention_calls import window_of
+from runner.models.from_transformers.loading import build_model
+from runner.models.from_transformers.part import ModelPart
+from runner.placement import TensorPlacement
 
 NUM_TOKENS = 6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,10 +131,44 @@ def test_a_model_that_would_be_wrong_is_refused_with_its_reason(
         runner.build(node_config(directory), lambda stage, fraction: None)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_are_left_out(model_type: str, tmp_path: Path) -> None:
+    directory = make_any_checkpoint(tmp_path / "model", model_type)
+    change_config(directory, num_nextn_predict_layers=1)
+    tensors = load_file(directory / "model.safetensors")
+    layer = {name: one for name, one in tensors.items() if name.startswith("model.layers.2.")}
+    assert layer
+    extra = {name.replace(".2.", ".3.", 1): one.clone() for name, one in layer.items()}
+    extra["model.layers.3.eh_proj.weight"] = torch.ones(64, 128)
+    save_file(tensors | extra, directory / "model.safetensors", {"format": "pt"})
+    assert_greedy_tokens_are_exact(directory)
+    change_config(directory, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"unexpected keys: model\.layers\.3"):
+        runner.build(node_config(directory), lambda stage, fraction: None)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_tensor_that_the_library_keeps_in_float32_is_not_rounded(load_format: str, tmp_path: Path) -> None:
+    directory = make_any_checkpoint(tmp_path / "model", "deepseek_v3")
+    name, third = "model.layers.1.mlp.gate.e_score_correction_bias", torch.full((4,), 1 / 3)
+    tensors = {key: one.bfloat16() for key, one in load_file(directory / "model.safetensors").items()}
+    save_file(tensors | {name: third}, directory / "model.safetensors", {"format": "pt"})
+    placement = TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
+    weights = load_file(directory / "model.safetensors") if load_format == "auto" else None
+    model = build_model(directory, placement, "eager", ModelPart.whole(3), weights)
+    kept = model.get_buffer(name)
+    assert (kept.dtype, model.lm_head.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert load_format == "dummy" or torch.equal(kept, third)
+
+
+def change_config(directory: Path, **fields: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     directory = make_any_checkpoint(tmp_path / "model", "olmo2")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    change_config(directory, num_hidden_layers=4)
     with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.3"):
         runner.build(node_config(directory), lambda stage, fraction: None)
 

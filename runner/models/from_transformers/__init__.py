@@ -1,7 +1,10 @@
 """Causal decoders of the library transformers on the paged KV cache, for runner V1.
 
-loading.py           build a model of the library, with weights or random ones
+tensor_shards.py     the library's tensor-parallel plan: cut tensors, sums and gathers
 attention_calls.py   the library's attention interface: what layers ask for, and paged attention for them
+part.py              the layers and modules that one rank holds
+loading.py           build a part of a model of the library, with weights or random ones
+reference.py         logits of the unsplit model, whose layers are read a few at a time
 decoder.py           the model as the runner calls it
 self_test.py         comparison with the library's own eager forward, at each start
 """

@@ -16,7 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.errors import ConfigError
+from pdserve.kv import KVShare
 from runner.attention import AttentionBackend
+from runner.distributed.parallel_state import ParallelState
 
 #: Names of attention functions. For ``PAGED`` the library builds no mask, as it knows no mask function of that name.
 PAGED, TRACED = "pdserve_paged", "pdserve_traced"
@@ -49,19 +51,61 @@ def run_with(calls: AttentionCalls, forward: Callable[[], Any]) -> Any:
         _running.pop()
 
 
-class PagedCalls:
-    """Attends over the paged cache. V that is narrower than K is padded with zeros."""
+class HeadShard:
+    """The heads of one tensor shard: its part of the KV cache, for every plan.
 
-    def __init__(self, backend: AttentionBackend, head_dim: int) -> None:
-        self._backend, self._head_dim = backend, head_dim
+    A layer whose plan does not split its heads computes all on each shard. Then a shard attends with its own, and all
+    shards gather the results.
+    """
+
+    def __init__(self, num_heads: int, share: KVShare, parallel: ParallelState) -> None:
+        """``num_heads`` is the number of query heads of the whole model."""
+        tp, shard = parallel.position.parallel.tp, parallel.position.shard
+        self._num_heads, self._parallel = num_heads, parallel
+        each = num_heads // tp
+        self._queries = slice(shard * each, (shard + 1) * each)
+        self._keys = slice(share.first_head, share.first_head + share.num_heads)
+        self._total_keys = share.total_heads
+        self.sizes = (each, share.num_heads)  # query and KV heads of this shard
+
+    def knows(self, num_heads: int, num_kv_heads: int) -> bool:
+        """Whether a layer computes this shard's heads, or all."""
+        return num_heads in (self.sizes[0], self._num_heads) and num_kv_heads in (self.sizes[1], self._total_keys)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Return this shard's part of queries [tokens, heads, head_dim]."""
+        return q[:, self._queries] if q.shape[1] != self.sizes[0] else q
+
+    def keys(self, k: Tensor) -> Tensor:
+        """Return this shard's part of keys or values [tokens, heads, head_dim]."""
+        return k[:, self._keys] if k.shape[1] != self.sizes[1] else k
+
+    def sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """Return this shard's part of sinks [heads]."""
+        return sinks[self._queries] if sinks is not None and len(sinks) != self.sizes[0] else sinks
+
+    def whole(self, attended: Tensor) -> Tensor:
+        """Return [tokens, all heads, head_dim] from each shard's [tokens, its heads, head_dim]."""
+        tokens, _, width = attended.shape
+        columns = self._parallel.gather_columns(attended.reshape(tokens, -1), self._num_heads * width)
+        return columns.view(tokens, self._num_heads, width)
+
+
+class PagedCalls:
+    """Attends over the paged cache of one rank. V that is narrower than K is padded with zeros."""
+
+    def __init__(self, backend: AttentionBackend, heads: HeadShard, first_layer: int, head_dim: int) -> None:
+        self._backend, self._heads, self._first_layer, self._head_dim = backend, heads, first_layer, head_dim
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
-        width = v.shape[-1]
+        heads, width, layer = self._heads, v.shape[-1], layer - self._first_layer
+        mine, k, v = heads.queries(q), heads.keys(k), heads.keys(v)
         if width < self._head_dim:
             v = nn.functional.pad(v, (0, self._head_dim - width))
         self._backend.store(layer, k, v)
-        attended = self._backend.attend(layer, q.contiguous(), call["s_aux"])
-        return attended.view(len(q), -1, self._head_dim)[..., :width]
+        attended = self._backend.attend(layer, mine.contiguous(), heads.sinks(call["s_aux"]))
+        attended = attended.view(len(q), -1, self._head_dim)[..., :width]
+        return attended if mine.shape == q.shape else heads.whole(attended)
 
 
 class TracedCalls:

@@ -8,55 +8,72 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from transformers import DynamicCache
 
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import NO_DEFERRED_MLPS, DeferredMLPs
-from pdserve.errors import ConfigError, shown
+from pdserve.errors import CheckpointError, ConfigError, shown
 from runner.attention import AttentionBackend
+from runner.distributed.parallel_state import ParallelState
 from runner.models.from_transformers.attention_calls import (
     PAGED,
     TRACED,
     AttentionCalls,
+    HeadShard,
     PagedCalls,
     TracedCalls,
     register,
     run_with,
 )
 from runner.models.from_transformers.loading import LIBRARY_ERRORS, NO_INTERFACE, build_model
+from runner.models.from_transformers.part import ModelPart, body_of, layers_of
+from runner.models.from_transformers.reference import unsplit_logits
+from runner.models.from_transformers.tensor_shards import TensorShards
 from runner.placement import TensorPlacement
 
 
 class TransformersDecoder:
-    """A whole model: token ids to hidden states, hidden states to logits. Same calls as ``Decoder``, on one rank."""
+    """A rank's part of a model: token ids to hidden states, hidden states to logits. Same calls as ``Decoder``.
+
+    A later stage runs the library's body on the hidden states that it received: layers of other stages pass them on.
+    """
 
     depends_on_length = False
 
-    def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
-        self.config = config
-        self.attention: tuple[AttentionSpec, ...] = ()  # of each layer, once loaded
-        self._placement = placement
+    def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
+        """``config`` is that of the whole model."""
+        self.config, self.parallel = config, parallel
+        self.attention: tuple[AttentionSpec, ...] = ()  # of each layer of this rank, once loaded
+        self._placement, self._position = placement, parallel.position
+        self._model: Any = None
+        share = self._position.parallel.shares(config.num_kv_heads)[self._position.rank]
+        self._heads = HeadShard(config.num_heads, share, parallel)
+        self._received = self._sent = torch.empty(0)
 
     def load(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
         """Read the weights, slices of safetensors by name, and find out what each layer's attention needs.
 
-        Without ``weights`` draw random ones.
-
-        Raises CheckpointError for a broken checkpoint, ConfigError for a model that cannot be served exactly.
+        Without ``weights`` draw random ones. Raises CheckpointError for a broken checkpoint, ConfigError for a model
+        that cannot be served exactly.
         """
         register()
-        self._model = build_model(model_dir, self._placement, PAGED, weights)
-        self._body = _body_of(self._model)
-        if "position_ids" not in inspect.signature(self._body.forward).parameters:
-            raise self._refusal("its layers take no positions, so sequences cannot share a step")
         try:
+            self._model = build_model(model_dir, self._placement, PAGED, self._part(), weights)
+            self._body = body_of(self._model)
+            if "position_ids" not in inspect.signature(self._body.forward).parameters:
+                raise ConfigError("its layers take no positions, so sequences cannot share a step")
+            if self._position.parallel.pp > 1:
+                self._connect_stages()
             self.attention = self._trace()
+        except CheckpointError:
+            raise
         except ConfigError as exc:
             raise self._refusal(str(exc)) from exc
         except LIBRARY_ERRORS as exc:
-            known = "" if self._model._supports_attention_backend else NO_INTERFACE + "; "
+            lacks_interface = self._model is not None and not self._model._supports_attention_backend
+            known = NO_INTERFACE + "; " if lacks_interface else ""
             raise self._refusal(f"{known}its layers fail on two tokens: {shown(str(exc))}") from exc
 
     @torch.inference_mode()
@@ -69,12 +86,16 @@ class TransformersDecoder:
         output_tokens: Tensor | None = None,
         deferred: DeferredMLPs = NO_DEFERRED_MLPS,
     ) -> Tensor:
-        """Return hidden states [tokens, hidden_size] of token ids [tokens], of ``output_tokens`` if given."""
-        hidden = self._run_body(inputs, positions, PagedCalls(backend, self.config.head_dim))
+        """Return hidden states [tokens, hidden_size], of ``output_tokens`` if given.
+
+        ``inputs`` is token ids [tokens], on later stages the hidden states of the stage before.
+        """
+        calls = PagedCalls(backend, self._heads, self._position.layers.start, self.config.head_dim)
+        hidden = self._run_body(inputs, positions, calls)
         return hidden if output_tokens is None else hidden.index_select(0, output_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [rows, vocab_size] from hidden states [rows, hidden_size].
+        """Return [rows, vocab_size] from hidden states [rows, hidden_size], on the last stage.
 
         The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply.
         """
@@ -88,40 +109,85 @@ class TransformersDecoder:
         return logits
 
     @torch.inference_mode()
-    def eager_logits(self, prompt: Sequence[int]) -> Tensor:
-        """Return logits [tokens, vocab_size] float32 of a prompt by the library's own eager attention."""
+    def eager_logits(
+        self, model_dir: Path, weights: Mapping[str, Any] | None, prompts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Return logits [tokens, vocab_size] float32 of prompts by the library's own forward of the unsplit model.
+
+        ``weights`` as for ``load``.
+        """
+        parallel, placement, num_layers = self._position.parallel, self._placement, self.config.num_layers
+        if parallel.num_ranks > 1:
+
+            def build(part: ModelPart) -> Any:
+                return build_model(model_dir, placement, "eager", part, weights)
+
+            # Beside this rank's part, there is room for a quarter of it.
+            at_once = max(1, num_layers // (4 * parallel.num_ranks))
+            return unsplit_logits(build, num_layers, at_once, prompts, placement.device)
         self._model.set_attn_implementation("eager")
         try:
-            ids = torch.tensor([prompt], device=self._placement.device)
-            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+            ids = [torch.tensor([prompt], device=self._placement.device) for prompt in prompts]
+            return [self._model(input_ids=of_prompt, use_cache=False).logits[0].float() for of_prompt in ids]
         finally:
             self._model.set_attn_implementation(PAGED)
-        return logits.float()
+
+    def _part(self) -> ModelPart:
+        position = self._position
+        shards = TensorShards(self.parallel, self.config.num_kv_heads) if position.parallel.tp > 1 else None
+        return ModelPart(self.config.num_layers, position.layers, position.is_first, position.is_last, shards)
+
+    def _connect_stages(self) -> None:
+        """Let the first layer begin with what was received, and keep what the last layer returns."""
+        position = self._position
+        if not self._body.config.base_model_pp_plan:
+            raise ConfigError(f"pp {position.parallel.pp}: it has no pipeline-parallel plan in transformers")
+        _, layers = layers_of(self._body, self.config.num_layers)
+        if not position.is_first:
+            layers[position.layers.start].register_forward_pre_hook(self._begin, with_kwargs=True)
+        if not position.is_last:
+            layers[position.layers.stop - 1].register_forward_hook(self._end)
+
+    def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (self._received, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self._received}
+
+    def _end(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._sent = output if isinstance(output, Tensor) else output[0]
+
+    def no_hidden(self, tokens: int) -> Tensor:
+        """Return zeros in the form of a stage's result, [tokens, hidden_size]."""
+        size = (tokens, self.config.hidden_size)
+        return torch.zeros(size, dtype=self._placement.dtype, device=self._placement.device)
 
     @torch.inference_mode()
     def _trace(self) -> tuple[AttentionSpec, ...]:
         """Run two tokens, and return what each layer asks for. Raises ConfigError for anything unknown."""
         config, calls = self.config, TracedCalls(self.config.max_position_embeddings)
-        tokens = torch.arange(2, device=self._placement.device)
+        tokens, layers = torch.arange(2, device=self._placement.device), self._position.layers
+        inputs = tokens
+        if not self._position.is_first:
+            inputs = self.no_hidden(2)
         self._model.set_attn_implementation(TRACED)
         try:
-            self._run_body(tokens, tokens, calls)
+            self._run_body(inputs, tokens, calls)
         finally:
             self._model.set_attn_implementation(PAGED)
-        if sorted(calls.specs) != list(range(config.num_layers)) or calls.num_calls != config.num_layers:
+        if sorted(calls.specs) != list(layers) or calls.num_calls != len(layers):
             raise ConfigError(
-                f"attention ran {calls.num_calls} times, in layers {sorted(calls.specs)} of {config.num_layers}; "
+                f"attention ran {calls.num_calls} times, in layers {sorted(calls.specs)} of {len(layers)}; "
                 "a model is served only if each layer attends once"
             )
-        expected = config.num_heads, config.num_kv_heads, config.head_dim
-        for layer, sizes in calls.sizes.items():
-            if sizes != expected:
+        for layer, (num_heads, num_kv_heads, head_dim) in calls.sizes.items():
+            if head_dim != config.head_dim or not self._heads.knows(num_heads, num_kv_heads):
+                expected = (*self._heads.sizes, config.head_dim)
                 raise ConfigError(
-                    f"layer {layer} has {sizes} query heads, KV heads and head size where config.json says "
-                    f"{expected}; layers that differ from it are not supported"
+                    f"layer {layer} has {(num_heads, num_kv_heads, head_dim)} query heads, KV heads and head size "
+                    f"where config.json says {expected}; layers that differ from it are not supported"
                 )
         self._check_windows(calls)
-        return tuple(calls.specs[layer] for layer in range(config.num_layers))
+        return tuple(calls.specs[layer] for layer in layers)
 
     def _check_windows(self, calls: TracedCalls) -> None:
         """Raise ConfigError if the library's cache forgets tokens to which a layer's mask attends."""
@@ -134,22 +200,18 @@ class TransformersDecoder:
                     "the model was trained with is not known"
                 )
 
-    def _run_body(self, ids: Tensor, positions: Tensor, calls: AttentionCalls) -> Tensor:
-        output = run_with(
-            calls,
-            lambda: self._body(input_ids=ids[None].long(), position_ids=positions[None].long(), use_cache=False),
-        )
+    def _run_body(self, inputs: Tensor, positions: Tensor, calls: AttentionCalls) -> Tensor:
+        """Return [tokens, hidden_size]: on the last stage normed, else of this stage's last layer."""
+        if self._position.is_first:
+            start = {"input_ids": inputs[None].long()}
+        else:
+            self._received = inputs[None]
+            start = {"inputs_embeds": self._received}
+        output = run_with(calls, lambda: self._body(**start, position_ids=positions[None].long(), use_cache=False))
         self._output_class = type(output)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        hidden: Tensor = output.last_hidden_state if self._position.is_last else self._sent
+        self._received = self._sent = hidden.new_empty(0)  # frees both
+        return hidden[0]
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.config.architecture} cannot run through transformers here: {reason}")
-
-
-def _body_of(model: Any) -> Any:
-    """Return the part of a model that turns token ids into hidden states. Raises ConfigError."""
-    for part in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
-        if part is not model and isinstance(part, PreTrainedModel):
-            return part
-    raise ConfigError(f"{type(model).__name__} has no part that returns hidden states")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from pdserve.errors import CheckpointError, ConfigError, shown
+from runner.models.from_transformers.part import ModelPart, take_part
 from runner.models.quantization.dequantize import is_padding_bias
 from runner.placement import TensorPlacement
 
-_SEED = 0  # of random weights
+_DEVIATION = 0.02  # of random weights
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 NO_INTERFACE = "its layers do not call a given attention function"
@@ -22,14 +27,18 @@ NO_INTERFACE = "its layers do not call a given attention function"
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, AssertionError)
 
 
-def build_model(model_dir: Path, placement: TensorPlacement, attention: str, weights: Mapping[str, Any] | None) -> Any:
-    """Return the causal model of a checkpoint on the device.
+def build_model(
+    model_dir: Path, placement: TensorPlacement, attention: str, part: ModelPart, weights: Mapping[str, Any] | None
+) -> Any:
+    """Return a part of a checkpoint's causal model on the device.
 
-    ``weights`` has slices of safetensors, dequantized; without, weights are random and equal in all processes.
-    Raises ConfigError for a model that cannot use a given attention function, CheckpointError for a broken checkpoint.
+    ``weights`` has slices of safetensors, dequantized. Without, weights are random; they depend on names and shapes, so
+    that parts in all processes are parts of one model. Raises ConfigError for a model that cannot use a given attention
+    function or has no plan for such a part, CheckpointError for a broken checkpoint.
     """
     _logging: Any = transformers.utils.logging
     _logging.disable_progress_bar()
+    _logging.set_verbosity_error()  # the library's warnings name the tensors of other parts; ``_read`` checks them
     try:
         config = transformers.AutoConfig.from_pretrained(model_dir, **_LOCAL)
     except LIBRARY_ERRORS as exc:
@@ -38,16 +47,20 @@ def build_model(model_dir: Path, placement: TensorPlacement, attention: str, wei
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     vars(config).pop("quantization_config", None)  # weights arrive dequantized
+    partial = _partial(model_class, part)
     try:
         if weights is None:
-            model = _draw(config, placement, attention)
+            model = _draw(partial, config, placement, attention, part)
         else:
-            model = _read(model_dir, model_class, config, placement, attention, weights)
+            model = _read(partial, config, model_dir, placement, attention, weights)
     except LIBRARY_ERRORS as exc:
         if not model_class._supports_attention_backend:
-            raise ConfigError(f"{model_class.__name__} cannot run through transformers here: {NO_INTERFACE}") from exc
+            raise ConfigError(NO_INTERFACE) from exc
         raise CheckpointError(f"transformers cannot load {model_dir}: {shown(str(exc))}") from exc
-    return model.to(placement.device).eval().requires_grad_(False)
+    model = model.to(placement.device).eval().requires_grad_(False)
+    if part.shards is not None:
+        part.shards.finish(model)
+    return model
 
 
 def _class_of(config: Any) -> Any:
@@ -57,10 +70,22 @@ def _class_of(config: Any) -> Any:
     return mapping[type(config)]
 
 
+def _partial(model_class: Any, part: ModelPart) -> Any:
+    """Return the class of a model that keeps only ``part`` as soon as it is built, before it has any memory."""
+
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        self.whole_names = set(self.state_dict())
+        if not part.is_whole:
+            take_part(self, part)
+
+    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__})
+
+
 def _read(
-    model_dir: Path,
     model_class: Any,
     config: Any,
+    model_dir: Path,
     placement: TensorPlacement,
     attention: str,
     weights: Mapping[str, Any],
@@ -74,17 +99,45 @@ def _read(
         output_loading_info=True,
     )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        found = [str(name) for name in report.get(kind) or () if not is_padding_bias(str(name), weights)]
+        found = {str(name) for name in report.get(kind) or () if not is_padding_bias(str(name), weights)}
+        if kind == "unexpected_keys":
+            found = {name for name in found if not _is_left_out(name, model)}
         if found:
             names = ", ".join(sorted(found)[:3])
             raise CheckpointError(f"{model_dir} has {kind.replace('_', ' ')}: {names}; config.json is of another model")
     return model
 
 
-def _draw(config: Any, placement: TensorPlacement, attention: str) -> Any:
-    auto: Any = transformers.AutoModelForCausalLM
-    # On the device: a CPU takes minutes for 8B random values.
-    devices = [] if placement.device.type == "cpu" else [placement.device]
-    with torch.random.fork_rng(devices), placement.device:
-        torch.manual_seed(_SEED)
-        return auto.from_config(config, dtype=placement.dtype, attn_implementation=attention)
+def _is_left_out(name: str, model: Any) -> bool:
+    """Whether a tensor of the checkpoint belongs to another part, or to heads that predict further tokens (MTP)."""
+    config, layer = model.config.get_text_config(), _LAYER.search(name)
+    extra = getattr(config, "num_nextn_predict_layers", 0) or 0
+    return name in model.whole_names or (layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < extra)
+
+
+def _draw(model_class: Any, config: Any, placement: TensorPlacement, attention: str, part: ModelPart) -> Any:
+    """Draw weights on the device, tensor by tensor: a CPU takes minutes for 8B random values."""
+    with torch.device("meta"):
+        model = model_class._from_config(config, dtype=placement.dtype, attn_implementation=attention)
+    in_float32 = re.compile("|".join(map(re.escape, model._keep_in_fp32_modules_strict or ())) or "$.")
+
+    def empty(name: str, like: Tensor) -> Tensor:
+        dtype = torch.float32 if in_float32.search(name) else like.dtype
+        return torch.ones(like.shape, dtype=dtype, device=placement.device)
+
+    for prefix, module in model.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{prefix}.{key}"
+            whole = empty(name, parameter)
+            if parameter.ndim > 1 or key != "weight":  # else of a norm
+                seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+                whole.normal_(0.0, _DEVIATION, generator=torch.Generator(placement.device).manual_seed(seed))
+            mine = whole if part.shards is None else part.shards.part(name, whole)
+            module._parameters[key] = torch.nn.Parameter(mine, requires_grad=False)
+            module._parameters[key]._is_hf_initialized = True
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = empty(f"{prefix}.{key}", buffer)
+    model.initialize_weights()  # buffers
+    model.tie_weights()
+    return model

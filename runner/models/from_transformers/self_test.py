@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import KVLayout
 from runner.attention.paged_torch import PagedTorchAttention
@@ -25,44 +26,57 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 _LENGTHS = (37, 23)
 _LONGEST_WINDOW = 256  # longer windows are not exceeded by the test's prompts
 
+#: Returns logits [tokens, vocab_size] float32 of each prompt by the unsplit model.
+Reference = Callable[[Sequence[Sequence[int]]], list[Tensor]]
 Part = tuple[int, int, int]  # (prompt, first token, number of tokens)
 
 
-def check_exactness(decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement) -> float:
+def check_exactness(
+    decoder: TransformersDecoder, reference: Reference, layout: KVLayout, placement: TensorPlacement
+) -> float:
     """Compare two prompts, in chunks and in mixed steps, with the library's eager forward; return the largest error.
 
-    Raises ConfigError that names the kinds of layers, if the logits differ.
+    ``layout`` is this rank's. All ranks call it: together they compute the prompts, and one rank compares them with the
+    unsplit model, whose layers it reads in parts. Raises ConfigError that names the kinds of layers if logits differ.
     """
+    parallel = decoder.parallel
     windows = [spec.window for spec in decoder.attention if spec.window is not None and spec.window <= _LONGEST_WINDOW]
-    extra = max(windows, default=0)
+    extra = -parallel.all_reduce_min(-max(windows, default=0))
     rng = random.Random(0)
     prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(length + extra)] for length in _LENGTHS]
+    error = torch.zeros(1, device=placement.device)
+    position = parallel.position
     try:
-        expected = [decoder.eager_logits(prompt) for prompt in prompts]
         found = _paged_logits(decoder, layout, placement, prompts)
+        if position.is_last and position.shard == 0:
+            expected = reference(prompts)
+            errors = [_relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
+            error.fill_(max(errors))
+        problem = ""
     except LIBRARY_ERRORS as exc:
-        name = decoder.config.architecture
-        raise ConfigError(f"{name} through transformers fails in its self-test: {shown(str(exc))}") from exc
-    errors = [_relative_error(ours, theirs) for ours, theirs in zip(found, expected, strict=True)]
-    if not max(errors) <= _TOLERANCE[placement.dtype]:
+        problem = f"it fails in its self-test: {shown(str(exc))}"
+    if problem := parallel.first_problem(problem):
+        raise ConfigError(f"{decoder.config.architecture} through transformers: {problem}")
+    largest = parallel.broadcast(error, position.parallel.num_ranks - position.parallel.tp).item()
+    if not largest <= _TOLERANCE[placement.dtype]:
         kinds = sorted({str(spec) for spec in decoder.attention})
         raise ConfigError(
             f"{decoder.config.architecture}: logits on the paged KV cache differ from those of transformers' eager "
-            f"forward by {max(errors):.2g} of their size, more than {_TOLERANCE[placement.dtype]:g}; its layers ask "
+            f"forward by {largest:.2g} of their size, more than {_TOLERANCE[placement.dtype]:g}; its layers ask "
             f"for {', '.join(kinds)}. It is not served, as its tokens would be wrong"
         )
-    return max(errors)
+    return largest
 
 
 def _paged_logits(
     decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement, prompts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
+    """Return logits [tokens, vocab_size] float32 of each prompt, on ranks of the last stage; nothing on others."""
     page = layout.kernel_block_size
     needed = [-(-len(prompt) // page) for prompt in prompts]
     layout = msgspec.structs.replace(layout, num_blocks=sum(needed), block_size=page)
-    config = msgspec.structs.replace(decoder.config, attention=decoder.attention)
-    cache = KVCache(layout, placement.device)
-    backend = PagedTorchAttention(config, cache, placement)
+    model = msgspec.structs.replace(shard_of(decoder.config, decoder.parallel.position), attention=decoder.attention)
+    backend = PagedTorchAttention(model, KVCache(layout, placement.device), placement)
     pages = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)
     tables = [pages[: needed[0]], pages[needed[0] :]]
     logits: list[list[Tensor]] = [[], []]
@@ -70,11 +84,27 @@ def _paged_logits(
         batch, positions = _batch(step, tables, page, placement.device)
         backend.plan(batch)
         ids = [token for prompt, first, count in step for token in prompts[prompt][first : first + count]]
-        hidden = decoder(torch.tensor(ids, device=placement.device), positions, None, backend)
+        hidden = _through_stages(decoder, torch.tensor(ids, device=placement.device), positions, backend)
+        if not decoder.parallel.position.is_last:
+            continue
         parts = decoder.logits(hidden).float().split([count for _, _, count in step])
         for (prompt, _, _), part in zip(step, parts, strict=True):
             logits[prompt].append(part)
-    return [torch.cat(parts) for parts in logits]
+    return [torch.cat(parts) for parts in logits if parts]
+
+
+def _through_stages(
+    decoder: TransformersDecoder, ids: Tensor, positions: Tensor, backend: PagedTorchAttention
+) -> Tensor:
+    """Return the last stage's hidden states [tokens, hidden_size], one stage after the other."""
+    position, hidden = decoder.parallel.position, ids
+    for stage in range(position.parallel.pp):
+        if stage:  # from the stage before
+            sent = hidden if position.stage == stage - 1 else decoder.no_hidden(len(ids))
+            hidden = decoder.parallel.broadcast(sent.contiguous(), (stage - 1) * position.parallel.tp)
+        if position.stage == stage:
+            hidden = decoder(hidden, positions, None, backend)
+    return hidden
 
 
 def _steps(first: int, second: int) -> list[list[Part]]:

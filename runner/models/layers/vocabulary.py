@@ -54,14 +54,14 @@ class ParallelLMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, vocab_size], the same on all shards, of hidden states [rows, hidden_size]."""
-        return self._parallel.gather_logits(self._linear.apply(hidden), self._config.vocab_size)
+        return self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size)
 
     def write(self, hidden: Tensor, out: Tensor) -> None:
         """Write logits to ``out`` [rows, vocab_size], on GPUs."""
         if self._position.parallel.tp == 1:
             self._linear.apply_into(hidden, out)
         else:
-            self._parallel.gather_logits(self._linear.apply(hidden), self._config.vocab_size, out)
+            self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size, out)
 
     def weight_shard(self) -> WeightShard:
         return _weight_shard(self._linear.weight, self._config, self._position)
