@@ -30,11 +30,11 @@ class RouterMetrics:
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter(
             "pdserve_requests",
-            "Generating requests by endpoint and outcome (ok, disconnected, or the error type).",
+            "Requests to models by endpoint and outcome (ok, disconnected, or the error type).",
             ["endpoint", "outcome"],
         )
-        self.in_flight = gauge("pdserve_requests_in_flight", "Generating requests in progress.")
-        self.waiting = gauge("pdserve_requests_waiting", "Generating requests that wait for a slot.")
+        self.in_flight = gauge("pdserve_requests_in_flight", "Requests to models in progress.")
+        self.waiting = gauge("pdserve_requests_waiting", "Requests to models that wait for a slot.")
         self.connections = gauge("pdserve_connections", "Open connections of clients.")
         self.evicted_connections = counter(
             "pdserve_evicted_connections", "Idle connections closed because there were more than --max-connections."
@@ -97,7 +97,7 @@ class RouterMetrics:
         )
         self.migrations = counter(
             "pdserve_migrations",
-            "Prompts moved to another decode node, by reason (lost: the node died, hung or restarted; failed: it "
+            "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
             "reported a failure; stalled: its step took too long; drained: it is draining).",
             ["reason"],
         )

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from pdserve.config.generation_defaults import GenerationDefaults, load_generation_defaults
 from pdserve.config.hub import resolve_model
-from pdserve.errors import ModelNotFound, NodeError, Overloaded, RequestError, shown
+from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, shown
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.dashboard_state import DashboardState
@@ -19,7 +20,6 @@ from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile
-from router.generation.generation import RequestGeneration
 from router.loop_lag import LoopLag
 from router.memory import MemoryTrimmer
 from router.metrics import RouterMetrics
@@ -30,6 +30,12 @@ from router.text.structured.grammar_checker import GrammarChecker
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class Running(Protocol):
+    """A request at the nodes."""
+
+    def fail(self, error: PdserveError) -> None: ...
 
 
 class ServedModel:
@@ -80,7 +86,7 @@ class Service:
         self._loop_lag = LoopLag(self.metrics.loop_lag)
         self._memory = MemoryTrimmer()
         self._key_watch: asyncio.Task[None] | None = None
-        self._generations: set[RequestGeneration] = set()
+        self._running: set[Running] = set()
 
     def start(self) -> None:
         self._loop_lag.start()
@@ -106,8 +112,8 @@ class Service:
     def abort(self) -> None:
         """End all running and waiting requests with an error."""
         self.admission.abort()
-        for generation in list(self._generations):
-            generation.fail(NodeError("the router is shutting down; send the request again"))
+        for request in list(self._running):
+            request.fail(NodeError("the router is shutting down; send the request again"))
 
     def find(self, name: str | None) -> ServedModel:
         """The model of a request; None names the only one. Raises RequestError or ModelNotFound."""
@@ -129,12 +135,12 @@ class Service:
         return longest
 
     @contextmanager
-    def running(self, generation: RequestGeneration) -> Iterator[None]:
-        self._generations.add(generation)
+    def running(self, request: Running) -> Iterator[None]:
+        self._running.add(request)
         try:
             yield
         finally:
-            self._generations.discard(generation)
+            self._running.discard(request)
 
     def _count_nodes(self) -> None:
         ready = Counter((view.role, view.model) for view in self.nodes.views() if view.ready)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,13 +19,16 @@ MAX_NESTING = 100  # levels of objects and lists
 MAX_LENGTHS = {  # by field
     "messages": 10_000,
     "tools": 1024,
-    "documents": 1024,
+    "documents": 2048,
     "chat_template_kwargs": 64,
     "logit_bias": 1024,
     "stop_token_ids": 1024,
     "cache_salt": 1024,
 }
-_TOKEN_IDS = ("prompt", "tokens")  # lists of token ids; their types bound the nesting
+_TOKEN_IDS = (
+    "prompt",
+    "tokens",
+)  # lists of token ids; their types bound the nesting
 MAX_STOP_CHARS = 4096  # per stop string
 _MAX_PROBLEM = 130  # characters of msgspec's words, which may quote a value
 
@@ -71,11 +74,11 @@ def other_fields() -> dict[str, dict[str, Any]]:
     return {**{name: {} for name in sorted(_IGNORED)}, **unsupported}
 
 
-def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
-    """Build a typed body; null means absent. Raises RequestError that names the field."""
+def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] = _TOKEN_IDS) -> Body:
+    """Build a typed body; null means absent. ``token_ids`` names such fields. Raises RequestError with the field."""
     known = kind.__struct_fields__
     fields = {k: value for k, value in fields.items() if value is not None and (k in known or k not in _IGNORED)}
-    _check_shape(fields)
+    _check_shape({name: value for name, value in fields.items() if name not in token_ids})
     _check_lengths(fields)
     for name, value in fields.items():
         if name in known:
@@ -101,7 +104,7 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 
 def _check_shape(fields: Mapping[str, Any]) -> None:
     num_items = 0
-    level = _containers(value for name, value in fields.items() if name not in _TOKEN_IDS)
+    level = _containers(fields.values())
     for _ in range(MAX_NESTING):
         num_items += sum(map(len, level))
         if num_items > MAX_ITEMS:

@@ -31,7 +31,7 @@ async def encode_prompts(body: GenerateBody, encoder: PromptEncoder, limits: Mod
         prompts = [await encoder.encode_chat(body.render_request, body.add_special_tokens)]
     else:
         assert isinstance(body, CompletionBody)
-        prompts = await encoder.encode_completion(body.pack_prompts(), body.add_special_tokens)
+        prompts = await encoder.encode_all(body.pack_prompts(), body.add_special_tokens, "prompt")
     prompts = [_truncated(prompt, body, limits) for prompt in prompts]
     _check_repeated(sum(prompt.num_tokens for prompt in prompts), body)
     return prompts

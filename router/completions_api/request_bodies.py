@@ -13,7 +13,7 @@ from pdserve.records import MAX_PROMPT_LOGPROBS
 from router.completions_api.body_parsing import convert, parse_json
 from router.text.chat.template import RenderRequest
 from router.text.chat.tools import ToolUse, tool_use
-from router.text.prompt import pack_prompt
+from router.text.prompt import pack_prompts
 from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
 
 MAX_CHOICES = 128  # per prompt
@@ -121,13 +121,7 @@ class CompletionBody(GenerateBody, kw_only=True, frozen=True):
 
     def pack_prompts(self) -> list[str | bytes]:
         """The prompts one by one: texts, or packed token ids. Raises RequestError for a mixture."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], str):
-            texts = [item for item in self.prompt if isinstance(item, str)]
-            if len(texts) == len(self.prompt):
-                return [*texts]
-        return [pack_prompt(ids) for ids in (self.prompt if isinstance(self.prompt[0], list) else [self.prompt])]
+        return pack_prompts(self.prompt, "prompt")
 
 
 class ChatBody(GenerateBody, kw_only=True, frozen=True):
@@ -192,7 +186,7 @@ def parse_completion(data: bytes) -> CompletionBody:
     body = convert(parse_json(data), CompletionBody)
     check_ranges(body)
     if body.logprobs is not None:
-        _within("logprobs", body.logprobs, 0, MAX_PROMPT_LOGPROBS)
+        within("logprobs", body.logprobs, 0, MAX_PROMPT_LOGPROBS)
     if body.best_of is not None and body.best_of != body.n:
         raise RequestError(f"best_of {body.best_of} must equal n {body.n}; leave best_of out", "best_of")
     if body.num_prompts * body.n > 8 * MAX_CHOICES:
@@ -211,7 +205,7 @@ def check_chat(body: ChatBody) -> None:
     """Check fields and their combinations. Raises RequestError."""
     check_ranges(body)
     if body.top_logprobs is not None:
-        _within("top_logprobs", body.top_logprobs, 0, MAX_PROMPT_LOGPROBS)
+        within("top_logprobs", body.top_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.tool_use.must_call and body.structure.text:
@@ -226,40 +220,40 @@ def check_ranges(body: GenerateBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true; leave it out", "stream_options")
     if body.prompt_logprobs is not None:
-        _within("prompt_logprobs", body.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+        within("prompt_logprobs", body.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if body.stream:
             text = "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream"
             raise RequestError(text, "prompt_logprobs")
     if body.output_limit is not None:  # 0 scores the prompt only
-        _within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
-    _within("min_tokens", body.min_tokens, 0, math.inf)
-    _within("temperature", body.temperature or 0.0, 0.0, 2.0)
-    _within("top_p", 1.0 if body.top_p is None else body.top_p, 0.0, 1.0, above=True)
-    _within("top_k", body.top_k or 0, -1, 2**31 - 1)
-    _within("min_p", body.min_p or 0.0, 0.0, 1.0)
-    _within("seed", body.seed or 0, -(2**63), 2**64 - 1)
-    _within(
+        within("max_tokens", body.output_limit, 0 if body.most_prompt_logprobs >= 0 else 1, math.inf)
+    within("min_tokens", body.min_tokens, 0, math.inf)
+    within("temperature", body.temperature or 0.0, 0.0, 2.0)
+    within("top_p", 1.0 if body.top_p is None else body.top_p, 0.0, 1.0, above=True)
+    within("top_k", body.top_k or 0, -1, 2**31 - 1)
+    within("min_p", body.min_p or 0.0, 0.0, 1.0)
+    within("seed", body.seed or 0, -(2**63), 2**64 - 1)
+    within(
         "repetition_penalty",
         1.0 if body.repetition_penalty is None else body.repetition_penalty,
         0.0,
         100.0,
         above=True,
     )
-    _within("presence_penalty", body.presence_penalty, -2.0, 2.0)
-    _within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
+    within("presence_penalty", body.presence_penalty, -2.0, 2.0)
+    within("frequency_penalty", body.frequency_penalty, -2.0, 2.0)
     if body.truncate_prompt_tokens is not None and body.truncate_prompt_tokens != -1:
-        _within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
-    _within("priority", body.priority, -(2**31), 2**31 - 1)
-    _within("n", body.n, 1, MAX_CHOICES)
+        within("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, math.inf)
+    within("priority", body.priority, -(2**31), 2**31 - 1)
+    within("n", body.n, 1, MAX_CHOICES)
     for token_id, bias in body.logit_bias.items():
-        _within(f"logit_bias of token {cut(token_id)}", bias, -100.0, 100.0, param="logit_bias")
-    _within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
+        within(f"logit_bias of token {cut(token_id)}", bias, -100.0, 100.0, param="logit_bias")
+    within("number of stop strings", len(body.stops), 0, MAX_STOP_STRINGS, param="stop")
     if "" in body.stops:
         raise RequestError("a stop string is empty; leave it out", "stop")
     body.structure  # noqa: B018 - converted where the body is parsed, for large bodies on a thread
 
 
-def _within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
+def within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:
     if (low < value if above else low <= value) and value <= high:
         return
     floor = f"above {low:g}" if above else f"at least {low:g}"

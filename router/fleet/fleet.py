@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
+from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.request_cost import TYPICAL, Throughput, worth_handoff
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (
+    GENERATE,
     POLICIES,
     PREFIX_AWARE,
+    TASKS,
     FleetSnapshot,
     NodeView,
     PolicyRequest,
-    no_decode_node,
+    no_serving_node,
+    pooling_node,
     typical_throughput,
 )
 from router.fleet.prefix_index import CachedBlocks, PromptPrefix
@@ -29,11 +33,22 @@ _INLINE_TOKENS = 16_384  # of a prompt: a millisecond of hashing
 _TYPICAL_SECONDS = 1.0  # between two computations of the mean throughput
 
 
+_ENDPOINTS = {
+    GENERATE: "/v1/completions, /v1/chat/completions or /v1/responses",
+    "embed": "/v1/embeddings, /v1/score or /v1/rerank",
+    "classify": "/v1/score or /v1/rerank",
+}  # by task
+
+
 class ModelLimits(msgspec.Struct, frozen=True):
-    """Limits of a model's decode nodes."""
+    """Limits of the nodes that serve a model."""
 
     max_model_len: int  # tokens
     vocab_size: int
+    task: str = GENERATE
+    vector_size: int = 0  # values of a vector, without the task "generate"
+    matryoshka: bool = False  # clients may ask for fewer dimensions
+    yes_or_no: bool = False  # scores compare the tokens "yes" and "no"
 
 
 class NodeCall:
@@ -85,12 +100,29 @@ class Fleet:
     def snapshot(self) -> FleetSnapshot:
         return FleetSnapshot(self._model, self._nodes.views(), self._nodes.placement_counter)
 
-    def limits(self) -> ModelLimits:
-        """Return the smallest limits of the ready decode nodes. Raises Overloaded when none is ready."""
-        limits = self._current_members().limits
-        if limits is None:
-            raise no_decode_node(self.snapshot())
-        return limits
+    def limits(self, tasks: Sequence[str] = TASKS) -> ModelLimits:
+        """Return the smallest limits of the ready nodes that serve the first of ``tasks`` with any.
+
+        Raises Overloaded when no node is ready, and RequestError when all have other tasks.
+        """
+        found = self._current_members().limits
+        for task in tasks:
+            if task in found:
+                return found[task]
+        for task in found:
+            remedy = f"use {_ENDPOINTS[task]}"
+            raise RequestError(f"model {self._model!r} has the task {task!r}, not {tasks[0]!r}; {remedy}", "model")
+        raise no_serving_node(self.snapshot(), tasks[0])
+
+    def num_ready(self, task: str) -> int:
+        """The number of nodes that serve a task."""
+        return sum(node.serves and node.task == task and node.model == self._model for node in self._nodes.views())
+
+    def pooling_node(self, task: str, num_tokens: int, left: Collection[str]) -> NodeClient:
+        """Choose a prefill node that is not in ``left``, for prompts of ``num_tokens``. Raises Overloaded."""
+        chosen = pooling_node(self._policy, self.snapshot(), task, num_tokens, left)
+        self._nodes.placement_counter += 1
+        return self._nodes.known()["prefill", chosen]
 
     def has_decode_node(self, accepts: Callable[[NodeView], bool]) -> bool:
         """Return whether an accepted decode node is ready, and not stalled."""
@@ -180,7 +212,7 @@ class _Members:
     def __init__(self, known: Mapping[tuple[str, str], NodeClient], model: str) -> None:
         self.known = known
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
-        ready: list[pb.NodeDescription] = []  # decode nodes
+        ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
         for node in known.values():
             description = node.description
             if description is None or description.model != model:
@@ -188,8 +220,17 @@ class _Members:
             block_size = description.kv_layout.block_size
             if node.cached is not None and block_size:
                 self.cached.setdefault(block_size, {})[node.cached] = description.node_id
-            if node.role == "decode" and node.ready:
-                ready.append(description)
-        self.limits: ModelLimits | None = None
-        if ready:
-            self.limits = ModelLimits(min(d.max_model_len for d in ready), min(d.vocab_size for d in ready))
+            if (view := node.view()) is not None and view.serves:
+                ready.setdefault(view.task, []).append(description)
+        self.limits = {task: _smallest(task, nodes) for task, nodes in ready.items()}
+
+
+def _smallest(task: str, nodes: Sequence[pb.NodeDescription]) -> ModelLimits:
+    return ModelLimits(
+        min(node.max_model_len for node in nodes),
+        min(node.vocab_size for node in nodes),
+        task,
+        min(node.pooling.size for node in nodes),
+        all(node.pooling.matryoshka for node in nodes),
+        all(node.pooling.yes_or_no for node in nodes),
+    )

@@ -13,19 +13,19 @@ import msgspec
 
 from pdserve.hashing import unpack_block_hashes
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.pb.pdserve_pb2_grpc import NodeStub
+from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad
 from pdserve.rpc.channel import Dialer
-from pdserve.rpc.errors import rpc_reason
+from pdserve.rpc.errors import error_from_rpc, rpc_reason
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
 from pdserve.rpc.protobuf import throughput_from_pb
 from pdserve.rpc.tls import PeerTls
-from router.fleet.policy import NodeView
+from router.fleet.policy import GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
-from router.fleet.serve_stream import ServeStream
+from router.fleet.serve_stream import NodeLost, ServeStream
 
 if TYPE_CHECKING:  # exists in the stubs' types only
-    from pdserve.pb.pdserve_pb2_grpc import NodeAsyncStub
+    from pdserve.pb.pdserve_pb2_grpc import NodeAsyncStub, PoolingNodeAsyncStub
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class NodeClient:
         self._pause = PAUSE  # of the present report stream
         self._reported_at = 0.0
         self._read_changed_at = 0.0  # time of the latest new read throughput
+        self._pool_calls: set[grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]] = set()
         self._dialer = Dialer(address, tls=tls)
         self._task = asyncio.create_task(self._watch(), name=f"watch {address}")
 
@@ -109,6 +110,7 @@ class NodeClient:
             stalled=node.stalled,
             load=self._current_load(node.kv_layout.block_size),
             throughput=msgspec.structs.replace(throughput, read=throughput.read.aged(age)),
+            task=node.task or GENERATE,
         )
         return self._view
 
@@ -116,6 +118,33 @@ class NodeClient:
         """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds."""
         stub: NodeAsyncStub = NodeStub(self._dialer.channel)
         return await stub.Status(pb.StatusRequest(), timeout=timeout)
+
+    async def pool(self, message: pb.PoolRequest, num_tokens: int, timeout: float) -> pb.PoolReply:
+        """Compute vectors of prompts on a prefill node. ``timeout`` is in seconds.
+
+        Raises NodeLost, NodeError, Overloaded, RequestError or DeadlineExceeded.
+        """
+        assert self.description is not None, "it was chosen by its view"
+        name = f"prefill node {self.description.node_id}"
+        stub: PoolingNodeAsyncStub = PoolingNodeStub(self._dialer.channel)
+        call = stub.Pool(message, timeout=timeout)
+        self._pool_calls.add(call)
+        self.add_request(num_tokens, num_tokens)
+        try:
+            return await call
+        except grpc.aio.AioRpcError as exc:
+            if exc.code() == grpc.StatusCode.UNAVAILABLE:
+                raise NodeLost(f"{name} failed: {rpc_reason(exc)}") from exc
+            raise error_from_rpc(exc, name) from exc
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise NodeLost(f"{name} failed: the node does not answer") from None
+        finally:
+            call.cancel()
+            self._pool_calls.discard(call)
+            self.remove_request()
 
     def add_request(self, uncached_tokens: int, num_tokens: int) -> None:
         """Count a request: prompt tokens that the node computes, and tokens that need room there."""
@@ -232,8 +261,11 @@ class NodeClient:
             logger.warning("node at %s is lost: %s", self.address, reason)
         self._forget()
         # A draining node ends the stream itself, after its requests or its time limit.
-        if self.stream is not None and not draining:
-            self.stream.close("the node does not answer")
+        if not draining:
+            for call in self._pool_calls:
+                call.cancel()
+            if self.stream is not None:
+                self.stream.close("the node does not answer")
         self._on_change()
 
     def _forget(self) -> None:

@@ -57,8 +57,8 @@ class Nodes:
 
     @property
     def ready(self) -> bool:
-        """Whether a decode node of a served model is ready."""
-        return any(view.ready and view.role == "decode" and view.model in self._models for view in self.views())
+        """Whether a node that takes requests of a served model is ready."""
+        return any(view.serves and view.model in self._models for view in self.views())
 
     @property
     def complete(self) -> bool:

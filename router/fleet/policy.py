@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, RequestLoad, Throughput
 
 _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
+
+
+GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # of nodes
+POOLING = (EMBED, CLASSIFY)
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -29,6 +33,12 @@ class NodeView(msgspec.Struct, frozen=True):
     stalled: bool = False  # a step may never end: chosen only if all are
     load: RequestLoad = RequestLoad()  # requests of all routers: as reported, and as sent since the report
     throughput: Throughput = Throughput()
+    task: str = GENERATE
+
+    @property
+    def serves(self) -> bool:
+        """Whether the node takes requests from routers: a decode node, or a prefill node that pools."""
+        return self.ready and (self.role == "decode") == (self.task == GENERATE)
 
     def reads_from(self, prefill: NodeView) -> bool:
         """Return whether this D can read KV of that P."""
@@ -108,25 +118,41 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     return NodeChoice(best.node.node_id, None if best.prefill is None else best.prefill.node_id)
 
 
+def pooling_node(policy: str, snapshot: FleetSnapshot, task: str, num_tokens: int, left: Collection[str] = ()) -> str:
+    """Choose the P that pools prompts of ``num_tokens`` together, by id; none of ``left``. Raises Overloaded."""
+    usable = snapshot.usable("prefill")
+    nodes = [node for node in usable if node.task == task and node.node_id not in left]
+    if not nodes:
+        raise no_serving_node(snapshot, task)
+    if policy == PREFIX_AWARE:
+        typical = snapshot.typical or typical_throughput(nodes)
+        return _rank_prefills(nodes, PolicyRequest(num_tokens), typical, snapshot.counter)[0].node.node_id
+    if policy == LEAST_LOADED:
+        nodes = _fewest_requests(nodes)
+    return nodes[snapshot.counter % len(nodes)].node_id
+
+
+LEAST_LOADED = "least-loaded"
 PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
 POLICIES: dict[str, Policy] = {
     "round-robin": round_robin,
-    "least-loaded": least_loaded,
+    LEAST_LOADED: least_loaded,
     PREFIX_AWARE: prefix_aware,
 }
 
 
-def no_decode_node(snapshot: FleetSnapshot) -> Overloaded:
-    """The error for a model without a ready decode node; it names the models that have one."""
-    others = sorted({node.model for node in snapshot.nodes if node.role == "decode" and node.ready})
+def no_serving_node(snapshot: FleetSnapshot, task: str = GENERATE) -> Overloaded:
+    """The error for a model without a ready node of a task; it names the models that have one."""
+    others = sorted({node.model for node in snapshot.nodes if node.task == task and node.serves})
     remedy = f"the ready ones serve {', '.join(map(repr, others))}" if others else "try again shortly"
-    return Overloaded(f"no decode node of model {snapshot.model!r} is ready; {remedy}")
+    role = "decode node" if task == GENERATE else f"prefill node with task {task}"
+    return Overloaded(f"no {role} of model {snapshot.model!r} is ready; {remedy}")
 
 
 def _decode_nodes(snapshot: FleetSnapshot) -> list[NodeView]:
     nodes = snapshot.usable("decode")
     if not nodes:
-        raise no_decode_node(snapshot)
+        raise no_serving_node(snapshot)
     return nodes
 
 

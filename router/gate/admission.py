@@ -99,11 +99,11 @@ class AdmissionController:
 
 
 class RequestWork(NamedTuple):
-    """Tokens of a request: of its prompts, and at most of all its choices."""
+    """Tokens of a request: of its prompts, and at most of all its choices; it has none if no token is sampled."""
 
     prompt_tokens: int
-    max_output: int
-    num_choices: int
+    max_output: int = 0
+    num_choices: int = 0
 
 
 class RequestAdmission:
@@ -168,7 +168,8 @@ class RequestAdmission:
 
     def record_output(self, num_tokens: int, cached_tokens: int) -> None:
         """Count the output tokens of a request that ran, and correct its cost; cached prompt tokens cost nothing."""
-        self._output.add(num_tokens / self._num_choices)
+        if self._num_choices:
+            self._output.add(num_tokens / self._num_choices)
         self._queue.charge(self._client, num_tokens - self._expected_output - cached_tokens)
         self._limits.add_usage(num_tokens, perf_counter())
         self._metrics.count_key_tokens(self._limits.client.name, "output", num_tokens)

@@ -20,13 +20,15 @@ from router.http.body_reader import BodyReader
 from router.http.error_responses import error_response, server_error
 from router.http.generate_endpoint import GenerateEndpoint
 from router.http.openapi import openapi_document
+from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
+from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
 from router.responses_api.request import parse_responses
 from router.service import Service
 
 
 class DirectRoutes:
-    """ASGI middleware that calls the generating endpoints directly: each layer of FastAPI costs a call per chunk.
+    """ASGI middleware that calls the endpoints of models directly: each layer of FastAPI costs a call per chunk.
 
     FastAPI has the same routes, to reject other methods.
     """
@@ -59,11 +61,12 @@ def create_app(service: Service) -> ASGIApp:
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
-    endpoints = {
+    endpoints: dict[str, ASGIApp] = {
         "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
         "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
         "/v1/responses": GenerateEndpoint(service, bodies, "responses", parse_responses),
     }
+    endpoints |= _pooling_endpoints(service, bodies)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     _add_stored_responses(app)
     add_info_routes(app, service)
@@ -89,6 +92,16 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id", "retry-after"],
         )
     return whole
+
+
+def _pooling_endpoints(service: Service, bodies: BodyReader) -> dict[str, ASGIApp]:
+    score = PoolingEndpoint(service, bodies, "score", parse_score)
+    rerank = PoolingEndpoint(service, bodies, "rerank", parse_rerank)
+    return {
+        "/v1/embeddings": PoolingEndpoint(service, bodies, "embeddings", parse_embeddings),
+        **dict.fromkeys(("/v1/score", "/score"), score),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank),
+    }
 
 
 def _add_stored_responses(app: FastAPI) -> None:

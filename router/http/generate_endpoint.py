@@ -7,34 +7,25 @@ real status. A later failure is an error event without [DONE].
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
-from pdserve.errors import DeadlineExceeded, PdserveError
-from pdserve.rpc.http_connections import abort_connection
+from pdserve.errors import DeadlineExceeded
 from router.completions_api.jobs import add_echo, encode_prompts, make_job
 from router.completions_api.request_bodies import GenerateBody
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.errors import ClientDisconnected, status_and_type
+from router.fleet.policy import GENERATE
 from router.gate.admission import RequestAdmission, RequestWork
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions
-from router.http.authentication import address_of, client_of
-from router.http.body_reader import BodyReader
-from router.http.error_responses import error_response
+from router.http.model_endpoint import ModelEndpoint, delivery, send_pieces
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
-from router.service import Service
 from router.text.stop_strings import StopStrings
 
-logger = logging.getLogger(__name__)
-
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
-_DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,35 +33,8 @@ _STREAM_HEADERS = [
 ]
 
 
-class GenerateEndpoint:
-    """ASGI application of one path."""
-
-    def __init__(self, service: Service, bodies: BodyReader, name: str, parse: Callable[[bytes], GenerateBody]) -> None:
-        self._service = service
-        self._bodies = bodies
-        self._name = name
-        self._parse = parse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, client = self._service, client_of(scope)
-        accounting = RequestAccounting(service, self._name, client, scope)
-        try:
-            with service.admission.enter(client, address_of(scope)) as admission:
-                body = await self._bodies.read(receive, self._parse)
-                async with _watch_disconnect(receive) as disconnected:
-                    accounting.finished(await self._generate(body, send, admission, accounting, disconnected))
-        except PdserveError as exc:
-            accounting.failed(exc)
-            response = error_response(exc)
-            response.headers["x-request-id"] = accounting.request_id
-            await response(scope, receive, send)
-        except ClientDisconnected:
-            accounting.disconnected()
-            abort_connection(scope)
-        finally:
-            accounting.close()
-
-    async def _generate(
+class GenerateEndpoint(ModelEndpoint[GenerateBody]):
+    async def _respond(
         self,
         body: GenerateBody,
         send: Send,
@@ -78,11 +42,10 @@ class GenerateEndpoint:
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],
     ) -> str:
-        """Return the outcome. Raises PdserveError only before the first byte is sent."""
         service = self._service
         model = service.find(body.model)
         accounting.model = model.name
-        limits = model.fleet.limits()
+        limits = model.fleet.limits((GENERATE,))
         prompts = await encode_prompts(body, model.encoder, limits)
         grammar = output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
@@ -125,25 +88,8 @@ class GenerateEndpoint:
         finally:
             deadline.cancel()
             generation.close()
-            accounting.generated(generation)
+            accounting.computed(generation.usage, generation.ttft)
             admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
-
-
-@asynccontextmanager
-async def _watch_disconnect(receive: Receive) -> AsyncIterator[asyncio.Future[None]]:
-    """Yield a future that is done once the client has disconnected."""
-    disconnected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        disconnected.set_result(None)
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield disconnected
-    finally:
-        watcher.cancel()
 
 
 def _expire(generation: RequestGeneration) -> None:
@@ -154,21 +100,15 @@ def _expire(generation: RequestGeneration) -> None:
 async def _send_response(
     send: Send, response: Response, options: GenerationOptions, headers: Headers, turns: asyncio.Lock
 ) -> str:
-    """Send the response and return the outcome. A client that reads beyond the grace period is disconnected."""
-    try:
-        async with asyncio.timeout(options.remaining + _DELIVERY_GRACE):
-            if isinstance(response, EventStreamResponse):
-                return await _send_stream(send, response, headers, turns)
-            assert isinstance(response, BodyResponse)
-            return await _send_body(send, response, headers, turns)
-    except TimeoutError as exc:
-        text = "request %s: the client reads too slowly; closing its connection"
-        logger.warning(text, options.request_id, extra=options.log_fields)
-        raise ClientDisconnected from exc
+    """Send the response and return the outcome."""
+    async with delivery(options.remaining, options.request_id, options.log_fields):
+        if isinstance(response, EventStreamResponse):
+            return await _send_stream(send, response, headers, turns)
+        assert isinstance(response, BodyResponse)
+        return await _send_body(send, response, headers, turns)
 
 
 async def _send_body(send: Send, response: BodyResponse, headers: Headers, turns: asyncio.Lock) -> str:
-    """``turns`` is held for each further piece of a large response, so that one is encoded per turn of the loop."""
     while not response.ended and not response.disconnected:
         response.wake.clear()
         await response.wake.wait()
@@ -176,20 +116,7 @@ async def _send_body(send: Send, response: BodyResponse, headers: Headers, turns
         raise response.error
     if response.disconnected:
         raise ClientDisconnected
-    pieces = response.body()
-    body, following = next(pieces), next(pieces, None)
-    headers = [(b"content-type", b"application/json"), *headers]
-    if following is None:
-        headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    while following is not None:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        async with turns:
-            await asyncio.sleep(0)
-        if response.disconnected:
-            raise ClientDisconnected
-        body, following = following, next(pieces, None)
-    await send({"type": "http.response.body", "body": body})
+    await send_pieces(send, response.body(), headers, turns, lambda: response.disconnected)
     return "ok"
 
 

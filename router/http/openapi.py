@@ -21,6 +21,8 @@ from router.http.small_endpoints import (
     TokenizeResponse,
     VersionInfo,
 )
+from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
+from router.pooling.response_objects import EmbeddingList, Ranking, ScoreList
 from router.responses_api.output_objects import ResponseObject
 from router.responses_api.request import CHAT_ONLY, ResponsesRequest
 
@@ -67,6 +69,15 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Complete a prompt", Completion, _GENERATES, CompletionBody, True),
     Operation("post", "/v1/chat/completions", "Complete a chat", ChatCompletion, _GENERATES, ChatBody, True),
     Operation("post", "/v1/responses", "Create a response", ResponseObject, _GENERATES, ResponsesRequest, True),
+    Operation("post", "/v1/embeddings", "Embed texts", EmbeddingList, _GENERATES, EmbeddingBody),
+    *(
+        Operation("post", path, "Score pairs of texts", ScoreList, _GENERATES, ScoreBody)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Operation("post", path, "Rank documents by their relevance to a query", Ranking, _GENERATES, RerankBody)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
     Operation("get", "/v1/responses/{id}", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
     Operation("delete", "/v1/responses/{id}", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
     Operation("post", "/v1/responses/{id}/cancel", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
@@ -84,7 +95,7 @@ OPERATIONS = (
 
 
 def openapi_document(version: str) -> bytes:
-    bodies = (CompletionBody, ChatBody, ResponsesRequest, TokenizeBody, DetokenizeBody)
+    bodies = tuple(dict.fromkeys(operation.body for operation in OPERATIONS if operation.body is not None))
     responses = [operation.response for operation in OPERATIONS if operation.response is not None]
     _, components = msgspec.json.schema_components([*bodies, ErrorResponse, *responses], ref_template=_REF)
     schemas = {kind: components.pop(kind.__name__) for kind in bodies}

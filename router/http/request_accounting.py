@@ -1,8 +1,9 @@
-"""Metrics, log line and root span of each request to a generating endpoint.
+"""Metrics, log line and root span of each request to an endpoint that computes with a model.
 
     request ─┬─ prepare     body, chat template, tokens, grammar
              ├─ admission   waits for a slot at the nodes
-             └─ generate    per prompt and attempt at a decode node
+             ├─ generate    per prompt and attempt at a decode node
+             └─ pool        per call of a prefill node, for embeddings and scores
 
 See docs/traces.md.
 """
@@ -22,13 +23,14 @@ from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
 from router.errors import status_and_type
 from router.gate.keys import Client
-from router.generation.generation import RequestGeneration
 from router.generation.usage import Usage
 from router.service import Service
 
 logger = logging.getLogger(__name__)
 
-_OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "chat"}  # OpenTelemetry's names
+# OpenTelemetry's names, as far as it has one.
+_OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "chat"}
+_OPERATIONS |= {"embeddings": "embeddings", "score": "score", "rerank": "rerank"}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before it got one
 
 
@@ -71,9 +73,9 @@ class RequestAccounting:
     def admitted(self) -> None:
         self._stage.end()
 
-    def generated(self, generation: RequestGeneration) -> None:
-        self._usage = generation.usage
-        self._ttft = generation.ttft
+    def computed(self, usage: Usage, ttft: float | None) -> None:
+        self._usage = usage
+        self._ttft = ttft
 
     def finished(self, outcome: str) -> None:
         """The whole response has been sent, possibly with an error event."""

@@ -42,14 +42,28 @@ class Prompt(msgspec.Struct, frozen=True):
         return int(ids[outside.argmax()]) if outside.any() else None
 
 
-def pack_prompt(token_ids: Any) -> bytes:
+def pack_prompts(given: str | Sequence[Any], field: str) -> list[str | bytes]:
+    """The prompts of a body one by one: texts, or packed token ids. A list of token ids is one prompt.
+
+    Raises RequestError for an empty list or a mixture.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestError(f"{field} is empty; give at least one token", field)
+    if isinstance(given[0], str):
+        texts = [item for item in given if isinstance(item, str)]
+        if len(texts) == len(given):
+            return [*texts]
+    return [_pack_prompt(ids, field) for ids in (given if isinstance(given[0], list) else [given])]
+
+
+def _pack_prompt(token_ids: Any, field: str) -> bytes:
     """Pack a JSON list of token ids. Raises RequestError for items that are no uint32."""
     try:
         return pack_tokens(token_ids)
     except TypeError as exc:
-        raise RequestError(
-            "prompt must be a string, token ids, or a list of only one of these kinds", "prompt"
-        ) from exc
+        raise RequestError(f"{field} must be a string, token ids, or a list of only one of these kinds", field) from exc
     except OverflowError as exc:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < 2**32)
-        raise RequestError(f"token id {cut(str(wrong))} is outside the vocabulary; ids begin at 0", "prompt") from exc
+        raise RequestError(f"token id {cut(str(wrong))} is outside the vocabulary; ids begin at 0", field) from exc

@@ -6,7 +6,7 @@ Long texts are tokenized and decoded on a thread, so that other streams go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -26,6 +26,7 @@ _THREADS = 2
 _BYTES_PER_TOKEN = 16  # at most, on average; natural languages and code have 2 – 6
 _MIN_LIMIT = 1024 * 1024  # bytes that /tokenize accepts for any model
 
+Source = str | bytes | tuple[str, str]  # a text, packed token ids, or a pair of texts
 Result = TypeVar("Result")
 
 
@@ -43,15 +44,18 @@ class PromptEncoder:
             await self._renderers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode_completion(self, prompts: Sequence[str | bytes], add_special_tokens: bool) -> list[Prompt]:
-        """Tokenize the prompts that are text; the others are packed token ids. Raises RequestTooLong."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for text in texts:
-            self._check_length(len(text.encode()), "prompt")
-        if sum(map(len, texts)) <= _INLINE_CHARS:
-            return [self._encode_one(prompt, add_special_tokens) for prompt in prompts]
-        # A prompt at a time, so that the threads are shared with other requests.
-        return [await self._run(False, partial(self._encode_one, prompt, add_special_tokens)) for prompt in prompts]
+    async def encode_all(self, sources: Sequence[Source], add_special_tokens: bool, field: str) -> list[Prompt]:
+        """Tokenize texts and pairs of texts; other sources are packed token ids. Raises RequestTooLong."""
+        for source in sources:
+            self._check_length(_num_bytes(source), field)
+        encoded: list[Prompt] = []
+        for group in _groups(sources):
+            inline = len(group) == len(sources) and sum(map(_num_chars, group)) <= _INLINE_CHARS
+            encoded += await self._run(inline, partial(self._encode_group, group, add_special_tokens))
+        return encoded
+
+    def _encode_group(self, sources: Sequence[Source], add_special_tokens: bool) -> list[Prompt]:
+        return [self._encode_one(source, add_special_tokens) for source in sources]
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """Tokenize a text that may be longer than a prompt. Raises RequestTooLong."""
@@ -73,10 +77,11 @@ class PromptEncoder:
             found = f"the prompt has {num_bytes} bytes; the {self._max_tokens()} tokens of the model hold at most"
             raise RequestTooLong(f"{found} {limit}; shorten it", field, "context_length_exceeded")
 
-    def _encode_one(self, prompt: str | bytes, add_special_tokens: bool) -> Prompt:
-        if isinstance(prompt, str):
-            return Prompt(pack_tokens(self._tokenizer.encode(prompt, add_special_tokens)), prompt)
-        return Prompt(prompt)
+    def _encode_one(self, source: Source, add_special_tokens: bool) -> Prompt:
+        if isinstance(source, bytes):
+            return Prompt(source)
+        text = source if isinstance(source, str) else None
+        return Prompt(pack_tokens(self._tokenizer.encode(source, add_special_tokens)), text)
 
     async def encode_chat(self, request: RenderRequest, add_special_tokens: bool) -> Prompt:
         """Render and tokenize a chat. Raises RequestError."""
@@ -122,5 +127,33 @@ class PromptEncoder:
             length += len(decoder.push(token_id))
         return offsets
 
+    @property
+    def template(self) -> str:
+        """The source of the chat template; empty if there is none."""
+        return "" if self._tokenizer.chat_template is None else self._tokenizer.chat_template.source
+
     async def _run(self, inline: bool, work: Callable[[], Result]) -> Result:
         return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _groups(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    """Split, so that a thread is free for other requests after about a millisecond, or after a single long text."""
+    start = num_chars = 0
+    for index, source in enumerate(sources):
+        num_chars += _num_chars(source)
+        if index > start and num_chars > _INLINE_CHARS:
+            yield sources[start:index]
+            start, num_chars = index, _num_chars(source)
+    yield sources[start:]
+
+
+def _num_chars(source: Source) -> int:
+    return 0 if isinstance(source, bytes) else sum(map(len, _texts(source)))
+
+
+def _num_bytes(source: Source) -> int:
+    return 0 if isinstance(source, bytes) else sum(len(text.encode()) for text in _texts(source))
+
+
+def _texts(source: str | tuple[str, str]) -> tuple[str, ...]:
+    return (source,) if isinstance(source, str) else source

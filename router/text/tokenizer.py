@@ -108,8 +108,8 @@ class Tokenizer:
         """Return tokenizer.json, with the tokens that only the configuration names."""
         return str(self._backend.to_str())
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize. ``encode_batch_fast`` computes no offsets and, unlike ``encode``, releases the GIL."""
+    def encode(self, text: str | tuple[str, str], add_special_tokens: bool = True) -> list[int]:
+        """Tokenize a text or a pair. ``encode_batch_fast`` has no offsets and, unlike ``encode``, releases the GIL."""
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids

@@ -130,10 +130,13 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
 
     async def _start(self) -> None:
         self._server = grpc.aio.server(options=rpc.server_options())
-        pb_grpc.add_DecodeNodeServicer_to_server(self, self._server)
-        pb_grpc.add_NodeServicer_to_server(self, self._server)
+        self.add_services(self._server)
         self.port = rpc.bind(self._server, "127.0.0.1", self.port)
         await self._server.start()
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        pb_grpc.add_DecodeNodeServicer_to_server(self, server)
+        pb_grpc.add_NodeServicer_to_server(self, server)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.NodeDescription:
         return self.description

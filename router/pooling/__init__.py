@@ -1,0 +1,1 @@
+"""Embeddings, scores and rankings, which prefill nodes compute alone."""

@@ -1,0 +1,184 @@
+"""A running request at prefill nodes: calls with a part of its prompts each, repeated elsewhere when a node fails.
+
+    batches ──► 2 calls per ready node at a time ──► vectors, in the order of the prompts
+                 └── node lost, full or failed ──► the batch waits for another node
+
+A vector depends on its prompt only, so a repeated call changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from time import monotonic
+
+import msgspec
+import numpy as np
+
+from pdserve.errors import DeadlineExceeded, NodeError, Overloaded
+from pdserve.logs import request_fields
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
+from router.fleet.fleet import Fleet
+from router.fleet.serve_stream import NodeLost
+from router.generation.usage import Usage
+from router.metrics import RouterMetrics
+from router.pooling.batches import split
+from router.text.prompt import Prompt
+
+logger = logging.getLogger(__name__)
+
+_CALLS_PER_NODE = 2  # at a time: the node computes one while the other is on its way
+_TIMEOUT = 10.0  # seconds from the first failure of a batch until a node must have computed it
+_AVOID = 2.0  # seconds for which a failed node gets no further call: a failing node is not reported at once
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+_DEADLINE_GRACE = 0.5  # seconds by which a call may outlive the request: its own error says more
+_VALUE_BYTES = 4  # of float32
+
+
+class PoolingOptions(msgspec.Struct, frozen=True):
+    """``arrived`` is of ``time.monotonic``."""
+
+    request_id: str
+    task: str
+    arrived: float
+    timeout: float  # seconds
+    vector_size: int  # values
+    dimensions: int = 0  # of embeddings; 0: all
+    migrations: int = 0  # node failures after which a batch may still go to another node
+    cache_salt: str = ""
+    priority: int = 0
+    client_tag: int = 0  # opaque; nodes are fair between clients
+    span: Span = NO_SPAN  # the request's
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left of the timeout."""
+        return self.timeout - (monotonic() - self.arrived)
+
+
+class PoolingRun:
+    """Starts at once. ``vectors`` returns its result."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], options: PoolingOptions, fleet: Fleet, metrics: RouterMetrics
+    ) -> None:
+        self.usage = Usage(prompt_tokens=sum(prompt.num_tokens for prompt in prompts))
+        self._prompts = prompts
+        self._options = options
+        self._fleet = fleet
+        self._metrics = metrics
+        self._vectors = [b""] * len(prompts)
+        self._left: dict[str, float] = {}  # by id of a node that failed: the time, of time.monotonic
+        self._error: Exception | None = None
+        metrics.prompt_tokens.inc(self.usage.prompt_tokens)
+        self._task = asyncio.create_task(self._run(), name=f"pooling {options.request_id}")
+
+    async def vectors(self) -> list[bytes]:
+        """Return a vector per prompt, little-endian float32. Raises the error of ``fail``, or PdserveError."""
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            raise self._error from None
+        finally:
+            self._task.cancel()
+        return self._vectors
+
+    def fail(self, error: Exception) -> None:
+        """End with an error and cancel the calls. Does nothing after the end."""
+        if not self._task.done() and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        num_nodes = self._fleet.num_ready(self._options.task)
+        batches = split([prompt.num_tokens for prompt in self._prompts], num_nodes)
+        waiting = iter(batches)
+        num_workers = min(len(batches), _CALLS_PER_NODE * max(1, num_nodes))
+        workers = [asyncio.create_task(self._work(waiting)) for _ in range(num_workers)]
+        try:
+            async with asyncio.timeout(self._options.remaining):
+                await asyncio.gather(*workers)
+        except TimeoutError as exc:
+            text = f"the request exceeded its time limit of {self._options.timeout:g} s; send fewer texts"
+            raise DeadlineExceeded(text) from exc
+        finally:
+            for worker in workers:
+                worker.cancel()
+
+    async def _work(self, batches: Iterator[range]) -> None:
+        for batch in batches:
+            reply = await self._compute(batch)
+            self._vectors[batch.start : batch.stop] = reply.vectors
+            self.usage.cached_tokens += sum(reply.cached_tokens)
+            self._metrics.cached_tokens.inc(sum(reply.cached_tokens))
+
+    async def _compute(self, batch: range) -> pb.PoolReply:
+        """Call nodes until one computes the batch. Failures are limited: a prompt must not crash all nodes."""
+        num_failures, pause, give_up_at = 0, _FIRST_PAUSE, 0.0
+        while True:
+            try:
+                return await self._call(batch)
+            except NodeError as exc:
+                num_failures += 1
+                if num_failures > self._options.migrations:
+                    text = f"{num_failures} prefill nodes failed under this request; the last one: {exc}"
+                    raise NodeError(text) from exc
+                self._count_move(batch, exc)
+            except Overloaded:
+                if give_up_at and monotonic() > give_up_at:
+                    raise
+            give_up_at = give_up_at or monotonic() + _TIMEOUT
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _call(self, batch: range) -> pb.PoolReply:
+        """Call one node. Raises PdserveError; the node is then avoided for a while."""
+        options = self._options
+        prompts = self._prompts[batch.start : batch.stop]
+        num_tokens = sum(prompt.num_tokens for prompt in prompts)
+        left = [node_id for node_id, at in self._left.items() if monotonic() < at + _AVOID]
+        node = self._fleet.pooling_node(options.task, num_tokens, left)
+        assert node.description is not None, "it was chosen by its view"
+        node_id = node.description.node_id
+        span = options.span.child("pool", {"pdserve.prefill_node": node_id}, SpanKind.CLIENT)
+        message = pb.PoolRequest(
+            request_id=options.request_id,
+            prompts=[prompt.token_ids for prompt in prompts],
+            cache_salt=options.cache_salt,
+            priority=options.priority,
+            client=options.client_tag,
+            traceparent=span.traceparent,
+            tracestate=span.tracestate,
+            dimensions=options.dimensions,
+        )
+        try:
+            reply = await node.pool(message, num_tokens, options.remaining + _DEADLINE_GRACE)
+            _check(reply, len(batch), options.vector_size, node_id)
+        except (NodeError, Overloaded) as exc:
+            span.fail(exc)
+            self._left[node_id] = monotonic()
+            raise
+        finally:
+            span.end()
+        return reply
+
+    def _count_move(self, batch: range, error: NodeError) -> None:
+        self._metrics.migrations.labels("lost" if isinstance(error, NodeLost) else "failed").inc(len(batch))
+        fields = request_fields(self._options.request_id, self._options.span.trace_id)
+        text = "request %s sends %d prompts to another node: %s"
+        logger.warning(text, self._options.request_id, len(batch), error, extra=fields)
+
+
+def _check(reply: pb.PoolReply, num_prompts: int, vector_size: int, node_id: str) -> None:
+    """Raises NodeError for a reply that is not one finite vector per prompt."""
+    if len(reply.vectors) != num_prompts or len(reply.cached_tokens) != num_prompts:
+        raise NodeError(f"prefill node {node_id} sent {len(reply.vectors)} vectors for {num_prompts} prompts")
+    wrong = next((len(vector) for vector in reply.vectors if len(vector) != vector_size * _VALUE_BYTES), None)
+    if wrong is not None:
+        raise NodeError(f"prefill node {node_id} sent a vector of {wrong} bytes; it has {vector_size} values")
+    if not all(np.isfinite(np.frombuffer(vector, "<f4")).all() for vector in reply.vectors):
+        raise NodeError(f"prefill node {node_id} sent values that are not finite; check its weights")

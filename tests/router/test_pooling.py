@@ -1,0 +1,370 @@
+"""/v1/embeddings, /v1/score and /v1/rerank: a real router in front of prefill nodes that pool."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import openai
+import pytest
+from router_process import MODEL, RouterProcess, router_process, wait_for
+from vector_node import VectorNode, vector_of
+
+from pdserve.api_keys import key_entry, new_key
+from router.gate.keys import Client
+from router.pooling.batches import MAX_PROMPTS, split
+from router.pooling.prompts import DEFAULT_INSTRUCTION, RERANKER_PROMPT
+from router.pooling.request_bodies import MAX_INPUTS
+from router.text.tokenizer import Tokenizer
+
+SIZE = 1024
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[VectorNode]]:
+    nodes = [VectorNode(MODEL, "embed", SIZE, name, matryoshka=True) for name in ("p0", "p1")]
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture(scope="module")
+def embedder(tokenizer_dir: Path, nodes: list[VectorNode]) -> Iterator[RouterProcess]:
+    flags = ["--prefill", nodes[0].address, "--prefill", nodes[1].address]
+    with router_process(tokenizer_dir, flags) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def http(embedder: RouterProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=embedder.url, timeout=30, trust_env=False) as client:
+        wait_for(lambda: num_ready(client) == 2)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[VectorNode]:
+    node = VectorNode(MODEL, "classify", 1, "c0", yes_or_no=True)
+    yield node
+    node.close()
+
+
+@pytest.fixture(scope="module")
+def scorer(tokenizer_dir: Path, classifier: VectorNode) -> Iterator[httpx.Client]:
+    with (
+        router_process(tokenizer_dir, ["--prefill", classifier.address]) as process,
+        httpx.Client(base_url=process.url, timeout=30, trust_env=False) as client,
+    ):
+        yield client
+
+
+def metric(client: httpx.Client, series: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
+
+
+def num_ready(client: httpx.Client) -> float:
+    return metric(client, 'pdserve_nodes_ready{model="small",role="prefill"}')
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(client: httpx.Client, path: str, status: int = 400, **body: Any) -> tuple[str, str]:
+    """Return the message and the field of an error."""
+    response = client.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    return error["message"], error["param"]
+
+
+def expected(tokenizer: Tokenizer, text: str, size: int = SIZE) -> list[float]:
+    values: list[float] = vector_of(tokenizer.encode(text), SIZE)[:size].tolist()
+    return values
+
+
+# ------------------------------------------------------------ embeddings
+
+
+def test_router_is_ready_with_prefill_nodes_alone(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 1000
+
+
+def test_text_has_its_vector_and_usage(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    answer = post(http, "/v1/embeddings", input="hello", user="u")
+    count = len(tokenizer.encode("hello"))
+    assert answer["data"] == [{"index": 0, "embedding": expected(tokenizer, "hello"), "object": "embedding"}]
+    assert (answer["object"], answer["model"]) == ("list", MODEL)
+    details = {"cached_tokens": 1}
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": details}
+
+
+def test_all_forms_of_input_give_the_same_vectors(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    texts = ["one", "another"]
+    ids = [tokenizer.encode(text) for text in texts]
+    want = [expected(tokenizer, text) for text in texts]
+    for given in (texts, ids):
+        assert [each["embedding"] for each in post(http, "/v1/embeddings", input=given)["data"]] == want
+    assert post(http, "/v1/embeddings", input=ids[1])["data"][0]["embedding"] == want[1]
+
+
+def test_base64_holds_the_same_float32(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    data = post(http, "/v1/embeddings", input="x", encoding_format="base64")["data"]
+    assert np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4").tolist() == expected(tokenizer, "x")
+
+
+def test_dimensions_reach_the_node(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    assert post(http, "/v1/embeddings", input="x", dimensions=8)["data"][0]["embedding"] == expected(tokenizer, "x", 8)
+
+
+def test_sdk_gets_a_thousand_vectors_from_both_nodes(
+    http: httpx.Client, nodes: list[VectorNode], tokenizer: Tokenizer
+) -> None:
+    before = [node.num_prompts() for node in nodes]
+    texts = [f"text {index} " * (1 + index % 7) for index in range(1000)]
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as sdk:
+        for encoding in ("float", "base64"):
+            found = sdk.embeddings.create(model=MODEL, input=texts, encoding_format=encoding)
+            assert [each.index for each in found.data] == list(range(1000))
+            for text, each in zip(texts, found.data, strict=True):
+                values: Any = each.embedding
+                if isinstance(values, str):
+                    values = np.frombuffer(base64.b64decode(values), "<f4").tolist()
+                assert values == expected(tokenizer, text)
+    counts = [node.num_prompts() - count for node, count in zip(nodes, before, strict=True)]
+    assert sum(counts) == 2000
+    assert min(counts) > 400
+    assert max(len(call.prompts) for node in nodes for call in node.calls) <= MAX_PROMPTS
+
+
+def test_truncation_keeps_the_last_tokens(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a long text")
+    found = post(http, "/v1/embeddings", input="a long text", truncate_prompt_tokens=3)
+    assert found["data"][0]["embedding"] == vector_of(ids[-3:], SIZE).tolist()
+    assert found["usage"]["prompt_tokens"] == 3
+    assert post(http, "/v1/embeddings", input="y" * 1500, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({}, "input is missing", "input"),
+        ({"input": []}, "input is empty", "input"),
+        ({"input": [[]]}, "text 0 has 0 tokens", "input"),
+        ({"input": ["a", 5]}, "list of only one of these kinds", "input"),
+        ({"input": [506]}, "token id 506 is outside the vocabulary 0 … 505", "input"),
+        ({"input": [-1]}, "token id -1 is outside", "input"),
+        ({"input": {"a": 1}}, "expected", "input"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, f"input has {MAX_INPUTS + 1} texts; the limit is {MAX_INPUTS}", "input"),
+        ({"input": ["a", "y" * 1500]}, "text 1 has 15", "input"),
+        ({"input": "a", "dimensions": SIZE + 1}, "at most 1024", "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions is 0", "dimensions"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format"),
+        ({"input": "a", "dimension": 3}, "did you mean dimensions", "dimension"),
+        ({"input": "a", "priority": 2**40}, "priority", "priority"),
+    ],
+)
+def test_bad_embedding_request_names_its_field(
+    http: httpx.Client, body: dict[str, Any], message: str, param: str
+) -> None:
+    found, field = refused(http, "/v1/embeddings", **body)
+    assert message in found
+    assert field == param
+
+
+def test_generating_endpoints_name_those_of_the_model(http: httpx.Client) -> None:
+    message, param = refused(http, "/v1/completions", prompt="a")
+    assert message == "model 'small' has the task 'embed', not 'generate'; use /v1/embeddings, /v1/score or /v1/rerank"
+    assert param == "model"
+
+
+def test_generating_model_has_no_embeddings(client: httpx.Client) -> None:
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})):
+        message, param = refused(client, path, **body)
+        assert "has the task 'generate', not 'embed'; use /v1/completions" in message
+        assert param == "model"
+
+
+# ------------------------------------------------------------ scores and rankings
+
+
+def cosine(tokenizer: Tokenizer, first: str, second: str) -> float:
+    a, b = (vector_of(tokenizer.encode(text), SIZE).astype(np.float64) for text in (first, second))
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def test_score_of_an_embedding_model_is_the_cosine(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    documents = ["b", "cc", "ddd"]
+    want = [cosine(tokenizer, "a", document) for document in documents]
+    bodies: list[dict[str, Any]] = [
+        {"text_1": "a", "text_2": documents},
+        {"queries": ["a"], "documents": documents},
+    ]
+    for body in bodies:
+        for path in ("/score", "/v1/score"):
+            found = post(http, path, **body)
+            assert [each["score"] for each in found["data"]] == pytest.approx(want)
+    pairs = post(http, "/score", text_1=["a", "b"], text_2=["b", "b"])["data"]
+    assert [each["score"] for each in pairs] == pytest.approx([want[0], 1.0])
+
+
+def test_ranking_is_sorted(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    documents = [f"document {index}" for index in range(20)]
+    want = sorted(((cosine(tokenizer, "a", text), text) for text in documents), reverse=True)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        found = post(http, path, query="a", documents=documents, top_n=3)
+        assert [each["document"]["text"] for each in found["results"]] == [text for _, text in want[:3]]
+        assert [each["relevance_score"] for each in found["results"]] == pytest.approx([s for s, _ in want[:3]])
+        assert all(documents[each["index"]] == each["document"]["text"] for each in found["results"])
+    objects = [{"text": text} for text in documents]
+    plain = post(http, "/rerank", query="a", documents=objects, return_documents=False)["results"]
+    assert len(plain) == 20
+    assert "document" not in plain[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/score", {"text_1": "a"}, "give either text_2 or documents"),
+        ("/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "give either text_1 or queries"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "2 queries for 1 documents"),
+        ("/score", {"text_1": "a", "text_2": []}, "documents is empty"),
+        ("/rerank", {"query": "a", "documents": []}, "documents is empty"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n is -1"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "have no instruction"),
+        ("/rerank", {"query": "a", "documents": ["b"] * (MAX_INPUTS + 1)}, "2048"),
+    ],
+)
+def test_bad_pairs_are_refused(http: httpx.Client, path: str, body: dict[str, Any], message: str) -> None:
+    assert message in refused(http, path, **body)[0]
+
+
+def test_reranker_sees_its_prompt_form(scorer: httpx.Client, tokenizer: Tokenizer) -> None:
+    for instruction in (None, "Judge"):
+        found = post(scorer, "/v1/score", queries="q", documents=["d", "e"], instruction=instruction)["data"]
+        for each, document in zip(found, ["d", "e"], strict=True):
+            text = RERANKER_PROMPT.format(instruction=instruction or DEFAULT_INSTRUCTION, query="q", document=document)
+            assert each["score"] == pytest.approx(float(vector_of(tokenizer.encode(text), 1)[0]))
+    assert (
+        "task 'classify', not 'embed'; use /v1/score or /v1/rerank" in refused(scorer, "/v1/embeddings", input="a")[0]
+    )
+
+
+# ------------------------------------------------------------ failures
+
+
+def test_killed_node_leaves_exact_answers(http: httpx.Client, nodes: list[VectorNode], tokenizer: Tokenizer) -> None:
+    moved = metric(http, "pdserve_migrations_total")
+    nodes[1].do(nodes[1].released.clear)
+    seen = len(nodes[1].calls)
+    texts = [f"number {index}" for index in range(400)]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, http, "/v1/embeddings", input=texts)
+        wait_for(lambda: len(nodes[1].calls) > seen)
+        nodes[1].stop()
+        data = answer.result()["data"]
+    assert [each["embedding"] for each in data] == [expected(tokenizer, text) for text in texts]
+    assert metric(http, "pdserve_migrations_total") > moved
+    nodes[1].do(nodes[1].released.set)
+    nodes[1].start()
+    wait_for(lambda: num_ready(http) == 2)
+
+
+def test_full_nodes_are_tried_again_and_errors_of_requests_are_final(
+    http: httpx.Client, nodes: list[VectorNode]
+) -> None:
+    for node in nodes:
+        node.failures.append((grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+    assert post(http, "/v1/embeddings", input="a")["data"]
+    for node in nodes:
+        node.failures[:] = [(grpc.StatusCode.INVALID_ARGUMENT, "no such prompt")]
+    assert "no such prompt" in refused(http, "/v1/embeddings", input="a")[0]
+    for node in nodes:
+        node.failures.clear()
+
+
+def test_disconnect_cancels_the_calls(http: httpx.Client, nodes: list[VectorNode]) -> None:
+    for node in nodes:
+        node.do(node.released.clear)
+    before = sum(node.cancelled for node in nodes)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/embeddings", json={"input": ["a"] * 200}, timeout=0.5)
+    wait_for(lambda: sum(node.cancelled for node in nodes) > before)
+    wait_for(lambda: metric(http, "pdserve_requests_in_flight") == 0)
+    for node in nodes:
+        node.do(node.released.set)
+
+
+def test_deadline_ends_the_request(tokenizer_dir: Path) -> None:
+    node = VectorNode(MODEL, "embed", SIZE, "slow")
+    node.released.clear()
+    flags = ["--prefill", node.address, "--request-timeout", "1"]
+    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+        message, _ = refused(client, "/v1/embeddings", 504, input="a")
+        assert "time limit of 1 s" in message
+        message, field = refused(client, "/v1/embeddings", input="a", dimensions=8)
+        assert "cannot be shortened" in message
+        assert field == "dimensions"
+    node.close()
+
+
+def test_vector_of_another_size_is_a_node_error(tokenizer_dir: Path) -> None:
+    node = VectorNode(MODEL, "embed", SIZE, "broken")
+    node.size = SIZE - 1
+    flags = ["--prefill", node.address, "--migrations", "0"]
+    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+        assert "it has 1024 values" in refused(client, "/v1/embeddings", 502, input="a")[0]
+    node.close()
+
+
+# ------------------------------------------------------------ the gate
+
+
+def test_keys_limits_and_salts_hold_for_pooling(tokenizer_dir: Path, tmp_path: Path, nodes: list[VectorNode]) -> None:
+    alice, slow = new_key(), new_key()
+    keys = tmp_path / "keys.toml"
+    limits = {"alice": "best_priority = 5\n", "slow": "tokens_per_minute = 5\n"}
+    keys.write_text("".join(key_entry(name, key) + limits[name] for name, key in (("alice", alice), ("slow", slow))))
+    flags = ["--prefill", nodes[0].address, "--api-keys", str(keys), "--max-body-bytes", "4000"]
+    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as client:
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 401
+        client.headers["authorization"] = f"Bearer {alice}"
+        post(client, "/v1/embeddings", input="a", cache_salt="s", priority=-3)
+        call = nodes[0].calls[-1]
+        assert call.cache_salt == Client(name="alice", tenant="alice").cache_salt("s")
+        assert (call.priority, call.client != 0) == (5, True)
+        refused(client, "/v1/embeddings", 413, input="a" * 5000)
+        client.headers["authorization"] = f"Bearer {slow}"
+        post(client, "/v1/embeddings", input=[1, 2, 3])
+        message, _ = refused(client, "/v1/embeddings", 429, input=[1, 2, 3])
+        assert "5 tokens per minute" in message
+
+
+# ------------------------------------------------------------ splitting
+
+
+def test_split_covers_all_prompts_in_bounded_calls() -> None:
+    assert split([5], 4) == [range(1)]
+    assert split([20_000, 1, 20_000], 1) == [range(1), range(1, 2), range(2, 3)]
+    for lengths in ([10] * 1000, [1000] * 10, [3, 9000, 7] * 50):
+        batches = split(lengths, 3)
+        assert [index for batch in batches for index in batch] == list(range(len(lengths)))
+        assert all(len(batch) <= MAX_PROMPTS for batch in batches)
+    assert len(split([1000] * 10, 3)) == math.ceil(10 / 3)
+    assert split([100] * 64, 1) == [range(32), range(32, 64)]
