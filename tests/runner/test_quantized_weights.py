@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from quantized_checkpoints import FORMATS, mxfp4_experts, quantize
 from safetensors.torch import load_file, save_file
@@ -159,6 +160,16 @@ def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(impl: str, name
     plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2)
     quantized = quantize(plain, tmp_path / "quantized", name)
     assert tokens(quantized, impl=impl) == reference_greedy(reference_model(plain), PROMPT, 6)
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("mixtral", "fp8 blocks"), ("qwen3_moe", "awq")])
+def test_weights_of_single_experts_are_dequantized_before_they_are_fused(
+    model_type: str, name: str, tmp_path: Path
+) -> None:
+    plain = make_any_checkpoint(tmp_path / "plain", model_type)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    options = {"max_model_len": 256, "max_batch_tokens": 64}
+    assert tokens(quantized, **options) == reference_greedy(reference_model(plain), PROMPT, 6)
 
 
 def test_parts_in_other_files_are_found(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from pdserve.errors import CheckpointError
 
 _PART = 1 << 23  # values computed at a time
 _WORD, _MX_BLOCK = 32, 32  # bits of a word; values of an MXFP4 block
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # field of each column in a word
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
@@ -65,9 +64,11 @@ class DequantizedSlice:
             some = rows[start : start + height]
             values = self._values(matrix, some, columns)
             blocks = torch.arange(some.start, some.stop, device=self._device) // self._weight.block[0]
+            parts = values.view(len(some), len(groups), -1)
             if zeros is not None:
-                values -= _spread(zeros, blocks, groups)
-            out[start : start + height] = values.mul_(_spread(scales, blocks, groups))
+                parts -= _pick(zeros, blocks, groups)
+            parts *= _pick(scales, blocks, groups)
+            out[start : start + height] = values
 
     def _values(self, matrix: int | None, rows: range, columns: range) -> Tensor:
         """Return values [rows, columns] float32 before zero points and scales."""
@@ -76,16 +77,17 @@ class DequantizedSlice:
             return self._read(name, matrix, _slice(rows), _slice(columns)).float()
         if rule.packing == MXFP4:
             blocks = self._read(name, matrix, _slice(rows), _cover(columns, _MX_BLOCK))
-            return _fp4(blocks)[:, _within(columns, _MX_BLOCK)]
+            return _fp4(blocks)[:, _within(columns, _MX_BLOCK)].contiguous()
         per_word = _WORD // rule.bits
-        if rule.packing == PACKED:
-            words = self._read(name, None, _slice(rows), _cover(columns, per_word))
-            return _fields(words, rule.bits, 1)[:, _within(columns, per_word)].float() - (1 << rule.bits - 1)
+        if rule.packing == AWQ:
+            words = self._read(name, None, _slice(columns), _cover(rows, per_word))
+            return _in_awq_order(_fields(words, rule.bits))[:, _within(rows, per_word)].t().contiguous().float()
         if rule.packing == GPTQ:
             words = self._read(name, None, _cover(columns, per_word), _slice(rows))
-            return _fields(words, rule.bits, 0)[_within(columns, per_word)].t().float()
-        words = self._read(name, None, _slice(columns), _cover(rows, per_word))
-        return _fields(words, rule.bits, 1, _AWQ_ORDER)[:, _within(rows, per_word)].t().float()
+            fields = _fields(words, rule.bits).view(*words.shape, per_word).transpose(0, 1).flatten(1)
+            return fields[:, _within(columns, per_word)].contiguous().float()
+        words = self._read(name, None, _slice(rows), _cover(columns, per_word))
+        return _fields(words, rule.bits)[:, _within(columns, per_word)].contiguous().float().sub_(1 << rule.bits - 1)
 
     def _scales(self, matrix: int | None) -> Tensor:
         """Return scales [blocks of rows, blocks of columns] float32."""
@@ -103,10 +105,12 @@ class DequantizedSlice:
         if words.dtype != torch.int32:
             return self._grid(words.float())
         if rule.packing == PACKED:
-            return _fields(words, rule.bits, 0)[: self._weight.grid[0]].float() - (1 << rule.bits - 1)
+            return _fields(words.t(), rule.bits).t()[: self._weight.grid[0]].float() - (1 << rule.bits - 1)
         if rule.zero_point_offset == "word":
             words = words + sum(1 << shift for shift in range(0, _WORD, rule.bits))
-        zeros = _fields(words, rule.bits, 1, _AWQ_ORDER if rule.packing == AWQ else None)
+        zeros = _fields(words, rule.bits)
+        if rule.packing == AWQ:
+            zeros = _in_awq_order(zeros)
         if rule.zero_point_offset == "field":
             zeros = (zeros + 1) & ((1 << rule.bits) - 1)
         return self._grid(zeros[:, : self._weight.grid[0]].float())
@@ -115,8 +119,13 @@ class DequantizedSlice:
         return scales.t() if self._weight.rule.packing in (GPTQ, AWQ) else scales.reshape(self._weight.grid)
 
     def _groups(self, columns: range) -> Tensor:
-        """Return the block of each column."""
-        groups = torch.arange(columns.start, columns.stop, device=self._device) // self._weight.block[1]
+        """Return the blocks of consecutive parts of the columns, all parts as wide: whole blocks, or single columns."""
+        width = self._weight.block[1]
+        if self._weight.grid[1] == 1:
+            return torch.zeros(1, dtype=torch.long, device=self._device)
+        if self._weight.group_index is None and columns.start % width == 0 and columns.stop % width == 0:
+            return torch.arange(columns.start // width, columns.stop // width, device=self._device)
+        groups = torch.arange(columns.start, columns.stop, device=self._device) // width
         if self._weight.group_index is None:
             return groups
         stored = self._read(self._weight.group_index, None, _slice(columns)).long()
@@ -169,21 +178,26 @@ def _within(part: range, unit: int) -> slice:
     return slice(skipped, skipped + len(part))
 
 
-def _fields(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Unpack int32 words along a dimension, the lowest bits first or in an order of fields."""
-    fields = torch.tensor(order or range(_WORD // bits), dtype=torch.int32, device=words.device)
-    shifts = fields * bits if dim == 1 else (fields * bits)[:, None]
-    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """Unpack int32 words [rows, words] to uint8 [rows, words * 32 / bits], the lowest bits first."""
+    fields = words.contiguous().view(torch.uint8)
+    return fields if bits == 8 else torch.stack((fields & 15, fields >> 4), dim=-1).flatten(1)
+
+
+def _in_awq_order(fields: Tensor) -> Tensor:
+    """Return columns in order: the fields of each word are its columns 0, 2, 4, 6, 1, 3, 5, 7."""
+    return fields.view(len(fields), -1, 2, 4).transpose(2, 3).flatten(1)
 
 
 def _fp4(blocks: Tensor) -> Tensor:
     """Return float32 [rows, values] of E2M1 pairs [rows, blocks, bytes], the lower four bits first."""
-    table = torch.tensor((*_FP4, *(-value for value in _FP4)), device=blocks.device)
-    return table[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).int()]
+    values = torch.tensor((*_FP4, *(-value for value in _FP4)), device=blocks.device)
+    pairs = torch.cartesian_prod(values, values).flip(1)  # of each byte
+    return torch.nn.functional.embedding(blocks.int(), pairs).flatten(1)
 
 
-def _spread(grid: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the entry of each row's and each column's block; a dimension of one block is left to broadcasting."""
+def _pick(grid: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the entries [rows, columns, 1] of blocks; a single row of blocks is left to broadcasting."""
     if grid.shape[0] > 1:
         grid = grid.index_select(0, rows)
-    return grid.index_select(1, columns) if grid.shape[1] > 1 else grid
+    return grid.index_select(1, columns).unsqueeze(2)
