@@ -15,48 +15,49 @@ from pdserve.api_keys import key_entry, new_key
 from router.__main__ import main
 
 ORIGIN = "https://chat.example"
-KEY = new_key()
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
 
 
 @pytest.fixture(scope="module")
-def page(
-    tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[httpx.Client]:
-    """A web page's view of a router with API keys."""
-    keys = tmp_path_factory.mktemp("cors") / "keys.toml"
-    keys.write_text(key_entry("page", KEY) + "share = true\n")  # the script is found by the salt as it was sent
+def page(tokenizer_dir: Path, scripted_node: ScriptedNode) -> Iterator[httpx.Client]:
+    """A web page's view of a router."""
 
     async def end(conversation: Conversation) -> None:
         conversation.token(5, finish="stop")
 
     scripted_node.scripts["cors"] = end
-    flags = ["--decode", scripted_node.address, "--cors-origin", ORIGIN, "--api-keys", str(keys)]
-    headers = {"authorization": f"Bearer {KEY}"}
+    flags = ["--decode", scripted_node.address, "--cors-origin", ORIGIN]
     with (
         router_process(tokenizer_dir, flags) as router,
-        httpx.Client(base_url=router.url, headers=headers, trust_env=False) as client,
+        httpx.Client(base_url=router.url, trust_env=False) as client,
     ):
         yield client
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [(ORIGIN, ORIGIN), ("https://evil.example", None)])
-@pytest.mark.parametrize("stream", [False, True])
-def test_pages_of_the_given_origin_alone_may_use_the_api(
-    page: httpx.Client, origin: str, allowed: str | None, stream: bool
+def test_pages_of_the_given_origin_alone_may_use_the_api(page: httpx.Client, origin: str, allowed: str | None) -> None:
+    for stream in (False, True):
+        body = {"prompt": [1], "cache_salt": "cors", "stream": stream}
+        answer = page.post("/v1/completions", json=body, headers={"origin": origin})
+        assert answer.status_code == 200
+        assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def test_preflight_needs_no_key_and_a_page_reads_why_it_was_refused(
+    tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path: Path
 ) -> None:
-    preflight = httpx.options(
-        f"{page.base_url}v1/completions", headers={"origin": origin, **PREFLIGHT}, trust_env=False
-    )
-    assert preflight.headers.get("access-control-allow-origin") == allowed
-    assert preflight.is_success == (allowed is not None)
-    body = {"prompt": [1], "cache_salt": "cors", "stream": stream}
-    answer = page.post("/v1/completions", json=body, headers={"origin": origin})
-    assert answer.status_code == 200
-    assert answer.headers.get("access-control-allow-origin") == allowed
-    refused = page.post("/v1/completions", json=body, headers={"origin": origin, "authorization": "Bearer x"})
-    assert refused.status_code == 401
-    assert refused.headers.get("access-control-allow-origin") == allowed, "a page may read why it was refused"
+    keys, key = tmp_path / "keys.toml", new_key()
+    keys.write_text(key_entry("page", key))
+    flags = ["--decode", scripted_node.address, "--cors-origin", ORIGIN, "--api-keys", str(keys)]
+    with (
+        router_process(tokenizer_dir, flags) as router,
+        httpx.Client(base_url=router.url, headers={"origin": ORIGIN}, trust_env=False) as client,
+    ):
+        preflight = client.options("/v1/models", headers=PREFLIGHT)
+        refused = client.get("/v1/models")
+        served = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+    assert [answer.status_code for answer in (preflight, refused, served)] == [200, 401, 200]
+    assert {answer.headers["access-control-allow-origin"] for answer in (preflight, refused, served)} == {ORIGIN}
 
 
 def test_without_the_flag_no_page_is_allowed(client: httpx.Client) -> None:
