@@ -73,7 +73,8 @@ class Service:
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
         self.nodes = Nodes({"prefill": options.prefill, "decode": options.decode}, tokenizers.keys(), tls)
         self.nodes.on_change(self._count_nodes)
-        self._counted = {(role, name) for role in ("prefill", "decode") for name in tokenizers}
+        roles = [role for role, sources in (("prefill", options.prefill), ("decode", options.decode)) if sources]
+        self._counted = {(role, name) for role in roles for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
             fleet = Fleet(name, self.nodes, options.policy, self.metrics)

@@ -38,6 +38,7 @@ class LiveModel(msgspec.Struct, frozen=True):
     prefill: int
     decode_ready: int
     decode: int
+    served: bool  # a node that takes its requests is ready
 
 
 class LiveNodeStats(msgspec.Struct, frozen=True):

@@ -87,7 +87,7 @@ def _header(now: LiveNow, url: str) -> list[Text]:
 
 def _model(model: LiveModel) -> Text:
     nodes = f"  {model.prefill_ready} of {model.prefill} prefill, {model.decode_ready} of {model.decode} decode"
-    if model.decode_ready:
+    if model.served:
         return Text.assemble((clean(model.name), "bold"), _part(nodes))
     return Text.assemble((clean(model.name), "bold red"), _part(nodes), ("  not served", "bold red"))
 

@@ -101,7 +101,7 @@ class DashboardState:
         exposed = self._poller.exposed.quantiles()
         return live.LiveNow(
             version=_VERSION,
-            models=[_live_model(name, nodes) for name in self._models],
+            models=[self._live_model(name, nodes) for name in self._models],
             traffic=self._traffic.traffic(),
             nodes=nodes,
             handoffs=sum_handoffs(decodes, connections, exposed) if decodes else None,
@@ -109,6 +109,13 @@ class DashboardState:
             num_connections=len(connections),
             num_connected=sum(each.transport != "none" for each in connections),
         )
+
+    def _live_model(self, name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
+        used = [node for node in nodes if node.model == name and node.state != "unused"]
+        total = Counter(node.role for node in used)
+        ready = Counter(node.role for node in used if node.state == "ready")
+        served = any(view.serves and view.model == name for view in self._nodes.views())
+        return live.LiveModel(name, ready["prefill"], total["prefill"], ready["decode"], total["decode"], served)
 
     def _live_node(self, node: NodeClient) -> live.LiveNode:
         key = node.role, node.address
@@ -138,13 +145,6 @@ class DashboardState:
             step_seconds=view.throughput.decode.at(max(1, running)) if has_step else None,
             stats=history.stats() if history is not None and history.has_rates else None,
         )
-
-
-def _live_model(name: str, nodes: list[live.LiveNode]) -> live.LiveModel:
-    used = [node for node in nodes if node.model == name and node.state != "unused"]
-    total = Counter(node.role for node in used)
-    ready = Counter(node.role for node in used if node.state == "ready")
-    return live.LiveModel(name, ready["prefill"], total["prefill"], ready["decode"], total["decode"])
 
 
 def _kv_share(views: Iterable[NodeView]) -> float | None:

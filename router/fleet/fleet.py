@@ -114,9 +114,9 @@ class Fleet:
             raise RequestError(f"model {self._model!r} has the task {task!r}, not {tasks[0]!r}; {remedy}", "model")
         raise no_serving_node(self.snapshot(), tasks[0])
 
-    def num_ready(self, task: str) -> int:
-        """The number of nodes that serve a task."""
-        return sum(node.serves and node.task == task and node.model == self._model for node in self._nodes.views())
+    def serving(self, task: str) -> list[NodeView]:
+        """The ready nodes of a task."""
+        return [node for node in self._nodes.views() if node.serves and node.task == task and node.model == self._model]
 
     def pooling_node(self, task: str, num_tokens: int, left: Collection[str]) -> NodeClient:
         """Choose a prefill node that is not in ``left``, for prompts of ``num_tokens``. Raises Overloaded."""

@@ -36,6 +36,9 @@ REPORTED = 0.05  # seconds, plus the pause between reports, after which reports 
 PAUSE = 0.1  # seconds between two reports of a node at least; the node's own limit
 
 
+PoolCall = grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]
+
+
 class NodeClient:
     """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open. Starts at once.
 
@@ -71,7 +74,7 @@ class NodeClient:
         self._pause = PAUSE  # of the present report stream
         self._reported_at = 0.0
         self._read_changed_at = 0.0  # time of the latest new read throughput
-        self._pool_calls: set[grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]] = set()
+        self._pool_calls: dict[PoolCall, Callable[[], bool]] = {}  # with whether another node could take it over
         self._dialer = Dialer(address, tls=tls)
         self._task = asyncio.create_task(self._watch(), name=f"watch {address}")
 
@@ -119,16 +122,19 @@ class NodeClient:
         stub: NodeAsyncStub = NodeStub(self._dialer.channel)
         return await stub.Status(pb.StatusRequest(), timeout=timeout)
 
-    async def pool(self, message: pb.PoolRequest, num_tokens: int, timeout: float) -> pb.PoolReply:
+    async def pool(
+        self, message: pb.PoolRequest, num_tokens: int, timeout: float, may_leave: Callable[[], bool]
+    ) -> pb.PoolReply:
         """Compute vectors of prompts on a prefill node. ``timeout`` is in seconds.
 
+        ``may_leave`` returns whether the call may end while the node is stalled.
         Raises NodeLost, NodeError, Overloaded, RequestError or DeadlineExceeded.
         """
         assert self.description is not None, "it was chosen by its view"
         name = f"prefill node {self.description.node_id}"
         stub: PoolingNodeAsyncStub = PoolingNodeStub(self._dialer.channel)
         call = stub.Pool(message, timeout=timeout)
-        self._pool_calls.add(call)
+        self._pool_calls[call] = may_leave
         self.add_request(num_tokens, num_tokens)
         try:
             return await call
@@ -143,7 +149,7 @@ class NodeClient:
             raise NodeLost(f"{name} failed: the node does not answer") from None
         finally:
             call.cancel()
-            self._pool_calls.discard(call)
+            del self._pool_calls[call]
             self.remove_request()
 
     def add_request(self, uncached_tokens: int, num_tokens: int) -> None:
@@ -243,6 +249,10 @@ class NodeClient:
             self._on_change()
         if self.stream is not None and self.description.stalled:
             self.stream.report_stall()
+        if self.description.stalled:
+            for call, may_leave in self._pool_calls.items():
+                if may_leave():
+                    call.cancel()
 
     def _on_described(self, described: pb.NodeDescription) -> None:
         before = self.description

@@ -94,7 +94,7 @@ class PoolingRun:
             self._task.cancel()
 
     async def _run(self) -> None:
-        num_nodes = self._fleet.num_ready(self._options.task)
+        num_nodes = len(self._fleet.serving(self._options.task))
         batches = split([prompt.num_tokens for prompt in self._prompts], num_nodes)
         waiting = iter(batches)
         num_workers = min(len(batches), _CALLS_PER_NODE * max(1, num_nodes))
@@ -156,7 +156,8 @@ class PoolingRun:
             dimensions=options.dimensions,
         )
         try:
-            reply = await node.pool(message, num_tokens, options.remaining + _DEADLINE_GRACE)
+            timeout = options.remaining + _DEADLINE_GRACE
+            reply = await node.pool(message, num_tokens, timeout, lambda: self._has_other(node_id))
             _check(reply, len(batch), options.vector_size, node_id)
         except (NodeError, Overloaded) as exc:
             span.fail(exc)
@@ -165,6 +166,10 @@ class PoolingRun:
         finally:
             span.end()
         return reply
+
+    def _has_other(self, node_id: str) -> bool:
+        nodes = self._fleet.serving(self._options.task)
+        return any(node.node_id != node_id and not node.stalled for node in nodes)
 
     def _count_move(self, batch: range, error: NodeError) -> None:
         self._metrics.migrations.labels("lost" if isinstance(error, NodeLost) else "failed").inc(len(batch))

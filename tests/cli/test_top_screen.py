@@ -50,7 +50,7 @@ connections = st.builds(
 def test_any_report_fits_the_terminal(
     some: list[LiveNode], reads: list[LiveConnection], width: int, height: int
 ) -> None:
-    models = [LiveModel("m", 0, 0, 0, 0)]
+    models = [LiveModel("m", 0, 0, 0, 0, False)]
     now = LiveNow("0", models, TRAFFIC, some, None, reads, len(reads), len(reads))
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:

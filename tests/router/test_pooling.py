@@ -286,6 +286,20 @@ def test_killed_node_leaves_exact_answers(http: httpx.Client, nodes: list[Vector
     wait_for(lambda: num_ready(http) == 2)
 
 
+def test_stalled_node_gives_its_prompts_to_another(http: httpx.Client, nodes: list[VectorNode]) -> None:
+    node = nodes[1]
+    node.do(node.released.clear)
+    seen, cancelled = len(node.calls), node.cancelled
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, http, "/v1/embeddings", input=[f"stalled {index}" for index in range(400)])
+        wait_for(lambda: len(node.calls) > seen)
+        node.description.stalled = True
+        assert len(answer.result()["data"]) == 400
+    wait_for(lambda: node.cancelled > cancelled)
+    node.description.stalled = False
+    node.do(node.released.set)
+
+
 def test_full_nodes_are_tried_again_and_errors_of_requests_are_final(
     http: httpx.Client, nodes: list[VectorNode]
 ) -> None:

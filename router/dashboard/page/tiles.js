@@ -46,9 +46,8 @@ export function showModels(models) {
   while (list.children.length > models.length) list.lastChild.remove();
   models.forEach((model, index) => {
     const [state, text] = list.children[index].children;
-    const served = model.decode_ready > 0;
-    mark(state, served ? "good" : "gone", model.name);
+    mark(state, model.served ? "good" : "gone", model.name);
     const nodes = `${model.prefill_ready} of ${model.prefill} prefill, ${model.decode_ready} of ${model.decode} decode`;
-    say(text, served ? nodes : `not served: ${nodes}`);
+    say(text, model.served ? nodes : `not served: ${nodes}`);
   });
 }
