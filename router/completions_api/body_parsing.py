@@ -18,7 +18,6 @@ from router.text.json_bounds import MAX_ITEMS
 MAX_NESTING = 100  # levels of objects and lists
 MAX_LENGTHS = {  # by field
     "messages": 10_000,
-    "tools": 1024,
     "documents": 2048,
     "chat_template_kwargs": 64,
     "logit_bias": 1024,
