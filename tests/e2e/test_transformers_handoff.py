@@ -17,6 +17,8 @@ FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-l
 
 #: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.
 QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
+#: Their decode nodes are split, so ranks dequantize parts of weights.
+SPLIT = {"qwen3_moe": ("--tp", "2"), "gpt_oss": ("--pp", "2")}
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -39,7 +41,7 @@ def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> 
     prompts = [random_prompt(length, length) for length in (1, BLOCK, BLOCK + 1, 3 * STEP + 5)]
     prompts += [shared + random_prompt(100 + index, 3 * index + 1) for index in range(3)]
     expected = [reference_greedy(reference, prompt, OUTPUT) for prompt in prompts]
-    decode_flags = [*FLAGS, "--handoff-min-tokens", "0"]
+    decode_flags = [*FLAGS, *SPLIT.get(model_type, ()), "--handoff-min-tokens", "0"]
     with start_fleet(directory, prefill_flags=FLAGS, decode_flags=decode_flags) as fleet:
         with ThreadPoolExecutor(len(prompts)) as pool:
             for _ in range(2):
