@@ -104,6 +104,11 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def has_output(self) -> bool:
+        """Whether the request has output of this node or of one that it left; its client may not get an error now."""
+        return bool(self.num_outputs or self.request.branches)
+
+    @property
     def missing(self) -> int:
         """Tokens that no launched step computes: 1 while decoding, 0 while its last token is being sampled."""
         return self.length - self.num_launched if self.length < self.max_length else 0

@@ -33,7 +33,7 @@ class LiveSequences:
         """Append the first sequence of a request; one with output of another node goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
         self._events.status_changed |= sequence.request.paused
-        self.wait(sequence, first=bool(sequence.num_outputs or sequence.request.branches))
+        self.wait(sequence, first=sequence.has_output)
 
     def wait(self, sequence: Sequence, *, first: bool) -> None:
         """Put a sequence at the head or the end of the queue; if its request is paused, keep it out."""

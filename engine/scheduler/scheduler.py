@@ -90,7 +90,7 @@ class Scheduler:
     # ------------------------------------------------------------ commands
 
     def submit(self, message: Submit) -> None:
-        """Queue a request, or refuse it at once if the queue is full or it can never fit."""
+        """Queue a request, or refuse it at once if it can never fit, or if it has no output and the queue is full."""
         values = msgspec.structs.asdict(message)
         branches = {choice: array("I", output) for choice, output in values.pop("resume").items()}
         request = Request(**values, branches=branches, waits_since=self._clock())
@@ -99,7 +99,7 @@ class Scheduler:
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
-        elif self._num_waiting >= self._max_waiting and not self._refuse_for(request):
+        elif not branches and self._num_waiting >= self._max_waiting and not self._refuse_for(request):
             self._refuse_overload(request.rid)
         elif not self._constraints.holds(request):
             self._live.queue(self._choices.lead_sequence(request))

@@ -59,5 +59,6 @@ class WaitingQueue:
     def to_refuse(self, request: Request) -> Sequence | None:
         """Return the sequence to refuse so that ``request`` may wait in a full queue; None: refuse ``request``."""
         sequence = self._queue.to_reject(request.client, request.priority)
-        was_admitted = sequence is None or sequence.request.cached_tokens is not None
-        return None if was_admitted else sequence
+        if sequence is None or sequence.has_output or sequence.request.cached_tokens is not None:
+            return None
+        return sequence

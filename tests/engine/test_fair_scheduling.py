@@ -147,3 +147,25 @@ def test_resumed_requests_go_before_new_ones_of_their_client(make: Make) -> None
     node.submit(99, prompt, sampling, Mode.LOCAL, resume={0: reference(prompt, 0, 3)})
     node.run()
     assert finished_before(node, 99) <= 4
+
+
+def test_full_queue_takes_a_resumed_request(make: Make) -> None:
+    """Else it would wait at the router, and fail there after 10 s."""
+    node = make(400, max_num_seqs=1)
+    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    for rid in range(100):
+        node.submit(rid, [rid] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=BUSY)
+    node.submit(200, prompt, sampling, Mode.LOCAL, client=BUSY, resume={0: reference(prompt, 0, 3)})
+    assert not node.step().refused
+    node.run()
+    assert finished_before(node, 200) <= 2
+    node.assert_all_free()
+
+
+def test_new_request_displaces_no_resumed_one_from_a_full_queue(make: Make) -> None:
+    node = make(400, max_num_seqs=1)
+    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    for rid in range(100):
+        node.submit(rid, prompt, sampling, Mode.LOCAL, client=BUSY, resume={0: reference(prompt, 0, 3)})
+    node.submit(200, [9] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=QUIET)
+    assert {entry.rid for entry in node.step().refused} == {200}
