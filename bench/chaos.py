@@ -3,12 +3,16 @@
     python bench/chaos.py --seconds 600                                     4 P + 4 D, simulated
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2       a tiny random checkpoint, on the CPU
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --prefill-pp 2 --decode-tp 2
+    python bench/chaos.py --seconds 60 --real --prefill 1 --decode 2 --dtype bfloat16 --no-faults         the control
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine. First, the undisturbed fleet
 answers every request. Then clients repeat the requests for --seconds, while nodes are killed (frontend, engine or
 another rank), terminated, or stopped (the whole node or one of these). A decode node gets a fault only while another
-one serves. Some clients disconnect before the end. Hostile streams to all nodes claim requests and leases of other
-streams. The same --seed gives the same requests and the same faults.
+one serves. Some clients disconnect before the end, and some read slowly. Hostile streams to all nodes claim requests
+and leases of other streams. The same --seed gives the same requests and the same faults.
+
+Answers are compared with those of another batch. In float32 they are equal; in bfloat16 sums depend on the batch, and
+some answers differ without faults, too.
 
 Exits with status 1 if a client received an error or a different answer, a node obeyed a hostile stream, or a block is
 lost.
@@ -29,12 +33,14 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from checkpoints import make_checkpoint
-from client_load import VOCABULARY, Load, new_body
+from client_load import VOCABULARY, Load, new_body, new_unbuffered_body
 from fault_injection import FaultInjector, random_faults
 from fleet import Fleet, add_tokenizer, start_fleet
 from hostile_streams import HostileStreams
 
 SIMULATED = ("--engine", "simulated")
+METRICS = ("pdserve_migrations_total", "pdserve_replayed", "pdserve_client_pauses_total")
+LINE = 4000  # characters of a failure
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
 
 
@@ -47,8 +53,11 @@ def main() -> int:
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}-pp", type=int, default=1, metavar="N", help="pipeline stages of each")
         parser.add_argument(f"--{role}-tp", type=int, default=1, metavar="N", help="tensor shards of each")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the tiny model")
+    parser.add_argument("--no-faults", action="store_true", help="other batches only: the control for other dtypes")
     parser.add_argument("--clients", type=int, default=16, metavar="N")
     parser.add_argument("--requests", type=int, default=40, metavar="N", help="distinct requests (default %(default)s)")
+    parser.add_argument("--slow", type=int, default=4, metavar="N", help="… whose clients read slowly (default 4)")
     parser.add_argument(
         "--pause", type=float, default=4.0, metavar="S", help="mean seconds between faults (default %(default)s)"
     )
@@ -61,7 +70,8 @@ def main() -> int:
     prefill = (*engine, "--pp", str(args.prefill_pp), "--tp", str(args.prefill_tp))
     decode = (*engine, "--pp", str(args.decode_pp), "--tp", str(args.decode_tp))
     with tempfile.TemporaryDirectory() as directory:
-        model = add_tokenizer(make_checkpoint(Path(directory) / "model", "qwen3", vocab_size=VOCABULARY))
+        path = Path(directory) / "model"
+        model = add_tokenizer(make_checkpoint(path, "qwen3", dtype=args.dtype, vocab_size=VOCABULARY))
         router = ("--migrations", str(args.migrations))
         with start_fleet(model, args.prefill, args.decode, True, prefill, decode, router) as fleet:
             return run(fleet, args)
@@ -69,11 +79,14 @@ def main() -> int:
 
 def run(fleet: Fleet, args: argparse.Namespace) -> int:
     rng = random.Random(args.seed)
-    load = Load([new_body(rng, max_prompt=300, max_tokens=150) for _ in range(args.requests)])
+    bodies = [new_body(rng, max_prompt=300, max_tokens=150) for _ in range(args.requests)]
+    load = Load([*bodies, *(new_unbuffered_body(rng) for _ in range(args.slow))])
     asyncio.run(load.record_expected(fleet.url, rng))
     started = time.monotonic()
     ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
     faults = random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)
+    if args.no_faults:
+        faults = iter(())
     with FaultInjector(fleet, faults) as injector, HostileStreams(fleet, args.seed) as hostile:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
     lasted = time.monotonic() - started
@@ -81,12 +94,13 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
         node.wait_idle(RELEASE_SECONDS)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
     print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(injector.injected.values())} faults")
+    print(f"  slowest answer: {load.slowest:.1f} s")
     print("\n".join(f"  {what}: {count}" for what, count in sorted(injector.injected.items())))
     print("\n".join(f"  hostile streams to {what}: {count}" for what, count in sorted(hostile.ends.items())))
     metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
-    print("\n".join(line for line in metrics if line.startswith(("pdserve_migrations_total", "pdserve_replayed"))))
+    print("\n".join(line for line in metrics if line.startswith(METRICS)))
     failures = [*load.failures, *hostile.failures]
-    print("\n".join(failures[:10]))
+    print("\n".join(failure[:LINE] for failure in failures[:10]))
     return 1 if failures else 0
 
 

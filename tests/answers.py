@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+NO_PAUSE = (float("inf"), 0.0)
 LOGPROB_TOLERANCE = 1e-3  # the same tokens computed in batches of other sizes
 
 
@@ -90,12 +92,18 @@ async def sse_lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def send_completion(
-    client: httpx.AsyncClient, body: dict[str, Any], disconnect_after: float = float("inf")
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    disconnect_after: float = float("inf"),
+    pauses: Iterable[tuple[int, float]] = (),
 ) -> Answer:
     """Send a completion request and return its answer. Raises ErrorAnswer.
 
-    The client of a streamed answer disconnects after ``disconnect_after`` tokens.
+    The client of a streamed answer disconnects after ``disconnect_after`` tokens. ``pauses`` are numbers of tokens,
+    ascending, after which it reads nothing for so many seconds.
     """
+    remaining = iter(pauses)
+    pause_at, seconds = next(remaining, NO_PAUSE)
     answer = Answer()
     if not body.get("stream"):
         response = await client.post("/v1/completions", json={**body, "return_token_ids": True})
@@ -110,5 +118,8 @@ async def send_completion(
                 answer.add(json.loads(line.removeprefix("data: ")))
             if answer.num_tokens >= disconnect_after:
                 return answer
+            while answer.num_tokens >= pause_at:
+                await asyncio.sleep(seconds)
+                pause_at, seconds = next(remaining, NO_PAUSE)
     assert line == "data: [DONE]" or not line, line
     return answer

@@ -22,6 +22,8 @@ GRAMMARS = (
     {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 5}}},
 )
 DISCONNECT_SHARE = 0.1  # share of the clients that disconnect before the end of the answer
+#: An answer that is larger than all buffers between a node and its client.
+UNBUFFERED = {"n": 4, "max_tokens": 400, "logprobs": 20, "stream": True, "ignore_eos": True}
 
 
 def new_body(rng: random.Random, max_prompt: int, max_tokens: int) -> dict[str, Any]:
@@ -46,14 +48,24 @@ def new_body(rng: random.Random, max_prompt: int, max_tokens: int) -> dict[str, 
     return body
 
 
+def new_unbuffered_body(rng: random.Random) -> dict[str, Any]:
+    """Return a random request whose nodes must pause while its client does not read."""
+    body = {"model": MODEL_NAME, "prompt": rng.choices(range(3, VOCABULARY), k=rng.randint(1, 300)), **UNBUFFERED}
+    return body | {"temperature": 0.9, "seed": rng.getrandbits(60)} | (PENALTIES if rng.random() < 0.4 else {})
+
+
 @dataclass
 class Load:
-    """Requests, their expected answers, and the outcomes of all requests sent so far."""
+    """Requests, their expected answers, and the outcomes of all requests sent so far.
+
+    Clients of an answer with UNBUFFERED's log-probabilities read slowly: they pause up to three times.
+    """
 
     bodies: list[dict[str, Any]]
     expected: list[Answer] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    slowest: float = 0.0  # seconds of an answer, pauses included
     failures: list[str] = field(default_factory=list)  # errors and answers that differ from the expected one
     headers: dict[str, str] = field(default_factory=dict)  # of every request
 
@@ -85,11 +97,15 @@ class Load:
             index, disconnects = rng.randrange(len(self.bodies)), rng.random() < DISCONNECT_SHARE
             body = {**self.bodies[index], "cache_salt": str(rng.getrandbits(60))}  # avoids the prefix cache
             disconnect_after = rng.randint(1, 20) if disconnects and body["stream"] else float("inf")
+            slow = body.get("logprobs") == UNBUFFERED["logprobs"]
+            pauses = sorted((rng.randint(1, 1600), rng.uniform(0.2, 4.0)) for _ in range(rng.randint(1, 3) * slow))
+            began = time.monotonic()
             try:
-                answer = await send_completion(client, body, disconnect_after)
+                answer = await send_completion(client, body, disconnect_after, pauses)
             except (ErrorAnswer, httpx.HTTPError, AssertionError) as exc:
                 self._add("error", 0, f"{type(exc).__name__}: {exc}")
                 continue
+            self.slowest = max(self.slowest, time.monotonic() - began)
             if answer.num_tokens >= disconnect_after:
                 self._add("left", answer.num_tokens)
             elif answer.matches(self.expected[index]):

@@ -65,12 +65,12 @@ class LiveSequences:
                 self.wait(sequence, first=True)
 
     def resume(self, request: Request, now: float) -> None:
-        """Queue a paused request, before the others of its client if it was admitted before."""
+        """Queue a paused request, before the others of its client if it was admitted before or has output."""
         request.paused, self._events.status_changed = False, True
         for sequence in reversed(request.sequences.values()):
             if self.paused.pop(sequence.seq, None) is not None:
                 request.waits_since = now
-                self.wait(sequence, first=request.cached_tokens is not None)
+                self.wait(sequence, first=request.cached_tokens is not None or sequence.has_output)
                 if self.preemptible.pop(sequence.seq, None) is not None:
                     self.preemptible[sequence.seq] = sequence  # after the paused ones
 

@@ -159,6 +159,9 @@ class ServeStream:
                         self._deliver(output)
         except grpc.aio.AioRpcError as exc:
             reason = rpc_reason(exc)
+        except Exception:  # a bug; unread, the stream would hold its requests for ever
+            logger.exception("outputs of decode node %s could not be handled", self.name)
+            reason = "its outputs could not be handled"
         self.close(reason)
 
     def _deliver(self, output: pb.Output) -> None:

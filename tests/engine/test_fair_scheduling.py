@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from toy import reference
 from toy_node import BATCH_TOKENS, Make, Node
 
-from engine.ipc.messages import Mode
+from engine.ipc.messages import Mode, Resume, Submit
 from pdserve.records import SamplingParams
 
 BUSY, QUIET = 1, 2
@@ -169,3 +171,16 @@ def test_new_request_displaces_no_resumed_one_from_a_full_queue(make: Make) -> N
         node.submit(rid, prompt, sampling, Mode.LOCAL, client=BUSY, resume={0: reference(prompt, 0, 3)})
     node.submit(200, [9] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=QUIET)
     assert {entry.rid for entry in node.step().refused} == {200}
+
+
+def test_resumed_request_that_arrived_paused_goes_before_new_ones(make: Make) -> None:
+    node = make(400, max_num_seqs=2)
+    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    outputs = {0: array("I", reference(prompt, 0, 3)).tobytes()}
+    message = Submit(99, array("I", prompt).tobytes(), sampling, Mode.LOCAL, resume=outputs, paused=True)
+    node.obey(message)
+    for rid in range(30):
+        node.submit(rid, [rid] * 30, SamplingParams(max_tokens=4), Mode.LOCAL)
+    node.obey(Resume(99))
+    node.run()
+    assert finished_before(node, 99) <= 4

@@ -1,0 +1,164 @@
+"""One of two nodes computes no more: its requests go on at the other node with the same answers, new ones avoid it.
+
+Its step does not end (simulated nodes), or its engine process or another rank is stopped (nodes with a tiny model):
+
+    python -m pytest -m slow tests/e2e/test_wedged_nodes.py      the second half, in two minutes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+from client_load import VOCABULARY, Load, new_body
+from fleet import Fleet, NodeProcess, add_tokenizer, start_fleet
+
+from pdserve.config.hub import EMBEDDED_MODEL
+
+PEER_TIMEOUT = 3.0
+GO_ON = PEER_TIMEOUT + 5.0  # seconds until every request must run again
+NOISE = 25.0  # seconds; a request that stays waits for as long as the node is wedged
+LOAD = 4.0  # seconds in which clients send requests
+TIMING = ("--peer-timeout", str(PEER_TIMEOUT))
+SIMULATED = ("--engine", "simulated", *TIMING)
+HAND_OFF_ALL = ("--handoff-min-tokens", "1")
+ROUTER = ("--policy", "round-robin")  # by load, a wedged node would seldom be chosen anyway
+
+
+@dataclass
+class Wedged:
+    """A node, how to wedge and free it, and whether it knows that it is wedged."""
+
+    role: str
+    node: NodeProcess
+    wedge: Callable[[], None]
+    free: Callable[[], None]
+    known: Callable[[], bool]
+
+
+def total(fleet: Fleet, counter: str) -> float:
+    return sum(node.counter(counter) for node in fleet.decode)
+
+
+def check_requests_leave(fleet: Fleet, wedged: Wedged, load: Load) -> None:
+    failed = total(fleet, "handoff_failures")
+    with ThreadPoolExecutor(1) as pool:
+        if wedged.role == "prefill":  # D does not know yet, and sends it prompts
+            wedged.wedge()
+        running = pool.submit(lambda: asyncio.run(load.run(fleet.url, clients=16, seconds=LOAD, seed=5)))
+        if wedged.role == "decode":
+            fleet.wait_until(lambda: wedged.node.status().running > 0, 20.0)
+            wedged.wedge()
+        began = time.monotonic()
+        running.result()
+    assert time.monotonic() - began < LOAD + GO_ON + NOISE
+    assert not load.failures, load.failures[0]
+    assert load.outcomes["exact"] > 16
+    assert wedged.known()
+    assert (total(fleet, "handoff_failures") > failed) == (wedged.role == "prefill"), "it had handoffs in flight"
+
+
+def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
+    """A request that reached the node would fail there and count."""
+
+    def attempts() -> float:
+        decodes = wedged.role == "decode"
+        return wedged.node.counter("decode_requests") if decodes else total(fleet, "handoff_failures")
+
+    asyncio.run(load.run(fleet.url, clients=4, seconds=1.0, seed=6))
+    before, handoffs, answers = attempts(), total(fleet, "handoffs"), load.outcomes["exact"]
+    asyncio.run(load.run(fleet.url, clients=4, seconds=1.0, seed=7))
+    assert wedged.known()
+    assert load.outcomes["exact"] > answers
+    assert attempts() == before
+    assert total(fleet, "handoffs") > handoffs, "the other prefill node computes the prompts"
+
+
+def check_used_again(fleet: Fleet, wedged: Wedged, load: Load) -> None:
+    """Prompts and requests from before do not count: they have left."""
+    fleet.wait_until(lambda: not wedged.known(), 20.0)
+    wedged.node.wait_idle(30.0)
+    name = "decode_requests" if wedged.role == "decode" else "leases_granted"
+    before, end = wedged.node.counter(name), time.monotonic() + 30.0
+    while wedged.node.counter(name) == before:
+        assert time.monotonic() < end, "a node that has recovered is not used"
+        asyncio.run(load.run(fleet.url, clients=4, seconds=0.5, seed=8))
+
+
+def check_wedged_node(fleet: Fleet, wedged: Wedged) -> None:
+    rng = random.Random(3)
+    load = Load([new_body(rng, max_prompt=300, max_tokens=100) for _ in range(16)])
+    asyncio.run(load.record_expected(fleet.url, rng))
+    try:
+        check_requests_leave(fleet, wedged, load)
+        check_new_requests_avoid(fleet, wedged, load)
+    finally:
+        wedged.free()
+    check_used_again(fleet, wedged, load)
+    assert not load.failures, load.failures[0]
+    for node in (*fleet.prefill, *fleet.decode):
+        node.wait_idle(30.0)
+
+
+# ---------------------------------------------------------------- a step does not end
+
+
+@contextmanager
+def simulated_fleet(trigger: Path, role: str) -> Iterator[Fleet]:
+    """Start two nodes of each role; the steps of the first one of ``role`` are endless while ``trigger`` exists."""
+    hook = Path(__file__).parent / "endless_step"
+    endless = {"PYTHONPATH": f"{hook}:{os.environ.get('PYTHONPATH', '')}", "ENDLESS_TRIGGER": str(trigger)}
+    with Fleet() as fleet:
+        for index in range(2):
+            fleet.start_prefill(EMBEDDED_MODEL, SIMULATED, endless if (role, index) == ("prefill", 0) else {})
+        for index in range(2):
+            variables = endless if (role, index) == ("decode", 0) else {}
+            fleet.start_decode(EMBEDDED_MODEL, (*SIMULATED, *HAND_OFF_ALL), variables)
+        fleet.start_router(EMBEDDED_MODEL, ROUTER)
+        fleet.wait_ready()
+        yield fleet
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_requests_leave_a_node_whose_step_does_not_end(tmp_path: Path, role: str) -> None:
+    trigger = tmp_path / "endless"
+    with simulated_fleet(trigger, role) as fleet:
+        node = (fleet.decode if role == "decode" else fleet.prefill)[0]
+
+        def known() -> bool:
+            description = node.describe()
+            assert description.state == "ready", "a slow step is no reason to restart a node"
+            return description.stalled
+
+        check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
+
+
+# ---------------------------------------------------------------- an engine or rank is stopped
+
+
+@pytest.fixture(scope="module")
+def real_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    model = make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", vocab_size=VOCABULARY)
+    flags = ("--pp", "2", *TIMING), ("--tp", "2", *TIMING, *HAND_OFF_ALL)
+    with start_fleet(add_tokenizer(model), 2, 2, True, *flags, ROUTER) as fleet:
+        yield fleet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("part", ["engine", "rank 1"])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_requests_leave_a_node_whose_engine_or_rank_is_stopped(real_fleet: Fleet, role: str, part: str) -> None:
+    node = (real_fleet.decode if role == "decode" else real_fleet.prefill)[0]
+    wedge, free = (lambda: node.stop(part)), (lambda: node.resume(part))
+    check_wedged_node(real_fleet, Wedged(role, node, wedge, free, lambda: node.describe().state == "stuck"))
