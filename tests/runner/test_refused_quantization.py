@@ -1,0 +1,156 @@
+"""Broken quantized checkpoints are refused before weights are read, and unknown formats by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config
+from quantized_checkpoints import quantize
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import runner
+from pdserve.config.model_config import load_model_config
+from pdserve.config.node_config import DeviceInfo, NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.errors import CheckpointError
+
+
+def resolve_node(directory: Path, impl: str) -> None:
+    options = NodeOptions(model=str(directory), device="cpu", kv_cache_memory=1 << 22, model_impl=impl)
+    resolve(options, DeviceInfo(kind="cpu", index=0, name="cpu", memory=1 << 34), {})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def cut(name: str, size: int) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"{Q}.{name}": tensors[f"{Q}.{name}"][:size]})
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(f"{Q}.{name}")
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({f"{Q}.{name}": tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8 blocks", drop("weight_scale_inv"), r"q_proj.weight' of F8_E4M3 lacks .*q_proj.weight_scale_inv"),
+        (
+            "fp8 blocks",
+            put("weight_scale_inv", torch.ones(2, 1)),
+            r"shape \(2, 1\) of F32; .*\(64, 64\) needs \(1, 1\)",
+        ),
+        ("fp8 blocks", put("weight_scale_inv", torch.ones(1, 1).int()), "of I32; .*of F32 or BF16 or F16 or F8_E8M0"),
+        ("fp8 blocks", put("weight", torch.ones(64, 64)), "weight_scale_inv' is a part of no weight"),
+        ("fp8 blocks", put("weight", torch.ones(64).to(torch.float8_e4m3fn)), r"shape \(64,\), which plain weights"),
+        ("fp8 blocks", put("weight", torch.ones(64, 64).to(torch.float8_e5m2)), "is F8_E5M2, which"),
+        ("fp8 tensor", put("weight_scale", torch.ones(3)), r"needs \(1, 1\) or \(1,\) or \(\)"),
+        ("compressed int8", drop("weight_zero_point"), "lacks .*q_proj.weight_zero_point"),
+        ("compressed w4a16", cut("weight_scale", 60), r"weight_scale' has shape \(60, 4\).*needs \(64, 4\)"),
+        ("compressed w4a16 zero points", cut("weight_zero_point", 7), r"shape \(7, 4\).*needs \(8, 4\)"),
+        ("compressed w4a16 order", drop("weight_g_idx"), "lacks .*q_proj.weight_g_idx"),
+        ("awq", cut("scales", 3), r"scales' has shape \(3, 64\).*needs \(4, 64\)"),
+        ("awq", drop("qzeros"), "lacks .*q_proj.qzeros"),
+        ("gptq desc_act", drop("g_idx"), "lacks .*q_proj.g_idx"),
+        ("gptq", cut("g_idx", 60), r"g_idx' has shape \(60,\).*needs \(64,\)"),
+        ("gptq", put("weight", torch.ones(64, 64)), "stored twice, plain and quantized"),
+    ],
+)
+def test_broken_parts_are_refused_before_a_start(
+    name: str, change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    tensors = load_file(quantized / "model.safetensors")
+    change(tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, quantized / "model.safetensors")
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message):
+            resolve_node(quantized, impl)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "message"),
+    [
+        ("gptq desc_act", "g_idx", torch.full((64,), 9, dtype=torch.int32), "g_idx names groups beyond the 4"),
+        ("compressed w4a16", "weight_shape", torch.tensor([64, 63]), r"weight_shape is \[64, 63\], but the values"),
+    ],
+)
+def test_broken_values_are_refused(name: str, part: str, value: Tensor, message: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", name)
+    tensors = load_file(quantized / "model.safetensors")
+    save_file({**tensors, f"{Q}.{part}": value}, quantized / "model.safetensors")
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message):
+            runner.build(node_config(quantized, impl=impl), lambda stage, fraction: None)
+
+
+def group(stored: str, **weights: Any) -> dict[str, Any]:
+    return {"format": stored, "config_groups": {"group_0": {"weights": weights}}}
+
+
+COMPRESSED = "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("bitsandbytes", {"load_in_4bit": True}, "quantized checkpoint .'bitsandbytes'.; supported are float32"),
+        ("modelopt", {"quant_algo": "NVFP4"}, "quantized checkpoint .'modelopt'."),
+        ("fp8", {"fmt": "e5m2"}, "fmt 'e5m2'; supported are e4m3"),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; supported are fp8"),
+        ("fp8", {"weight_block_size": [128]}, r"weight_block_size \[128\]; it must be two numbers"),
+        ("fp8", {"weight_block_size": [0, 128]}, r"weight_block_size \[0, 128\]"),
+        ("awq", {"version": "gemv"}, "version 'gemv'; supported are gemm"),
+        ("awq", {"bits": 8}, "bits 8; supported are 4"),
+        ("awq", {"zero_point": False}, "zero_point False; supported are True"),
+        ("gptq", {"bits": 3, "group_size": 128}, "bits 3; supported are 4, 8"),
+        ("gptq", {"bits": 4, "group_size": 0}, "group_size 0; it must be -1 or a number"),
+        ("gptq", {"bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic bits or group sizes"),
+        (COMPRESSED, {"config_groups": []}, r"config_groups \[\]; it must be an object"),
+        (COMPRESSED, group("nvfp4-pack-quantized", num_bits=4, type="float"), "format 'nvfp4-pack-quantized'"),
+        (COMPRESSED, group("marlin-24", num_bits=4), "format 'marlin-24'; supported are float-quantized"),
+        (COMPRESSED, group("pack-quantized", num_bits=3), "num_bits 3; supported are 4, 8"),
+        (COMPRESSED, group("float-quantized", num_bits=4, type="float"), "num_bits 4; supported are 8"),
+        (COMPRESSED, group("pack-quantized", type="float"), "weights of type 'float' in the format pack-quantized"),
+        (COMPRESSED, group("int-quantized", strategy="token"), "strategy 'token'; supported are tensor, channel"),
+        (COMPRESSED, {"config_groups": {"g": {}}, "transform_config": {"a": 1}}, "a transform_config"),
+        (
+            COMPRESSED,
+            {"config_groups": {"g": {}}, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config .*sparse-24-bitmask.*supported are dense weights",
+        ),
+    ],
+)
+def test_unknown_formats_and_variants_are_refused_by_name(
+    method: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **options}
+    (plain / "config.json").write_text(json.dumps(config))
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            load_model_config(plain, impl)
+        assert "Choose a checkpoint" in str(refused.value)
+
+
+def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 tensor")
+    (quantized / "config.json").write_text((plain / "config.json").read_text())
+    for impl in ("native", "transformers"):
+        with pytest.raises(CheckpointError, match="is F8_E4M3, which its quantization_config does not describe"):
+            resolve_node(quantized, impl)
