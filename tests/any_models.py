@@ -47,12 +47,22 @@ _SMALL: dict[str, Any] = {
 }
 _FULL = {"layer_types": ["full_attention"] * 3}
 _DECODER = {"is_decoder": True}
-_BERTS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert")
+_BERTS: tuple[str, ...] = (
+    "bert",
+    "bert-generation",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+)
 _BERTS += ("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod")
 #: Fields without which a type has no causal attention in every layer. docs/models.md names them.
 CONDITIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_BERTS, _DECODER),
-    **dict.fromkeys(("lfm3", "minimax", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _FULL),
+    **dict.fromkeys(("lfm2", "lfm3", "minimax", "qwen3_next"), _FULL),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), _FULL),
     "granitemoehybrid": _FULL,
     "lfm2_moe": _FULL,
 }
@@ -93,6 +103,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"floor_scale": 8},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "moshi": {"sliding_window": ...},
     "plbart": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
     "reformer": _DECODER,
     "whisper": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},

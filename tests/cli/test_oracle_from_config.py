@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from any_models import small_config
@@ -65,6 +66,16 @@ def test_other_architectures_run_on_v1_for_named_reasons(model_type: str, tmp_pa
     assert config.choices[0] == "model_impl=transformers: its architecture has no native layers"
     for reason in REASONS[model_type]:
         assert any(found.startswith(reason) for found in config.decision.reasons)
+
+
+def test_quantized_native_families_run_on_v1_and_not_on_a_forced_v2(tmp_path: Path) -> None:
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config = resolved(tmp_path, "llama", **quantized)
+    reason = "quantization: V2 runs unquantized weights; these are fp8"
+    assert (config.model.impl, config.decision.runner) == ("native", "V1")
+    assert reason in config.decision.reasons
+    with pytest.raises(ConfigError, match=f"V2 cannot run this: {reason}"):
+        resolved(tmp_path, "llama", "1", **quantized)
 
 
 @pytest.mark.parametrize("model_type", REASONS)

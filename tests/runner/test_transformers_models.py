@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from any_models import FAMILIES, make_any_checkpoint
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_table import EXACT, PAGE, as_page, causal_types, sweep, types_of
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
@@ -196,26 +197,20 @@ def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(name: str) -> Non
         window_of(lambda b, h, q, k: PATTERNS[name](q, k), 50, torch.device("cpu"))
 
 
-def outcome_of(model_type: str, directory: Path) -> str:
-    try:
-        make_any_checkpoint(directory, model_type)
-    except Exception as exc:
-        return f"not constructible small: {type(exc).__name__}"
-    try:
-        assert_greedy_tokens_are_exact(directory)
-    except PdserveError as exc:
-        return f"refused: {exc}"
-    return "exact"
+def test_the_table_of_models_lists_every_type_once() -> None:
+    page = PAGE.read_text()
+    types = types_of(page)
+    assert len(types) == len(set(types))
+    if page.splitlines()[0].endswith(f" {transformers.__version__}"):
+        assert sorted(types) == causal_types()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_every_causal_type_of_transformers_is_exact_or_refused(tmp_path: Path) -> None:
-    """No type yields other tokens than its own eager forward. With transformers 5.23, 83 of 189 are exact."""
-    mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    outcomes = {}
-    for model_type in sorted(mapping):
-        outcomes[model_type] = outcome_of(model_type, tmp_path / model_type)
-        shutil.rmtree(tmp_path / model_type, ignore_errors=True)
-        print(f"{model_type}: {outcomes[model_type][:200]}", flush=True)
-    assert sum(outcome == "exact" for outcome in outcomes.values()) >= 83
+    """No type yields other tokens than its own eager forward."""
+    outcomes = sweep(tmp_path, assert_greedy_tokens_are_exact)
+    if "WRITE_MODEL_TABLE" in os.environ:  # by scripts/model-table
+        PAGE.write_text(as_page(outcomes))
+    assert as_page(outcomes) == PAGE.read_text()
+    assert sum(outcome == EXACT for outcome in outcomes.values()) >= 92

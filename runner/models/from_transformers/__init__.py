@@ -1,6 +1,7 @@
 """Causal decoders of the library transformers on the paged KV cache, for runner V1.
 
 tensor_shards.py     the library's tensor-parallel plan: cut tensors, sums and gathers
+packed_linear.py     linear layers, packed on CPUs
 attention_calls.py   the library's attention interface: what layers ask for, and paged attention for them
 part.py              the layers and modules that one rank holds
 loading.py           build a part of a model of the library, with weights or random ones

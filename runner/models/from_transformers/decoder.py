@@ -28,6 +28,7 @@ from runner.models.from_transformers.attention_calls import (
     run_with,
 )
 from runner.models.from_transformers.loading import LIBRARY_ERRORS, NO_INTERFACE, build_model
+from runner.models.from_transformers.packed_linear import pack_linear_layers
 from runner.models.from_transformers.part import ModelPart, body_of, layers_of
 from runner.models.from_transformers.reference import unsplit_logits
 from runner.models.from_transformers.tensor_shards import TensorShards
@@ -60,7 +61,10 @@ class TransformersDecoder:
         """
         register()
         try:
-            self._model = build_model(model_dir, self._placement, PAGED, self._part(), weights)
+            part = self._part()
+            self._model = build_model(model_dir, self._placement, PAGED, part, weights)
+            if part.shards is None:
+                pack_linear_layers(self._model, self._placement)
             self._body = body_of(self._model)
             if "position_ids" not in inspect.signature(self._body.forward).parameters:
                 raise ConfigError("its layers take no positions, so sequences cannot share a step")

@@ -88,6 +88,10 @@ class UnquantizedLinearMethod(LinearMethod):
             return
         self.weight = weight.new_empty(0)
 
+    def plain_weight(self) -> Tensor:
+        """Return the weight [out_features, in_features], unpacked if it was packed for oneDNN."""
+        return self.weight if self._blocked is None else self._blocked.to_dense()
+
     def apply(self, x: Tensor) -> Tensor:
         y: Tensor
         if self._float16 is not None:

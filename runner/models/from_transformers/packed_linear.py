@@ -1,0 +1,44 @@
+"""Linear layers of a model of the library on a CPU: packed once, as those of native models are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.models.quantization.unquantized import UnquantizedLinearMethod
+from runner.placement import TensorPlacement
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is packed, and unpacked for the few layers that read it themselves."""
+
+    method: UnquantizedLinearMethod
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        kept = self._parameters.get("weight")
+        return self.method.plain_weight() if kept is None else kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out_features] of x [..., in_features]."""
+        y = self.method.apply(x.reshape(-1, self.in_features).contiguous())
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def pack_linear_layers(model: nn.Module, placement: TensorPlacement) -> None:
+    """Pack the weights of plain linear layers for oneDNN. A weight that another module also uses is kept beside."""
+    if placement.device.type != "cpu":
+        return
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    layer: Any
+    for layer in model.modules():
+        if type(layer) is not nn.Linear or layer.weight.dtype != placement.dtype:
+            continue
+        method = UnquantizedLinearMethod(0, 0, False, placement)
+        method.weight, method.bias = layer.weight.data, None if layer.bias is None else layer.bias.data
+        method.process_weights_after_loading()
+        if uses[id(layer.weight)] == 1:
+            del layer._parameters["weight"]
+        layer.__class__, layer.__dict__["method"] = PackedLinear, method
