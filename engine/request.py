@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def has_output(self) -> bool:
-        """Whether the request has output of this node or of one that it left; its client may not get an error now."""
+        """Whether the request has output: of this node, or of one that it left."""
         return bool(self.num_outputs or self.request.branches)
 
     @property

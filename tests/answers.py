@@ -40,13 +40,13 @@ class ChoiceAnswer:
             self.offsets += logprobs["text_offset"]
             self.logprobs += logprobs["token_logprobs"]
 
-    def matches(self, other: ChoiceAnswer) -> bool:
+    def matches(self, other: ChoiceAnswer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         mine, theirs = (
             (each.token_ids, each.text, each.finish_reason, each.tokens, each.offsets, len(each.logprobs))
             for each in (self, other)
         )
         pairs = zip(self.logprobs, other.logprobs, strict=False)
-        return mine == theirs and all(abs(a - b) < LOGPROB_TOLERANCE for a, b in pairs)
+        return mine == theirs and all(abs(a - b) < tolerance for a, b in pairs)
 
 
 @dataclass
@@ -70,13 +70,27 @@ class Answer:
         if usage := event.get("usage"):
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
-    def matches(self, other: Answer) -> bool:
-        """Return whether all choices and both token counts are equal; log-probabilities within the tolerance."""
+    def matches(self, other: Answer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
+        """Return whether all choices and both token counts are equal; log-probabilities within ``tolerance``."""
         return (
             self.choices.keys() == other.choices.keys()
-            and all(choice.matches(other.choices[index]) for index, choice in self.choices.items())
+            and all(choice.matches(other.choices[index], tolerance) for index, choice in self.choices.items())
             and (self.prompt_tokens, self.completion_tokens) == (other.prompt_tokens, other.completion_tokens)
         )
+
+
+def first_difference(found: Answer, expected: Answer) -> str:
+    """Say where two answers that do not match begin to differ."""
+    for index, choice in sorted(expected.choices.items()):
+        other = found.choices.get(index, ChoiceAnswer())
+        if choice.token_ids != other.token_ids:
+            both = zip(other.token_ids, choice.token_ids, strict=False)
+            at = next(
+                (at for at, (a, b) in enumerate(both) if a != b), min(len(other.token_ids), len(choice.token_ids))
+            )
+            tokens = f"{other.token_ids[at : at + 5]} instead of {choice.token_ids[at : at + 5]}"
+            return f"choice {index} differs from token {at} of {len(choice.token_ids)} on: {tokens}"
+    return f"{found} instead of {expected}"
 
 
 async def sse_lines(response: httpx.Response) -> AsyncIterator[str]:
