@@ -265,13 +265,15 @@ class StepOutput(msgspec.Struct, frozen=True):
     """Results of a step: ``num_samples`` samples of each scheduled sequence, in the plan's order.
 
     ``digests`` has one signed 64-bit number per block of each of the plan's orders. ``prompt_logprobs`` has, by
-    sequence, the log-probabilities of the prompt tokens that follow the computed ones.
+    sequence, the log-probabilities of the prompt tokens that follow the computed ones. ``pooled`` has the vectors of
+    prompts that ended, little-endian float32, by sequence; the samples of such a node mean nothing.
     """
 
     step: int
     samples: tuple[Sample, ...] = ()
     digests: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs: tuple[tuple[int, PromptLogprobs], ...] = ()
+    pooled: tuple[tuple[int, bytes], ...] = ()
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):

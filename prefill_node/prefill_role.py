@@ -15,12 +15,13 @@ from pdserve.errors import ConfigError
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from prefill_node.lease_manager import LeaseManager
 from prefill_node.leases import LeaseTable
+from prefill_node.pooling_service import PoolingService
 from prefill_node.prefill_service import PrefillService
 
 
 class PrefillRole:
     name = "prefill"
-    services: tuple[str, ...] = ("pdserve.v1.PrefillNode",)
+    services: tuple[str, ...] = ("pdserve.v1.PrefillNode", "pdserve.v1.PoolingNode")
     uses_connector = True
 
     def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:
@@ -36,6 +37,10 @@ class PrefillRole:
         self._leases: LeaseManager | None = None
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
+        if node.config.pooling is not None:
+            pooling = PoolingService(node, node.config.pooling)
+            pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
+            return pooling
         self._leases = LeaseManager(node.engine, LeaseTable(self._lease_seconds, self._lease_guard))
         service = PrefillService(node, self._leases, self._decode_ahead)
         pb_grpc.add_PrefillNodeServicer_to_server(service, server)

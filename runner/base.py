@@ -21,6 +21,7 @@ from runner.kv_digest import BlockDigests
 from runner.loading.memory import layout_that_fits
 from runner.loading.model_loader import LoadedModel
 from runner.pending_step import FinishedStep, step_without_samples
+from runner.pooling import PromptPooling
 from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
 from runner.step_parts import StepFeature, StepPart, StepWithParts
@@ -170,6 +171,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         shared: list[StepFeature[Any]] = [BlockDigests(self._cache)]
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
+            if config.pooling is not None:
+                shared.append(PromptPooling(config.pooling, self._model.decoder.logits, config.max_num_seqs))
         self._features: list[StepFeature[BatchT]] = [*shared, *self._allocate_state(config, layout)]
 
     def _try_layout(self, config: NodeConfig, layout: KVLayout) -> int:

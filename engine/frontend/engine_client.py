@@ -29,6 +29,7 @@ from engine.ipc.messages import (
     FromEngine,
     Heartbeat,
     Leased,
+    Pooled,
     Prefilled,
     Progress,
     RankPlacement,
@@ -52,7 +53,7 @@ from pdserve.process import describe_exit
 from pdserve.records import FinishReason, RankKV, TokenLogprobs
 from pdserve.transports import Connected
 
-Event = Prefilled | Scored | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
+Event = Prefilled | Scored | Pooled | Reserved | Refused | ReadEnded | ReadChecked | Leased | DecodeAheadEnded
 
 _LAST_LINES = 20  # of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL
@@ -198,7 +199,7 @@ class EngineClient:
             self.on_read(read)
         for checked in batch.checked:
             self.on_read_checked(checked)
-        early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled
+        early = batch.reserved, batch.refused, batch.reads, batch.checked, batch.scored, batch.prefilled, batch.pooled
         self._dispatch_events(*early)
         for rid, choice, token_id, finish, logprobs in batch.outputs.rows():
             if (handler := self._handlers.get(rid)) is not None:  # else it was closed meanwhile

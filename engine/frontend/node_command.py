@@ -27,6 +27,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
+from pdserve.errors import ConfigError
 from pdserve.logs import set_process_fields, setup_logging
 from pdserve.process import StatusWriter, one_line, run_command, watch_lifeline
 from pdserve.rpc import channel as rpc
@@ -84,6 +85,9 @@ async def _serve(
         metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
     devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
+    if config.pooling is not None and role.name != "prefill":
+        task = f"task {config.pooling.task}: a {role.name} node generates"
+        raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
     limit = request_limit(config.max_model_len)
     server = grpc.aio.server(options=rpc.server_options(config.peer_timing, limit))
     address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
@@ -91,7 +95,8 @@ async def _serve(
         _log.info("%s", choice)
     _log.info("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
     node_id, epoch = frontend.node_id or address, secrets.token_hex(8)
-    agent = f"{node_id}-{epoch}" if role.uses_connector else ""  # stale references to an earlier epoch cannot match
+    has_connector = role.uses_connector and config.pooling is None
+    agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
     engine = EngineClient(config, agent, RankPlacement(devices, local.leader))
     tracer = make_tracer(frontend.traces, role.name, node_id)
     context = NodeContext(role.name, node_id, epoch, config, engine, tls, tracer, frontend.log_requests)

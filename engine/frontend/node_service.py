@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from engine.frontend.node_context import NodeContext
 from engine.frontend.node_reports import NodeReports, sample_bits
 from engine.ipc.messages import Status
+from pdserve.config.pooling import GENERATE, YES_OR_NO
 from pdserve.metrics import flat
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -27,6 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescription:
     config, layout = node.config, node.engine.kv_layout
+    pooling = config.pooling
     return pb.NodeDescription(
         node_id=node.node_id,
         epoch=node.epoch,
@@ -43,6 +45,10 @@ def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescri
         connected_peers=connected_peers,
         stalled=node.engine.stalled,
         cache_sample_bits=sample_bits(layout.num_blocks),
+        task=GENERATE if pooling is None else pooling.task,
+        pooling=None
+        if pooling is None
+        else pb.Pooling(size=pooling.size, matryoshka=pooling.matryoshka, yes_or_no=pooling.method == YES_OR_NO),
     )
 
 

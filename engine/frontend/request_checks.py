@@ -11,15 +11,21 @@ from pdserve.grammar import check_size
 from pdserve.records import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
-def check_request(token_ids: Sequence[int], sampling: SamplingParams, config: NodeConfig) -> None:
-    """Raise RequestError for a request that this node can never serve."""
+def check_request(
+    token_ids: Sequence[int], sampling: SamplingParams, config: NodeConfig, max_tokens: int | None = None
+) -> None:
+    """Raise RequestError for a request that this node can never serve.
+
+    ``max_tokens`` replaces that of ``sampling``: a prompt that is pooled gets no output.
+    """
     if not token_ids:
         raise RequestError("the prompt has 0 tokens; it needs at least 1", "prompt")
     _check_sampling(sampling, config)
-    total = len(token_ids) + sampling.max_tokens
+    max_tokens = sampling.max_tokens if max_tokens is None else max_tokens
+    total = len(token_ids) + max_tokens
     if total > config.max_model_len:
         raise RequestTooLong(
-            f"the prompt's {len(token_ids)} tokens and max_tokens {sampling.max_tokens} make {total}, more than the "
+            f"the prompt's {len(token_ids)} tokens and max_tokens {max_tokens} make {total}, more than the "
             f"{config.max_model_len} tokens this model is served with; shorten the prompt or lower max_tokens",
             "max_tokens" if len(token_ids) < config.max_model_len else "prompt",
             "context_length_exceeded",

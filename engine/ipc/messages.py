@@ -238,6 +238,13 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     found: PromptLogprobs
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """The vector of a prompt on a node that pools. Its only output token, in the same batch, means nothing."""
+
+    rid: int
+    vector: bytes  # little-endian float32
+
+
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
     rid: int
     cached_tokens: int  # a multiple of block_size, less than the prompt's length
@@ -319,6 +326,7 @@ class Batch(msgspec.Struct, tag=True):
 
     status: Status = Status()
     scored: list[Scored] = []  # applies before the outputs
+    pooled: list[Pooled] = []  # likewise
     prefilled: list[Prefilled] = []  # likewise
     outputs: OutputTokens = msgspec.field(default_factory=OutputTokens)
     decode_ahead_ended: list[DecodeAheadEnded] = []  # applies after the outputs

@@ -25,7 +25,7 @@ from itertools import chain, islice
 
 import msgspec
 
-from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Refused, Scored, Status, Submit, Totals
+from engine.ipc.messages import Batch, DecodeAheadEnded, Mode, Outputs, Pooled, Refused, Scored, Status, Submit, Totals
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
@@ -195,6 +195,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0) -> None:
         """Apply the results of a step that took ``seconds``."""
         self._apply_prompt_logprobs(output.step.prompt_logprobs)
+        self._apply_pooled(output.step.pooled)
         self.connector.update(output)
         if plan.scheduled:
             self._apply_step(plan.scheduled, output.step.samples, seconds)
@@ -386,6 +387,12 @@ class Scheduler:
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
                 self.events.scored.append(Scored(sequence.rid, logprobs))
+
+    def _apply_pooled(self, pooled: Iterable[tuple[int, bytes]]) -> None:
+        for seq, vector in pooled:
+            sequence = self._live.running.get(seq)
+            if sequence is not None:  # else it was cancelled meanwhile
+                self.events.pooled.append(Pooled(sequence.rid, vector))
 
     def _add_computed(self, sequence: Sequence, num_tokens: int) -> bool:
         """Count ``num_tokens`` more tokens with KV. Return whether the sequence is still live."""

@@ -16,6 +16,7 @@ import msgspec
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.model_config import MODEL_IMPLS
 from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
+from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
@@ -169,6 +170,12 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "IMPL",
             "auto (native for families that have it), native, or transformers: the library's layers, on runner V1",
             choices=MODEL_IMPLS,
+        ),
+        _Flag(
+            "task",
+            "TASK",
+            "auto (by the checkpoint), generate, or on prefill nodes embed or classify: vectors of prompts",
+            choices=TASKS,
         ),
         _Flag("max_model_len", "N", "tokens of prompt and output (default: the model's maximum)", positive_int),
         _Flag("attention_backend", "NAME", f"auto, {', '.join(ATTENTION_BACKENDS)}"),

@@ -98,13 +98,16 @@ _OTHER_BOUNDS = (-1e15, 1e15)
 _MAX_EOS_TOKENS = 64
 
 
-def load_model_config(model_dir: Path, impl: str = "auto") -> ModelConfig:
+def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:
     """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, ``generation_config.json``.
 
-    ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. Raises CheckpointError for
-    anything that is missing, broken or not supported.
+    ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. A model that only ``embeds``
+    may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything that
+    is missing, broken or not supported.
     """
     fields = ConfigFields(model_dir / "config.json")
+    if embeds:
+        _add_unused_head(fields)
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:
         return _any_decoder(model_dir, fields, architecture)
@@ -175,6 +178,15 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> Mo
         num_experts=fields.integer("num_experts", 0, least=0),
         num_weights=find_weights(model_dir, headers, rules).num_weights,
     )
+
+
+def _add_unused_head(fields: ConfigFields) -> None:
+    """Describe the causal model around a body, with a head that takes no memory."""
+    names = fields.get("architectures")
+    if isinstance(names, list):
+        bodies = [name for name in names if isinstance(name, str) and name.endswith("Model")]
+        fields.values["architectures"] = [name.removesuffix("Model") + "ForCausalLM" for name in bodies] or names
+    fields.values["tie_word_embeddings"] = True
 
 
 def _architecture(fields: ConfigFields, impl: str) -> str:

@@ -6,6 +6,7 @@ import msgspec
 
 from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import ParallelConfig, RankPosition
+from pdserve.config.pooling import PoolingConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.errors import ConfigError
@@ -28,6 +29,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"  # auto: the checkpoint's
     load_format: str = "auto"  # auto: the checkpoint's weights; dummy: random ones
     model_impl: str = "auto"  # auto: native layers where the architecture has them, else transformers
+    task: str = "auto"  # auto: by the checkpoint; generate; embed or classify: vectors of prompts
     pp: int = 1  # pipeline stages
     tp: int = 1  # tensor shards per stage
     stage_layers: tuple[int, ...] | None = None  # layers of each stage; None: split evenly
@@ -99,6 +101,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     costs: SimulatedCosts | None = None  # None unless simulated
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
+    pooling: PoolingConfig | None = None  # None: the node generates
     triton_problem: str = ""  # why this host runs no Triton kernels
 
     @property

@@ -27,6 +27,7 @@ from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
+from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
 from pdserve.config.triton_hosts import try_triton
@@ -53,12 +54,13 @@ def resolve(
     """
     check_options(options)
     model_dir = resolve_model(options.model, weights=options.reads_weights)
-    model = load_model_config(model_dir, options.model_impl)
+    pooling = _choose_pooling(options, model_dir)
+    model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     platform = platform or _try_platform(options, device, environ, model)
     choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
     dtype = _choose_dtype(options.dtype, model, choices)
     backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
-    decision = _choose_runner(options, platform, model, backend, environ.get(VARIABLE))
+    decision = _choose_runner(options, platform, model, backend, pooling, environ.get(VARIABLE))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.shared_mlps == "on")
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
         choices.append(check_split(model_dir, model.architecture, parallel))
@@ -87,10 +89,22 @@ def resolve(
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
         costs=_choose_costs(options, choices),
-        compat_fields=_compat_fields(model, options, layout),
+        compat_fields=_compat_fields(model, options, layout) | {"task": GENERATE if pooling is None else pooling.task},
         choices=tuple(choices),
+        pooling=pooling,
         triton_problem=platform.triton_problem or "",
     )
+
+
+def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | None:
+    if options.simulated:
+        return None
+    pooling = read_pooling(model_dir, options.task)
+    if pooling is not None and options.pp > 1:
+        raise ConfigError(f"pp {options.pp}: task {pooling.task} runs on one pipeline stage; use --tp")
+    if pooling is not None and pooling.method == SCORE and options.tp > 1:
+        raise ConfigError(f"tp {options.tp}: a sequence classifier runs on one rank")
+    return pooling
 
 
 def _try_platform(options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str], model: ModelConfig) -> Platform:
@@ -132,7 +146,12 @@ def _choose_backend(
 
 
 def _choose_runner(
-    options: NodeOptions, platform: Platform, model: ModelConfig, backend: str, variable: str | None
+    options: NodeOptions,
+    platform: Platform,
+    model: ModelConfig,
+    backend: str,
+    pooling: PoolingConfig | None,
+    variable: str | None,
 ) -> Decision:
     if options.simulated:
         return decide_simulated(variable)
@@ -145,6 +164,7 @@ def _choose_runner(
         num_experts=model.num_experts,
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
+        runner_type=GENERATE if pooling is None else pooling.task,
         quantization=None if model.weight_format == UNQUANTIZED else model.weight_format,
     )
     return decide(facts, variable)

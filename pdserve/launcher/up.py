@@ -19,6 +19,7 @@ import msgspec
 from pdserve.config.device import find_gpus, node_devices
 from pdserve.config.flags import flag_words, node_flags_of, options_from
 from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.pooling import EMBED
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
@@ -80,6 +81,8 @@ class FleetPlan(NamedTuple):
             config = resolve(each, node_devices(each, each.num_ranks)[0])
         model = {"model": config.model_dir, "served_model_name": config.served_model_name}
         nodes = [msgspec.structs.replace(each, **model) for each in [prefill] * args.prefill + [decode] * args.decode]
+        if config.pooling is not None:  # prefill nodes alone serve it
+            nodes = nodes[: args.prefill]
         nodes = assign_devices(nodes, len(find_gpus()), config.threads)
         return cls(nodes[: args.prefill], nodes[args.prefill :], config)
 
@@ -105,10 +108,10 @@ class LocalFleet:
 
     def advance(self) -> bool:
         """Start the processes that can start now. Return True once all are ready."""
-        if not self._decode and _listening(self._prefill):
+        if self._plan.decode and not self._decode and _listening(self._prefill):
             peers = _flags("--prefill", self._prefill)
             self._decode = self._spawn_nodes("decode", self._plan.decode, peers)
-        if self._router is None and _listening(self._decode):
+        if self._router is None and _listening(self._decode if self._plan.decode else self._prefill):
             self._router = self._spawn_router()
         return self._router is not None and all(child.state == "ready" for child in self._children.children)
 
@@ -214,11 +217,25 @@ def check_port(host: str, port: int) -> None:
 
 def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
     body: dict[str, object] = {"model": config.served_model_name}
+    if config.pooling is not None:
+        return _welcome_to_vectors(url, config, config.pooling.task, needs_key)
     if has_chat_template(Path(config.model_dir)):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
     else:
         path, body["prompt"] = "completions", "Hello"
     body |= {"max_tokens": 32, "stream": True}
+    return _example(url, config, path, body, needs_key)
+
+
+def _welcome_to_vectors(url: str, config: NodeConfig, task: str, needs_key: bool) -> str:
+    if task == EMBED:
+        body: dict[str, object] = {"model": config.served_model_name, "input": ["Hello", "world"]}
+        return _example(url, config, "embeddings", body, needs_key)
+    pair = {"query": "capital of France", "documents": ["Paris", "a river"]}
+    return _example(url, config, "rerank", {"model": config.served_model_name, **pair}, needs_key)
+
+
+def _example(url: str, config: NodeConfig, path: str, body: dict[str, object], needs_key: bool) -> str:
     text = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
     key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
     return (

@@ -17,7 +17,7 @@ import torch
 
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.model_config import ModelConfig
+from pdserve.config.model_config import NATIVE, ModelConfig
 from pdserve.config.weight_formats import storage_rules
 from pdserve.errors import CheckpointError
 from runner.models.layers.weight_shard import WeightShard
@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _COMPUTED = (".rotary_emb.inv_freq",)  # buffers of old checkpoints that are computed here
 _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_EMBEDDING = "embed_tokens.weight"  # of a body
 
 _DUMMY_DEVIATION = 0.02
 
@@ -69,20 +71,29 @@ def open_weights(
                 stored.update((name, file.get_slice(name)) for name in tensors)
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
-                yield stored
+                yield _named_as_causal(stored, model)
                 return
             weights = find_weights(model_dir, headers, rules)
             if rules:
                 cost = weights.memory_cost(model.weight_format, str(dtype).removeprefix("torch."))
                 _log.info("weights are %s", cost)
-            yield {name: stored[name] for name in weights.plain} | {
+            plain = {name: stored[name] for name in weights.plain}
+            quantized = {
                 name: DequantizedSlice(name, weight, stored, device, dtype)
                 for name, weight in weights.quantized.items()
             }
+            yield _named_as_causal(plain | quantized, model)
         except (OSError, safetensors.SafetensorError) as exc:
             raise CheckpointError(
                 f"{model_dir} cannot be read as safetensors ({exc}); download the checkpoint again"
             ) from exc
+
+
+def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Add the prefix that a body lacks which was saved without a head, as embedding models are."""
+    if model.impl != NATIVE or _EMBEDDING not in weights:
+        return weights
+    return {f"model.{name}": weight for name, weight in weights.items()}
 
 
 def load_weights(

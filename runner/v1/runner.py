@@ -30,6 +30,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
     def __init__(self, config: NodeConfig, parallel: ParallelState, progress: Callable[[str, float], None]) -> None:
         self._page_size = config.kv_layout.kernel_block_size
+        self._pools = config.pooling is not None  # vectors of prompts instead of tokens
         super().__init__(config, parallel, progress, max_in_flight=config.parallel.pp)
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
@@ -52,7 +53,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         last_tokens = batch.last_tokens
         hidden = self._forward(batch, None if all_hidden_states else last_tokens)
         self._sequences.num_computed[batch.rows] += batch.lengths
-        if not (self._is_last_stage and batch.sampling):
+        if self._pools or not (self._is_last_stage and batch.sampling):
             return hidden, None
         last_hidden = hidden[self._to_device(last_tokens)] if all_hidden_states else hidden
         return hidden, self._model.decoder.logits(last_hidden)

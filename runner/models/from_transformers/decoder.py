@@ -49,6 +49,7 @@ class TransformersDecoder:
         self.attention: tuple[AttentionSpec, ...] = ()  # of each layer of this rank, once loaded
         self._placement, self._position = placement, parallel.position
         self._model: Any = None
+        self._scores: Any = None  # the head of a sequence classifier
         share = self._position.parallel.shares(config.num_kv_heads)[self._position.rank]
         self._heads = HeadShard(config.num_heads, share, parallel)
         self._received = self._sent = torch.empty(0)
@@ -66,6 +67,7 @@ class TransformersDecoder:
             if part.shards is None:
                 pack_linear_layers(self._model, self._placement)
             self._body = body_of(self._model)
+            self._scores = getattr(self._model, "score", None)
             if "position_ids" not in inspect.signature(self._body.forward).parameters:
                 raise ConfigError("its layers take no positions, so sequences cannot share a step")
             if self._position.parallel.pp > 1:
@@ -101,8 +103,12 @@ class TransformersDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab_size] from hidden states [rows, hidden_size], on the last stage.
 
-        The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply.
+        The model's own forward runs with a body that returns ``hidden``, so scales and caps of logits apply. A
+        classifier returns [rows, labels].
         """
+        if self._scores is not None:
+            scores: Tensor = self._scores(hidden)
+            return scores
         given = self._output_class(last_hidden_state=hidden[None])
         self._body.forward = lambda *args, **kwargs: given
         try:
@@ -132,9 +138,16 @@ class TransformersDecoder:
         self._model.set_attn_implementation("eager")
         try:
             ids = [torch.tensor([prompt], device=self._placement.device) for prompt in prompts]
-            return [self._model(input_ids=of_prompt, use_cache=False).logits[0].float() for of_prompt in ids]
+            return [self._eager(of_prompt).float() for of_prompt in ids]
         finally:
             self._model.set_attn_implementation(PAGED)
+
+    def _eager(self, ids: Tensor) -> Tensor:
+        """Return logits [tokens, vocab_size] of token ids [1, tokens]; of a classifier [tokens, labels]."""
+        whole: Any = self._model if self._scores is None else self._body
+        output = whole(input_ids=ids, use_cache=False)
+        logits: Tensor = output.logits[0] if self._scores is None else self._scores(output.last_hidden_state[0])
+        return logits
 
     def _part(self) -> ModelPart:
         position = self._position

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from pdserve.config.pooling import CLASSIFIER
 from pdserve.errors import CheckpointError, ConfigError, shown
 from runner.models.from_transformers.part import ModelPart, take_part
 from runner.models.quantization.dequantize import is_padding_bias
@@ -47,6 +48,8 @@ def build_model(
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     vars(config).pop("quantization_config", None)  # weights arrive dequantized
+    if any(name.endswith("Model") for name in config.architectures or ()):
+        config.tie_word_embeddings = True  # a body was saved alone, to embed: its head is not used
     partial = _partial(model_class, part)
     try:
         if weights is None:
@@ -64,9 +67,15 @@ def build_model(
 
 
 def _class_of(config: Any) -> Any:
-    mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    classifies = any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+    mapping: Any = (
+        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if classifies
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
     if type(config) not in mapping:
-        raise ConfigError(f"model type {config.model_type!r} is no causal language model of transformers")
+        kind = "sequence classifier" if classifies else "causal language model"
+        raise ConfigError(f"model type {config.model_type!r} is no {kind} of transformers")
     return mapping[type(config)]
 
 
