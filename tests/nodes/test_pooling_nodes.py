@@ -126,20 +126,24 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
     return [[rng.randrange(10, 128) for _ in range(length)] for length in lengths]
 
 
-@pytest.fixture(scope="module", params=["last", "last, library", "mean", "reranker", "classifier", "3 labels"])
+KINDS = ("last", "last, library", "mean", "reranker", "classifier", "3 labels")
+GPU = [pytest.param((kind, "cuda"), marks=pytest.mark.gpu, id=f"{kind} on a GPU") for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=[*(pytest.param((kind, "cpu"), id=kind) for kind in KINDS), *GPU])
 def pooler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooler]:
-    kind = request.param
+    kind, device = request.param
     directory = tmp_path_factory.mktemp("pooling") / "model"
-    flags: tuple[str, ...] = FLAGS
+    flags: tuple[str, ...] = (*FLAGS, "--device", device)
     match kind:
         case "mean" | "last":
             write_embedder(directory, {"last": "lasttoken", "mean": "mean_tokens"}[kind])
         case "last, library":
             write_embedder(directory, "lasttoken")
-            flags = (*FLAGS, "--model-impl", "transformers")
+            flags = (*flags, "--model-impl", "transformers")
         case "reranker":
             write_reranker(directory)
-            flags = (*FLAGS, "--task", "classify")
+            flags = (*flags, "--task", "classify")
         case _:
             write_classifier(directory, 1 if kind == "classifier" else 3)
     with Fleet() as fleet:

@@ -26,6 +26,7 @@ from pdserve.errors import CheckpointError, ConfigError
 from runner.loading.weights import open_weights
 
 CPU = torch.device("cpu")
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 PROMPT = list(range(5, 40))
 
 
@@ -40,11 +41,16 @@ def model_with(options: dict[str, Any]) -> ModelConfig:
 
 
 def weight_of(
-    directory: Path, options: dict[str, Any], stored: dict[str, Tensor], name: str, index: Any = ...
+    directory: Path,
+    options: dict[str, Any],
+    stored: dict[str, Tensor],
+    name: str,
+    index: Any = ...,
+    device: torch.device = CPU,
 ) -> Tensor:
     directory.mkdir(exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")
-    with open_weights(directory, model_with(options), CPU, torch.float32) as weights:
+    with open_weights(directory, model_with(options), device, torch.float32) as weights:
         assert list(weights) == [name]
         part: Tensor = weights[name][index]
         return part
@@ -52,14 +58,15 @@ def weight_of(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [(272, 160), (64, 400)])
-def test_weights_and_their_parts_are_exact(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_weights_and_their_parts_are_exact(name: str, size: tuple[int, int], device: str, tmp_path: Path) -> None:
     """Parts begin and end within words, groups and blocks, as tensor shards may."""
     config, quantizer = FORMATS[name]
     weight = torch.randn(size, generator=torch.Generator().manual_seed(size[0]))
     stored, expected = quantizer("m.proj", weight)
     assert (expected - weight).abs().max() < 0.5 * weight.abs().max()
     for index in (..., slice(37, 61), (slice(None), slice(61, 139)), (slice(3, 50), slice(1, 2))):
-        found = weight_of(tmp_path, config, stored, "m.proj.weight", index)
+        found = weight_of(tmp_path, config, stored, "m.proj.weight", index, torch.device(device)).cpu()
         torch.testing.assert_close(found, expected[index], rtol=0, atol=0)
 
 
@@ -154,10 +161,13 @@ def tokens(directory: Path, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed w4a16 zero points", "awq", "gptq desc_act"])
-def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(impl: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(
+    impl: str, name: str, device: str, tmp_path: Path
+) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", num_hidden_layers=2)
     quantized = quantize(plain, tmp_path / "quantized", name)
-    assert tokens(quantized, impl=impl) == reference_greedy(reference_model(plain), PROMPT, 6)
+    assert tokens(quantized, impl=impl, device=device) == reference_greedy(reference_model(plain), PROMPT, 6)
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("mixtral", "fp8 blocks"), ("qwen3_moe", "awq")])
