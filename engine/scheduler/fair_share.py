@@ -1,7 +1,8 @@
-"""Room for clients with few sequences: the long sequences of another client must not keep all slots or blocks."""
+"""Room for clients with few sequences: another client must not keep all slots or blocks, or make each step long."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from engine.request import Sequence
@@ -11,10 +12,11 @@ _PATIENCE = 32  # steps; a node whose sequences end regularly never preempts for
 
 
 class FairShare:
-    """Chooses a sequence to preempt when the head of the queue has found no room for ``_PATIENCE`` steps.
+    """Chooses a sequence to preempt, and the client whose prompts a step limits.
 
-    It is the last of the client with the most sequences, if these are more than twice as many as the client of the head
-    would have. So two clients never preempt each other alternately, and no client loses its only sequence.
+    A sequence is preempted when the head of the queue has found no room for ``_PATIENCE`` steps. It is the last of the
+    client with the most sequences, if these are more than twice as many as the client of the head would have. So two
+    clients never preempt each other alternately, and no client loses its only sequence.
     """
 
     def __init__(self, live: LiveSequences) -> None:
@@ -40,6 +42,22 @@ class FairShare:
                 self._live.waiting.pass_turn()
         self._since = step
         return None
+
+    def crowding(self, sequence: Sequence) -> int | None:
+        """Return the client whose prompts a step limits, or None.
+
+        Its requests have more than twice as many choices as those of all others, one of which decodes. ``sequence`` is
+        counted even if it does not run yet.
+        """
+        running = self._live.running.values()
+        choices = Counter[int]()
+        for request in {sequence.request, *(each.request for each in running)}:
+            choices[request.client] += request.sampling.n
+        client, most = choices.most_common(1)[0]
+        if most <= 2 * (choices.total() - most) or most == choices.total():
+            return None
+        decodes = (each for each in running if each.length > each.prompt_len and not each.for_peer)
+        return client if any(each.request.client != client for each in decodes) else None
 
     def made_room(self, step: int) -> None:
         self._since = step

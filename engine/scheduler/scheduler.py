@@ -177,7 +177,7 @@ class Scheduler:
         """Plan the next step: decodes, then prompts one after the other, within the token budget."""
         self._take_grammar_results()
         self._num_plans += 1
-        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step)
+        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step, self._fair_share.crowding)
         if self._make_room() and self._add_running(builder):
             self._admit(builder)
         self._in_flight.add(self._num_plans, builder.sequences())
@@ -266,7 +266,7 @@ class Scheduler:
             self._admit(builder, lambda head: head.request.client not in running and builder.has_room_beside(head))
         self._prompts += runnable.prompts
         for sequence in runnable.prompts:
-            if builder.takes_prompts:
+            if builder.room(sequence) > 0:
                 self._add_prompt(builder, sequence)
         return True
 
@@ -339,7 +339,7 @@ class Scheduler:
         while (sequence := self._head) is not None and accepts(sequence):
             request = sequence.request
             loads = self.connector.loadable(sequence) > 0
-            if not (loads or builder.takes_prompts) or not self._allocate(sequence):
+            if not (loads or builder.room(sequence) > 0) or not self._allocate(sequence):
                 return
             self._live.waiting.admit(sequence, sequence.num_computed)
             if request.cached_tokens is None:

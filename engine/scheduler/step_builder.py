@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from engine.request import Sequence
 from engine.scheduler.microbatch import StepSequences
@@ -10,6 +10,7 @@ from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence
 
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 8192, "simulated": 8192}
+_CROWDING_PART = 32  # of a full step, for prompts of a crowding client: 6 ms with an 8B model on an H200
 
 
 class StepBuilder:
@@ -18,14 +19,25 @@ class StepBuilder:
     The first prompt may use the whole budget. Others only fill the step up to ``full_step`` prompt tokens: with that
     many the device is busy, so one prompt more would not end earlier, but all prompts of the step would get their first
     tokens later. So short prompts share a step, and long ones follow each other. Half of a step is first offered to
-    waiting prompts of clients without a running one.
+    waiting prompts of clients without a running one. Prompts of a crowding client get a small part of a step, so that
+    the step is not much longer for the clients that decode beside it.
     """
 
-    def __init__(self, step: int, max_tokens: int, full_step: int) -> None:
+    def __init__(
+        self,
+        step: int,
+        max_tokens: int,
+        full_step: int,
+        crowding: Callable[[Sequence], int | None] = lambda sequence: None,
+    ) -> None:
+        """``crowding``: see FairShare. It is called for the first prompt of a step."""
         self._step = step
         self._tokens_left = max_tokens
         self._full_step = full_step
         self._prompt_tokens = 0
+        self._find_crowding = crowding
+        self._crowding: int | None = None  # client; known from the first prompt on
+        self._crowding_tokens = 0  # of its prompts, that still fit
         self._new: list[NewSequence] = []
         self._new_blocks: list[NewBlocks] = []
         self._scheduled: list[ScheduledSequence] = []
@@ -33,9 +45,15 @@ class StepBuilder:
         self._decodes: list[Sequence] = []
         self._prompts: list[Sequence] = []
 
-    @property
-    def takes_prompts(self) -> bool:
-        return self._tokens_left > 0 and self._prompt_tokens < self._full_step
+    def room(self, sequence: Sequence) -> int:
+        """Count the tokens of a prompt that fit."""
+        if not self._prompt_tokens:
+            self._crowding = self._find_crowding(sequence)
+            self._crowding_tokens = max(1, self._full_step // _CROWDING_PART)
+        room = (
+            min(self._tokens_left, self._full_step - self._prompt_tokens) if self._prompt_tokens else self._tokens_left
+        )
+        return min(room, self._crowding_tokens) if sequence.request.client == self._crowding else room
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""
@@ -57,12 +75,9 @@ class StepBuilder:
         self._decodes += sequences
 
     def add_prompt(self, sequence: Sequence) -> None:
-        """Add as many of its missing tokens as fit; ``takes_prompts`` must hold."""
-        budget = self._tokens_left
-        if self._prompt_tokens:
-            budget = min(budget, self._full_step - self._prompt_tokens)
+        """Add as many of its missing tokens as fit, at least one."""
         missing = sequence.missing
-        num_tokens = min(missing, budget)
+        num_tokens = min(missing, self.room(sequence))
         num_samples = sequence.samples_due if num_tokens == missing else 0
         self._send_blocks(sequence)
         if num_samples:
@@ -70,6 +85,8 @@ class StepBuilder:
         self._scheduled.append(ScheduledSequence(sequence.seq, num_tokens, num_samples))
         self._tokens_left -= num_tokens
         self._prompt_tokens += num_tokens
+        if sequence.request.client == self._crowding:
+            self._crowding_tokens -= num_tokens
         sequence.last_step = self._step
         sequence.num_launched += num_tokens
         sequence.length += num_tokens == missing

@@ -184,3 +184,22 @@ def test_resumed_request_that_arrived_paused_goes_before_new_ones(make: Make) ->
     node.obey(Resume(99))
     node.run()
     assert finished_before(node, 99) <= 4
+
+
+def test_prompts_of_a_crowding_client_hardly_prolong_steps_in_which_others_decode(make: Make) -> None:
+    """Its prompts, and its choices that compute the end of the prompt again, get one token of each such step."""
+    node = make(600, max_num_seqs=16)
+    node.submit(0, [9] * 6, SamplingParams(max_tokens=150), Mode.LOCAL, client=QUIET)
+    while not node.tokens[0, 0]:
+        node.step()
+    first = len(node.runner.launched)
+    for rid in range(1, 4):
+        node.submit(rid, [rid] * 31, SamplingParams(max_tokens=20, n=8), Mode.LOCAL, client=BUSY)
+    node.run(5000)
+    steps = [[item.num_tokens for item in plan.scheduled] for plan in node.runner.launched[first:]]
+    beside = [step for step in steps if len(step) > 1]
+    assert finished_before(node, 0) > 0
+    assert sum(max(step) > 1 for step in beside) <= 4, "but for those after the end of the quiet request"
+    for rid in range(1, 4):
+        for choice in range(8):
+            assert node.tokens[rid, choice] == reference([rid] * 31, choice, 20)
