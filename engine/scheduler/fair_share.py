@@ -8,6 +8,7 @@ from collections.abc import Callable
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 
+_LINGER = 128  # steps, about a second: a client with one request after the other is beside another all the time
 _PATIENCE = 32  # steps; a node whose sequences end regularly never preempts for fairness
 
 
@@ -22,6 +23,7 @@ class FairShare:
     def __init__(self, live: LiveSequences) -> None:
         self._live = live
         self._head: Sequence | None = None
+        self._crowded: tuple[int | None, int] = (None, 0)  # client, and the last step in which others decoded beside it
         self._since = 0  # step at which the head became the head, or room was last made for it
 
     def to_preempt(self, step: int, lacks_room: Callable[[Sequence], bool]) -> Sequence | None:
@@ -43,21 +45,24 @@ class FairShare:
         self._since = step
         return None
 
-    def crowding(self, sequence: Sequence) -> int | None:
-        """Return the client whose prompts a step limits, or None.
+    def crowding(self, sequence: Sequence, step: int) -> int | None:
+        """Return the client whose prompts this step limits, or None.
 
-        Its requests have more than twice as many choices as those of all others, one of which decodes. ``sequence`` is
-        counted even if it does not run yet.
+        Its requests have more than twice as many choices as those of all others, one of which decodes now or has within
+        ``_LINGER`` steps. ``sequence`` is counted even if it does not run yet.
         """
         running = self._live.running.values()
         choices = Counter[int]()
         for request in {sequence.request, *(each.request for each in running)}:
             choices[request.client] += request.sampling.n
         client, most = choices.most_common(1)[0]
-        if most <= 2 * (choices.total() - most) or most == choices.total():
+        if most <= 2 * (choices.total() - most):
             return None
         decodes = (each for each in running if each.length > each.prompt_len and not each.for_peer)
-        return client if any(each.request.client != client for each in decodes) else None
+        if most < choices.total() and any(each.request.client != client for each in decodes):
+            self._crowded = client, step
+        crowding, since = self._crowded
+        return client if crowding == client and step - since < _LINGER else None
 
     def made_room(self, step: int) -> None:
         self._since = step

@@ -28,7 +28,7 @@ class StepBuilder:
         step: int,
         max_tokens: int,
         full_step: int,
-        crowding: Callable[[Sequence], int | None] = lambda sequence: None,
+        crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is called for the first prompt of a step."""
         self._step = step
@@ -48,12 +48,14 @@ class StepBuilder:
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""
         if not self._prompt_tokens:
-            self._crowding = self._find_crowding(sequence)
+            self._crowding = self._find_crowding(sequence, self._step)
             self._crowding_tokens = max(1, self._full_step // _CROWDING_PART)
-        room = (
-            min(self._tokens_left, self._full_step - self._prompt_tokens) if self._prompt_tokens else self._tokens_left
-        )
-        return min(room, self._crowding_tokens) if sequence.request.client == self._crowding else room
+        room = self._tokens_left
+        if self._prompt_tokens:
+            room = min(room, self._full_step - self._prompt_tokens)
+        if sequence.request.client == self._crowding:
+            room = min(room, self._crowding_tokens)
+        return room
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""
