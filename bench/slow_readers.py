@@ -2,8 +2,9 @@
 
     python bench/slow_readers.py [--clients 20] [--repeat 10]        a minute
 
-A router, a prefill node and a decode node with the embedded model: real processes and connections on this machine. Each
-slow client requests n=8 choices of 2,000 tokens with 20 log-probabilities and reads nothing. The honest client streams
+A router, a prefill node and a decode node with the embedded model, or simulated ones (an 8B model on an H200) with
+``--simulated``: real processes and connections on this machine. The slow clients share an address and so count as one.
+Each requests n=8 choices of 2,000 tokens with 20 log-probabilities and reads nothing. The honest client streams
 answers of 100 tokens, one after the other: alone; from the moment that the slow clients have sent their requests until
 none of them is computed any more (at most ``--repeat`` answers); and after that. Prints its TTFT and the gaps between
 its chunks in ms, and the tokens that were sampled for the slow clients. Needs the test dependencies
@@ -86,10 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--simulated", action="store_true")
     args = parser.parse_args(argv)
+    flags = ["--engine", "simulated"] if args.simulated else []
     with ExitStack() as stack:
-        fleet = stack.enter_context(start_fleet(EMBEDDED_MODEL))
-        client = stack.enter_context(httpx.Client(base_url=fleet.url, timeout=600, trust_env=False))
+        fleet = stack.enter_context(start_fleet(EMBEDDED_MODEL, prefill_flags=flags, decode_flags=flags))
+        transport = httpx.HTTPTransport(local_address="127.0.0.2")  # the slow clients have 127.0.0.1
+        client = stack.enter_context(
+            httpx.Client(base_url=fleet.url, transport=transport, timeout=600, trust_env=False)
+        )
         bench = Bench(fleet, client)
         stream(client, random.Random(1), Figures())  # warm-up
         print("| slow clients | answers | TTFT p50 | max | gap p50 | p99 | max | tokens for slow clients |")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 
 from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
@@ -48,18 +49,18 @@ class FairShare:
     def crowding(self, sequence: Sequence, step: int) -> int | None:
         """Return the client whose prompts this step limits, or None.
 
-        Its requests have more than twice as many choices as those of all others, one of which decodes now or has within
-        ``_LINGER`` steps. ``sequence`` is counted even if it does not run yet.
+        Its requests have more than twice as many choices as those of all others, one of which decodes or loads its KV
+        now or has within ``_LINGER`` steps. ``sequence`` is counted even if it does not run yet.
         """
-        running = self._live.running.values()
+        running, loading = self._live.running.values(), self._live.loading.values()
         choices = Counter[int]()
-        for request in {sequence.request, *(each.request for each in running)}:
+        for request in {sequence.request, *(each.request for each in chain(running, loading))}:
             choices[request.client] += request.sampling.n
         client, most = choices.most_common(1)[0]
         if most <= 2 * (choices.total() - most):
             return None
         decodes = (each for each in running if each.length > each.prompt_len and not each.for_peer)
-        if most < choices.total() and any(each.request.client != client for each in decodes):
+        if most < choices.total() and any(each.request.client != client for each in chain(decodes, loading)):
             self._crowded = client, step
         crowding, since = self._crowded
         return client if crowding == client and step - since < _LINGER else None

@@ -19,6 +19,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
+from router.fleet.serve_stream import lightest_first
 from router.metrics import RouterMetrics
 
 
@@ -220,3 +221,11 @@ def test_router_serves_several_models(tokenizer_dir: Path, capfd: pytest.Capture
         node.close()
     said = [line for line in capfd.readouterr().err.splitlines() if "'three'" in line]
     assert len(said) == 1
+
+
+def test_light_output_does_not_wait_for_heavy_ones_of_the_same_step() -> None:
+    logprobs = pb.TokenLogprobs(top_ids=range(20), top_logprobs=[-1.0] * 20)
+    heavy = [pb.Output(request=1, choice=index % 8, token_id=index, logprobs=logprobs) for index in range(160)]
+    ordered = lightest_first([*heavy[:80], pb.Output(request=2), *heavy[80:], pb.Output(request=2, choice=1)])
+    assert [(output.request, output.choice) for output in ordered[:2]] == [(2, 0), (2, 1)]
+    assert [output.token_id for output in ordered[2:]] == list(range(160))
