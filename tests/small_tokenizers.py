@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ CHATML = (
 )
 
 
-def byte_level() -> Tokenizer:
+def byte_level(corpus: Sequence[str] = CORPUS) -> Tokenizer:
     """Train a byte-level BPE tokenizer, as in Llama 3 and Qwen; every byte is in the vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +34,7 @@ def byte_level() -> Tokenizer:
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken("<tool call>", special=False), AddedToken("ünïcode⁂", special=False)])
     return tokenizer

@@ -21,10 +21,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import transformers
 from checkpoints import FAMILIES, make_checkpoint, reference_greedy, reference_model
 from fleet import add_tokenizer
+from pooling_checkpoints import make_classifier
 
 from pdserve.config.hub import EMBEDDED_MODEL
+from router.text.tokenizer import Tokenizer
 
 FLAGS = ["--port", "0", "--device", "cpu", "--threads", "1", "--kv-cache-memory", "64MiB"]
 
@@ -182,6 +186,23 @@ def test_ctrl_c_ends_running_answers_at_once(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as failed:
             answer.result(30)
         failed.value.close()
+
+
+def test_up_serves_a_reranker_without_decode_nodes(tmp_path: Path) -> None:
+    directory = make_classifier(tmp_path / "reranker")
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = Tokenizer.load(directory)
+    documents = ["a", "naïve café", *(f"document {index}" for index in range(6))]
+    with torch.no_grad():
+        pairs = [torch.tensor([tokenizer.encode(("query", document))]) for document in documents]
+        scores = [float(model(pair).logits[0, 0].sigmoid()) for pair in pairs]
+    with started(tmp_path, str(directory)) as up:
+        url = up.wait_served()
+        assert not any("decode_node" in process.cmdline() for process in up.descendants())
+        assert "/v1/rerank" in up.out.read_text()
+        results = post(f"{url}/v1/rerank", {"query": "query", "documents": documents})["results"]
+    assert [each["index"] for each in results] == sorted(range(8), key=lambda index: -scores[index])
+    assert [each["relevance_score"] for each in results] == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
 
 
 @pytest.mark.parametrize("module", ["router", "engine.process"])
