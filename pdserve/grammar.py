@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import RequestError
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 128 * 1024  # of a grammar
 STACK_BYTES = 256 * 1024 * 1024  # reserved, not used: the deepest recursion of MAX_BYTES took 90 MB
+
+SLOW_MASK = 1e-3  # seconds of CPU; usual masks take 30 – 400 µs, with a vocabulary of 150,000 tokens
+MAX_MASK = 10e-3  # on average; longer ones would keep an output waiting for most of the time
+_SURE_SECONDS = 1.0  # of masks, before a grammar that compiled is refused for its average
 
 _MAX_PROBLEM = 300  # characters of an llguidance message
 
@@ -96,7 +101,7 @@ class GrammarVocabulary:
 
 
 class Grammar:
-    """A compiled grammar: its first mask, and new matchers."""
+    """A compiled grammar: its first mask, new matchers, and the mean time of its masks."""
 
     def __init__(self, text: str, vocabulary: GrammarVocabulary) -> None:
         """Raises RequestError with the error or the unsupported feature."""
@@ -108,17 +113,40 @@ class Grammar:
         if wrong or lenient:
             raise RequestError(_one_line((lenient or words)[0]), "grammar")
         self._matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0)
-        self.first_mask = Matcher(self._matcher.deep_copy()).mask()
+        self._num_masks = 0
+        self._mask_seconds = 0.0  # of CPU, of all masks
+        self.first_mask = self.matcher().mask()
+        if self._mask_seconds > MAX_MASK:
+            self._mask_seconds = 0.0  # the first time, memory was cold
+            self.matcher().mask()
+            if self._mask_seconds > MAX_MASK:
+                raise self._too_slow(self._mask_seconds)
 
     def matcher(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._matcher.deep_copy(), self)
+
+    @property
+    def slow(self) -> bool:
+        return self._mask_seconds > SLOW_MASK * self._num_masks
+
+    def count_mask(self, seconds: float) -> None:
+        """Count the CPU time of a mask. Raises RequestError beyond MAX_MASK. Any thread may call it."""
+        self._num_masks += 1
+        self._mask_seconds += seconds
+        if self._mask_seconds > max(_SURE_SECONDS, MAX_MASK * self._num_masks):
+            raise self._too_slow(self._mask_seconds / self._num_masks)
+
+    def _too_slow(self, seconds: float) -> RequestError:
+        found = f"the grammar takes {seconds * 1e3:.0f} ms of computation per token, the limit is {MAX_MASK * 1e3:g} ms"
+        return RequestError(f"{found}; shorten its literals, repetitions or regexes", "grammar")
 
 
 class Matcher:
     """The position of an output in its grammar. For one thread at a time; it releases the GIL while it works."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar) -> None:
         self._matcher = matcher
+        self._grammar = grammar
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens. A token that the grammar forbids makes the next ``mask`` fail."""
@@ -129,11 +157,13 @@ class Matcher:
 
         Raises RequestError if the grammar takes too much time or memory, or allows no token.
         """
+        begun = thread_time()
         words = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise RequestError(f"the grammar cannot go on: {_one_line(self._matcher.get_error())}", "grammar")
         if words.count(0) == len(words):
             raise RequestError("the grammar allows no token of the vocabulary here; allow for another way", "grammar")
+        self._grammar.count_mask(thread_time() - begun)
         return words
 
 

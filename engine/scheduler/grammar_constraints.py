@@ -44,7 +44,7 @@ class GrammarConstraints:
             return False
         if text not in self._compiling:
             self._compiling[text] = []
-            self._workers.compile(text)
+            self._workers.compile(text, request.client)
         self._compiling[text].append(request)
         return True
 
@@ -105,7 +105,7 @@ class GrammarConstraints:
     def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
         assert choice.constraint is not None
         self._choices[choice.constraint] = choice
-        self._advances.append(Advance(choice.constraint, token_ids, self._forbidden(choice)))
+        self._advances.append(Advance(choice.request.client, choice.constraint, token_ids, self._forbidden(choice)))
 
     def _forbidden(self, choice: Choice) -> frozenset[int]:
         """Return the tokens that would end a choice before ``min_tokens``."""

@@ -1,9 +1,13 @@
 """Compiles grammars and computes token masks, on threads beside the step loop.
 
-    step loop ──compile──► compile thread ──┐
-              ──advance──► mask threads ────┴─ results ─► step loop, which is woken and takes them
+    step loop ──compile──► compile threads ──────┐
+              ──advance──► mask threads ─────────┤
+                            │ slow grammars      │
+                            └► slow mask threads ┴─ results ─► step loop, which is woken and takes them
 
-llguidance releases the GIL while it works. A mask takes about 30 µs; the step loop never waits for one.
+llguidance releases the GIL while it works. A mask takes about 30 µs; the step loop never waits for one. Masks of slow
+grammars have threads of their own, so that the others do not wait behind them. These threads and those that compile
+are fair between clients.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.request import Constraint
+from engine.scheduler.fair_jobs import FairJobs
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
@@ -23,12 +28,14 @@ from pdserve.grammar import Grammar, GrammarVocabulary, start_thread, without
 
 COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
 _MASK_THREADS = 2
+_SLOW_THREADS = 2  # that compile, and as many for masks of slow grammars; a client gets one of each
 _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 
 
 class Advance(NamedTuple):
     """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens."""
 
+    client: int
     constraint: Constraint
     token_ids: Sequence[int]
     forbidden: frozenset[int]
@@ -51,17 +58,18 @@ class GrammarWorkers:
         self._model_dir, self._model = model_dir, model
         self._wake = wake
         self._cache: OrderedDict[str, Grammar] = OrderedDict()
-        self._timers: dict[str, threading.Timer] = {}
         self._vocabulary: GrammarVocabulary | RequestError | None = None
-        self._to_compile: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._loading = threading.Lock()
+        self._to_compile: FairJobs[str] | None = None  # None: no thread has been started
         self._to_mask: queue.SimpleQueue[list[Advance]] = queue.SimpleQueue()
-        self._threads_started = False
+        self._slow_masks: FairJobs[Advance] | None = None
         self._results: deque[Compiled | Masked] = deque()
 
     def load(self) -> None:
         """Build the vocabulary now, while no step waits for the GIL; otherwise the first grammar does."""
-        if self._vocabulary is None:
-            self._vocabulary = _load_vocabulary(Path(self._model_dir), self._model)
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = _load_vocabulary(Path(self._model_dir), self._model)
 
     def find(self, text: str) -> Grammar | None:
         """Return a compiled grammar from the cache."""
@@ -70,14 +78,14 @@ class GrammarWorkers:
             self._cache.move_to_end(text)
         return grammar
 
-    def compile(self, text: str) -> None:
+    def compile(self, text: str, client: int) -> None:
         """Compile a grammar. A Compiled follows among the results, with an error after COMPILE_SECONDS."""
-        self._start_threads()
-        late = RequestError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it", "grammar")
-        timer = self._timers[text] = threading.Timer(COMPILE_SECONDS, self._publish, ([Compiled(text, late)],))
-        timer.daemon = True
-        timer.start()
-        self._to_compile.put(text)
+        if self._to_compile is None:
+            self._to_compile = FairJobs(_SLOW_THREADS, self._compile, "grammars")
+            self._slow_masks = FairJobs(_SLOW_THREADS, self._mask, "slow masks")
+            for number in range(_MASK_THREADS):
+                start_thread(self._mask_all, f"masks {number}")
+        self._to_compile.put(client, text)
 
     def advance(self, steps: Sequence[Advance]) -> None:
         """Compute the next masks of compiled grammars. A Masked for each follows among the results."""
@@ -94,8 +102,6 @@ class GrammarWorkers:
         return results
 
     def _store(self, found: Compiled) -> None:
-        if (timer := self._timers.pop(found.text, None)) is not None:
-            timer.cancel()
         if isinstance(found.result, Grammar):
             self._cache[found.text] = found.result
             if len(self._cache) > _CACHED_GRAMMARS:
@@ -103,19 +109,16 @@ class GrammarWorkers:
 
     # ------------------------------------------------------------ on threads
 
-    def _start_threads(self) -> None:
-        if not self._threads_started:
-            self._threads_started = True
-            start_thread(self._compile_all, "grammars")
-            for number in range(_MASK_THREADS):
-                start_thread(self._mask_all, f"masks {number}")
+    def _compile(self, text: str) -> None:
+        late = RequestError(f"the grammar takes more than {COMPILE_SECONDS:g} s to compile; simplify it", "grammar")
+        timer = threading.Timer(COMPILE_SECONDS, self._publish, ([Compiled(text, late)],))
+        timer.daemon = True
+        timer.start()
+        compiled = Compiled(text, self._compiled(text))
+        timer.cancel()
+        self._publish([compiled])
 
-    def _compile_all(self) -> None:
-        while True:
-            text = self._to_compile.get()
-            self._publish([Compiled(text, self._compile(text))])
-
-    def _compile(self, text: str) -> Grammar | RequestError:
+    def _compiled(self, text: str) -> Grammar | RequestError:
         self.load()
         if isinstance(self._vocabulary, RequestError):
             return self._vocabulary
@@ -128,8 +131,18 @@ class GrammarWorkers:
             return RequestError(f"the grammar cannot be compiled: {exc}", "grammar")
 
     def _mask_all(self) -> None:
+        assert self._slow_masks is not None
         while True:
-            self._publish([_masked(step) for step in self._to_mask.get()])
+            found = []
+            for step in self._to_mask.get():
+                if step.constraint.grammar.slow:
+                    self._slow_masks.put(step.client, step)
+                else:
+                    found.append(_masked(step))
+            self._publish(found)
+
+    def _mask(self, step: Advance) -> None:
+        self._publish([_masked(step)])
 
     def _publish(self, results: Sequence[Compiled | Masked]) -> None:
         self._results.extend(results)

@@ -15,7 +15,8 @@ from pdserve.errors import PdserveError, cut, shown
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
 from router.errors import ClientDisconnected, ResponseNotStored, encode_error
-from router.http.authentication import Authentication
+from router.gate.keys import fairness_key
+from router.http.authentication import Authentication, address_of, client_of
 from router.http.body_reader import BodyReader
 from router.http.error_responses import error_response, server_error
 from router.http.generate_endpoint import GenerateEndpoint
@@ -25,10 +26,13 @@ from router.http.small_endpoints import VERSION, add_info_routes, add_token_rout
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
 from router.responses_api.request import parse_responses
 from router.service import Service
+from router.text.fair_slots import CLIENT
 
 
 class DirectRoutes:
     """ASGI middleware that calls the endpoints of models directly: each layer of FastAPI costs a call per chunk.
+
+    It also sets CLIENT.
 
     FastAPI has the same routes, to reject other methods.
     """
@@ -38,6 +42,7 @@ class DirectRoutes:
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        CLIENT.set(fairness_key(client_of(scope), address_of(scope)))
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
             await self._app(scope, receive, send)

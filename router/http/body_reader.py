@@ -17,6 +17,7 @@ from starlette.types import Receive
 from pdserve.errors import DeadlineExceeded, Overloaded
 from router.errors import BodyTooLarge, ClientDisconnected
 from router.metrics import RouterMetrics
+from router.text.fair_slots import FairSlots
 from router.text.json_bounds import SMALL_BYTES, check_json
 
 BODIES_IN_MEMORY = 4  # large bodies of the largest size that may be unfinished or unparsed at once
@@ -51,6 +52,7 @@ class BodyReader:
         self._budget = BODIES_IN_MEMORY * max_bytes
         self._longest_context = longest_context
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._slots = FairSlots(1)
         self._unfinished: dict[_Upload, None] = {}  # large ones, oldest first
         self._num_bytes = 0
         metrics.body_bytes.set_function(lambda: self._num_bytes)
@@ -64,7 +66,8 @@ class BodyReader:
                 return parse(data)
             max_token_ids = max(self._longest_context(), MIN_TOKEN_IDS)
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, _parse_large, data, parse, max_token_ids)
+            async with self._slots.slot():
+                return await loop.run_in_executor(self._thread, _parse_large, data, parse, max_token_ids)
         finally:
             self._release(upload)
 

@@ -47,7 +47,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         accounting.model = model.name
         limits = model.fleet.limits((GENERATE,))
         prompts = await encode_prompts(body, model.encoder, limits)
-        grammar = output_grammar(model, body, prompts[0])
+        grammar = await output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
         prompts = await add_echo(prompts, body, model.encoder)
         jobs = [make_job(prompt, body, limits, grammar.text, model.defaults) for prompt in prompts]

@@ -21,9 +21,9 @@ from router.text.prompt import Prompt
 from router.text.structured.structured_outputs import OutputGrammar
 
 
-def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
+async def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
     """The grammar of the output: of the request's fields, or of forced tool calls. Reasoning may come first."""
-    grammar = body.structure
+    grammar = await model.grammars.translated(body.structure)
     if not isinstance(body, ChatBody):
         return grammar
     if body.tool_use.must_call:

@@ -17,12 +17,13 @@ from pdserve.errors import RequestError, RequestTooLong
 from pdserve.rpc.protobuf import pack_tokens
 from router.text.chat.template import RESERVED, RenderRequest
 from router.text.chat.template_renderer import TemplateRenderers
+from router.text.fair_slots import FairSlots
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing
 _INLINE_TOKENS = 1024  # about a millisecond of decoding
-_THREADS = 2
+_THREADS = 3  # of which a client gets two
 _BYTES_PER_TOKEN = 16  # at most, on average; natural languages and code have 2 – 6
 _MIN_LIMIT = 1024 * 1024  # bytes that /tokenize accepts for any model
 
@@ -38,6 +39,7 @@ class PromptEncoder:
         self._max_tokens = max_tokens
         self._renderers = None if tokenizer.chat_template is None else TemplateRenderers(tokenizer.chat_template)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
+        self._slots = FairSlots(_THREADS)
 
     async def close(self) -> None:
         if self._renderers is not None:
@@ -133,7 +135,10 @@ class PromptEncoder:
         return "" if self._tokenizer.chat_template is None else self._tokenizer.chat_template.source
 
     async def _run(self, inline: bool, work: Callable[[], Result]) -> Result:
-        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if inline:
+            return work()
+        async with self._slots.slot():
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _groups(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:

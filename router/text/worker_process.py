@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from router.text.fair_slots import FairSlots
 
 _LENGTH_BYTES = 4
 _START_SECONDS = 60.0  # a large vocabulary takes one or two
@@ -50,6 +54,37 @@ class WorkerProcess:
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
+
+
+class WorkerPool:
+    """Up to ``most`` workers, started on demand. Clients share them fairly."""
+
+    def __init__(self, start: Callable[[], Awaitable[WorkerProcess]], most: int) -> None:
+        self._start = start
+        self._slots = FairSlots(most)
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[WorkerProcess]:
+        """Wait for a worker. After an exception it is killed: a late answer would be taken for that of a later message.
+
+        Raises the errors of ``start``.
+        """
+        async with self._slots.slot():
+            worker = self._idle.pop() if self._idle else await self._start()
+            self._all.add(worker)
+            try:
+                yield worker
+            except BaseException:
+                self._all.discard(worker)
+                await worker.kill()
+                raise
+            self._idle.append(worker)
+
+    async def close(self) -> None:
+        """Kill all workers."""
+        await asyncio.gather(*(worker.kill() for worker in self._all))
 
 
 def packed(message: bytes) -> bytes:

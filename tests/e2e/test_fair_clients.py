@@ -85,3 +85,29 @@ async def ended_before(fleet: Fleet, busy: Tenant, quiet: Tenant) -> int:
 )
 def test_short_request_passes_long_ones_of_another_client(fleet: Fleet, busy: Tenant, quiet: Tenant) -> None:
     assert asyncio.run(ended_before(fleet, busy, quiet)) <= 30
+
+
+def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
+    """At the router and at the node, the busy client's 12 grammars take a second or more of CPU."""
+    rules = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(5000)) + 'r5000: "a"\n'
+
+    async def ended_before(fleet: Fleet) -> int:
+        async with Tenant().client(fleet) as http, Tenant(address="127.0.0.2").client(fleet) as other:
+            ended = 0
+
+            async def send(number: int) -> None:
+                nonlocal ended
+                body = {**SHORT, "guided_grammar": f"{rules}// {number}"}
+                (await http.post("/v1/completions", json=body)).raise_for_status()
+                ended += 1
+
+            requests = [asyncio.create_task(send(number)) for number in range(12)]
+            await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+            before = ended
+            (await other.post("/v1/completions", json={**SHORT, "guided_regex": "a{9}"})).raise_for_status()
+            passed = ended - before
+            await asyncio.gather(*requests)
+        return passed
+
+    with start_fleet(EMBEDDED_MODEL, prefill_flags=SIMULATED, decode_flags=SIMULATED) as fleet:
+        assert asyncio.run(ended_before(fleet)) <= 4

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import pytest
+import tokenizers
 from toy import reference
 from toy_node import Node
 
 from engine.ipc.messages import Mode, Shutdown, Submit
-from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.request import Constraint
+from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, Masked
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.model_config import load_model_config
-from pdserve.grammar import from_regex
+from pdserve.errors import RequestError
+from pdserve.grammar import Grammar, from_ebnf, from_regex
 from pdserve.records import FinishReason, SamplingParams
 from pdserve.rpc.protobuf import pack_tokens
 
+TOKENIZER = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
 LETTERS = SamplingParams(max_tokens=20, grammar=from_regex("[a-z]{400}"))  # no token of it ends it
 
 
@@ -81,3 +87,60 @@ def test_mask_that_becomes_ready_wakes_an_idle_loop(depth: int) -> None:
     steps = [plan for plan in node.runner.launched if plan.scheduled]
     assert len(steps) == 20, "a step computes one token, and no step runs without its mask"
     node.close()
+
+
+def results(grammars: GrammarWorkers) -> Iterator[Compiled | Masked]:
+    """Yield results as they arrive."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        yield from grammars.take_results()
+        time.sleep(0.001)
+    raise AssertionError("no result within 60 s")
+
+
+def chain(depth: int) -> str:
+    """Return a grammar that takes long to compile: 0.1 s with 6,000 rules."""
+    return "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'
+
+
+def compiled(grammars: GrammarWorkers) -> Iterator[Compiled]:
+    return (result for result in results(grammars) if isinstance(result, Compiled))
+
+
+def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
+    grammars, quick = workers(lambda: None), from_regex("[a-z]{9}")
+    grammars.load()
+    for number in range(20):
+        grammars.compile(chain(5000 + number), client=1)
+    grammars.compile(quick, client=2)
+    found = [result.text for result in islice(compiled(grammars), 21)]
+    assert found.index(quick) <= 5
+
+
+def test_masks_of_a_slow_grammar_do_not_delay_others() -> None:
+    """Each choice of the slow one waits for its mask, about 4 ms; the quick one is not behind them."""
+    grammars = workers(lambda: None)
+    slow, quick = from_ebnf(f'root ::= "{"the quick brown fox " * 1000}"'), from_regex("[a-z]{9}")
+    for client, text in enumerate((slow, quick)):
+        grammars.compile(text, client)
+    by_text = {result.text: result.result for result in islice(compiled(grammars), 2)}
+    constraints = []
+    for client, text, num in ((0, slow, 100), (1, quick, 1)):
+        grammar = by_text[text]
+        assert isinstance(grammar, Grammar)
+        constraints += [Constraint(grammar, None) for _ in range(num)]
+        grammars.advance([Advance(client, constraint, (), frozenset()) for constraint in constraints[-num:]])
+    masks = (result.constraint for result in results(grammars) if isinstance(result, Masked))
+    assert list(islice(masks, 101)).index(constraints[-1]) <= 25
+
+
+def test_grammar_that_becomes_too_slow_is_refused() -> None:
+    """The first mask is quick; those of the literal behind it take too long."""
+    grammars = workers(lambda: None)
+    grammars.compile(from_ebnf(f'root ::= [0-9] "{"the quick brown fox " * 6000}"'), client=1)
+    grammar = next(compiled(grammars)).result
+    assert isinstance(grammar, Grammar)
+    matcher = grammar.matcher()
+    matcher.consume([TOKENIZER.token_to_id("7")])
+    with pytest.raises(RequestError, match="ms of computation per token, the limit is 10 ms"):
+        collections.deque(matcher.mask() for _ in range(1000))

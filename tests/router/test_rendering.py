@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from router_process import wait_for
 from pdserve.errors import RequestError
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import TemplateRenderers
+from router.text.fair_slots import CLIENT
 
 TEMPLATE = """
 {%- set say = messages[0]['say'] -%}
@@ -117,17 +119,28 @@ def test_killed_process_is_replaced(new_loop: Callable[[], asyncio.AbstractEvent
         runner.run(run())
 
 
-def test_slow_template_delays_others_by_at_most_its_time_limit() -> None:
+def test_slow_chats_of_a_client_leave_a_process_to_others() -> None:
     async def run() -> None:
-        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=1.0)
+        renderers = TemplateRenderers(ChatTemplate(TEMPLATE, {}), seconds=2.0)
+        ended: list[object] = []
+
+        async def render(client: str, say: str) -> None:
+            CLIENT.set(client)
+            with suppress(RequestError):
+                await renderers.render(render_request(say))
+            ended.append(say)
+
         try:
-            results = await asyncio.gather(
-                *(renderers.render(render_request(say)) for say in ["loop", "loop", "one", "two"]),
-                return_exceptions=True,
-            )
+            slow = [asyncio.create_task(render("busy", "loop")) for _ in range(6)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*(asyncio.create_task(render("quiet", say)) for say in ("one", "two")))
+            assert ended == ["one", "two"]
+            await asyncio.gather(*slow[:2])
+            await asyncio.create_task(render("busy", "three"))  # a killed process is replaced
         finally:
+            for task in slow:
+                task.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
             await renderers.close()
-        assert [isinstance(result, RequestError) for result in results] == [True, True, False, False]
-        assert results[2:] == ["one", "two"]
 
     asyncio.run(run())

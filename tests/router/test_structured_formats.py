@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
 from pdserve.grammar import MAX_BYTES, Grammar, GrammarVocabulary, start_thread, without
+from router.text.fair_slots import CLIENT
 from router.text.structured import grammar_checker as checker
 from router.text.structured.grammar_checker import GrammarChecker
 from router.text.structured.structured_outputs import (
@@ -136,5 +137,49 @@ def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.Monke
         await grammars.check(OutputGrammar('start: "b"', "guided_grammar"))  # by a new worker
         with pytest.raises(RequestError, match=r"guided_regex: .*unclosed group"):
             await grammars.check(OutputGrammar('{"grammars":[{"lark_grammar":"start: /(a/"}]}', "guided_regex"))
+
+    ask(questions)
+
+
+def test_grammars_of_a_client_leave_a_process_to_others() -> None:
+    """The busy client's EBNF takes long to translate: 0.3 s of CPU each."""
+    ebnf = "root ::= r0\n" + "".join(f'r{i} ::= r{i + 1} "x"\n' for i in range(1200)) + 'r1200 ::= "a"\n'
+    quick = OutputGrammar('start: "a"', "guided_grammar")
+    ended: list[str] = []
+
+    async def questions(grammars: GrammarChecker) -> None:
+        async def ask(client: str, grammar: OutputGrammar) -> None:
+            CLIENT.set(client)
+            await grammars.check(grammar)
+            ended.append(client)
+
+        slow = [ask("busy", OutputGrammar(f"{ebnf}#{number}", "guided_grammar", is_ebnf=True)) for number in range(12)]
+        tasks = [asyncio.create_task(each) for each in [*slow, ask("quiet", quick)]]
+        await asyncio.gather(*tasks)
+
+    ask(questions)
+    assert ended.index("quiet") <= 4
+
+
+def test_ebnf_is_translated() -> None:
+    async def questions(grammars: GrammarChecker) -> None:
+        lark = await grammars.translated(requested_grammar({}, None, {"grammar": 'root ::= "a" | "b"'}))
+        await grammars.check(lark)
+        assert not lark.is_ebnf
+        assert "start:" in lark.text
+        with pytest.raises(RequestError, match="guided_grammar: "):
+            await grammars.translated(requested_grammar({}, None, {"grammar": "root ::= ("}))
+
+    ask(questions)
+
+
+def test_grammar_with_a_long_literal_is_refused() -> None:
+    """Each of its masks takes as long as the literal is: an answer of 120 KB would take hours of CPU."""
+
+    async def questions(grammars: GrammarChecker) -> None:
+        ebnf = f'root ::= "{"the quick brown fox " * 6000}"'
+        lark = await grammars.translated(requested_grammar({}, None, {"grammar": ebnf}))
+        with pytest.raises(RequestError, match=r"takes \d+ ms of computation per token, the limit is 10 ms; shorten"):
+            await grammars.check(lark)
 
     ask(questions)

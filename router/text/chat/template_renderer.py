@@ -9,7 +9,6 @@ is compiled. In the router it would block every stream; here the process is kill
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -19,12 +18,12 @@ import msgspec
 
 from pdserve.errors import CheckpointError, NodeError, RequestError
 from router.text.chat.template import ChatTemplate, RenderRequest
-from router.text.worker_process import WorkerProcess, packed, unpacked
+from router.text.worker_process import WorkerPool, WorkerProcess, packed, unpacked
 
 COMPILE_SECONDS = 5  # of CPU; real templates take less than 0.1 s, the process itself 0.2 s
 RENDER_SECONDS = 5.0  # real templates take less than a millisecond for a message
 MAX_MEMORY = 2 << 30  # bytes of address space
-RENDERERS = 2
+RENDERERS = 3  # of which a client gets two
 
 _PROCESS = "router.text.chat.render_process"
 
@@ -68,44 +67,31 @@ class TemplateRenderers:
     def __init__(self, template: ChatTemplate, seconds: float = RENDER_SECONDS, max_memory: int = MAX_MEMORY) -> None:
         self._config = _config(template, max_memory)
         self._seconds = seconds
-        self._slots = asyncio.Semaphore(RENDERERS)
-        self._idle: list[WorkerProcess] = []
-        self._all: set[WorkerProcess] = set()
+        self._workers = WorkerPool(self._start, RENDERERS)
 
     async def render(self, request: RenderRequest) -> str:
         """Raises RequestError where the template rejects the messages or exceeds its limits."""
         message = msgspec.json.encode(request)
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                rendered = await self._render(worker, message)
-            except BaseException:
-                self._all.discard(worker)
-                await worker.kill()
-                raise
-            self._idle.append(worker)
-        if rendered.error:
-            raise RequestError(rendered.error, rendered.param)
-        return rendered.text
-
-    async def _render(self, worker: WorkerProcess, message: bytes) -> RenderResult:
         try:
-            return msgspec.json.decode(await worker.exchange(message, self._seconds), type=RenderResult)
+            async with self._workers.worker() as worker:
+                answer = await worker.exchange(message, self._seconds)
         except TimeoutError as exc:
             text = f"the chat template takes more than {self._seconds:g} s for these messages"
             raise RequestError(f"{text}; send fewer or shorter ones", "messages") from exc
         except (EOFError, OSError) as exc:
-            raise RequestError(
-                "the chat template crashed its process on these messages; change them", "messages"
-            ) from exc
+            text = "the chat template crashed its process on these messages; change them"
+            raise RequestError(text, "messages") from exc
+        rendered = msgspec.json.decode(answer, type=RenderResult)
+        if rendered.error:
+            raise RequestError(rendered.error, rendered.param)
+        return rendered.text
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.kill() for worker in self._all))
+        await self._workers.close()
 
     async def _start(self) -> WorkerProcess:
         try:
             worker, _ = await WorkerProcess.start(_PROCESS, self._config)
         except (TimeoutError, EOFError, OSError) as exc:
             raise NodeError("the router cannot start a process for chat templates; its log says why") from exc
-        self._all.add(worker)
         return worker

@@ -1,87 +1,114 @@
-"""Checks that grammars compile, in a separate process (grammar_worker.py) that starts with the first grammar."""
+"""Translates EBNF, and checks that grammars compile: in separate processes, started with the first grammars.
+
+router ── the tokenizer's JSON, then GrammarQuestion ──► grammar_worker.py
+       ◄── GrammarAnswer for each ──────────────────────
+"""
 
 from __future__ import annotations
 
-import asyncio
 from asyncio.subprocess import DEVNULL
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+import msgspec
+
 from pdserve.errors import Overloaded, RequestError
+from router.text.fair_slots import CLIENT
 from router.text.structured.structured_outputs import OutputGrammar
-from router.text.worker_process import WorkerProcess
+from router.text.worker_process import WorkerPool, WorkerProcess
 
 COMPILE_SECONDS = 5.0
-_MAX_WAITING = 64
+_WORKERS = 2  # of which a client gets one
+_MAX_WAITING = 64  # of a client
 _MAX_CACHED = 256  # results
 
 
+class GrammarQuestion(msgspec.Struct, frozen=True):
+    """A grammar to compile, or EBNF to translate."""
+
+    text: str
+    is_ebnf: bool
+
+
+class GrammarAnswer(msgspec.Struct, frozen=True):
+    """What is wrong with a grammar; empty for nothing. ``text``: translated EBNF."""
+
+    problem: str = ""
+    text: str = ""
+
+
 class GrammarChecker:
-    """Compiles one grammar at a time and caches the results."""
+    """Answers of the worker processes, and a cache of these."""
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         self._tokenizer_json = tokenizer_json
-        self._worker: WorkerProcess | None = None
-        self._problems: OrderedDict[str, str] = OrderedDict()  # grammar → what is wrong with it
-        self._lock = asyncio.Lock()
-        self._waiting = 0
+        self._workers = WorkerPool(self._start, _WORKERS)
+        self._answers: OrderedDict[GrammarQuestion, GrammarAnswer] = OrderedDict()
+        self._waiting = Counter[str]()  # by client
+
+    async def translated(self, grammar: OutputGrammar) -> OutputGrammar:
+        """Translate EBNF to Lark; return other grammars. Raises the errors of ``check``."""
+        return OutputGrammar(await self._answer(grammar), grammar.field) if grammar.is_ebnf else grammar
 
     async def check(self, grammar: OutputGrammar) -> None:
         """Raises RequestError that names the field and the problem; Overloaded when too many grammars wait."""
-        if not grammar.text:
-            return
-        problem = self._problems.get(grammar.text)
-        if problem is None:
-            problem = await self._compile_once(grammar)
-        self._problems.move_to_end(grammar.text)
-        if problem:
-            raise RequestError(f"{grammar.field}: {problem}", grammar.field)
+        if grammar.text:
+            await self._answer(grammar)
 
     async def close(self) -> None:
-        """Stop the worker. Idempotent."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.kill()
+        """Stop the workers. Idempotent."""
+        await self._workers.close()
 
-    async def _compile_once(self, grammar: OutputGrammar) -> str:
+    async def _answer(self, grammar: OutputGrammar) -> str:
         grammar.check_size()
-        if self._waiting >= _MAX_WAITING:
-            raise Overloaded(
-                f"{self._waiting} grammars wait to be compiled, the limit is {_MAX_WAITING}; try again shortly"
-            )
-        self._waiting += 1
-        try:
-            async with self._lock:
-                if grammar.text not in self._problems:
-                    self._problems[grammar.text] = await self._compile(grammar.text)
-                    if len(self._problems) > _MAX_CACHED:
-                        self._problems.popitem(last=False)
-                return self._problems[grammar.text]
-        finally:
-            self._waiting -= 1
+        question = GrammarQuestion(grammar.text, grammar.is_ebnf)
+        if question not in self._answers:
+            await self._ask_in_turn(question)
+        self._answers.move_to_end(question)
+        answer = self._answers[question]
+        if answer.problem:
+            raise RequestError(f"{grammar.field}: {answer.problem}", grammar.field)
+        return answer.text
 
-    async def _compile(self, text: str) -> str:
+    async def _ask_in_turn(self, question: GrammarQuestion) -> None:
+        client = CLIENT.get()
+        if (waiting := self._waiting[client]) >= _MAX_WAITING:
+            text = f"{waiting} grammars of this client wait to be compiled, the limit is {_MAX_WAITING}"
+            raise Overloaded(f"{text}; try again shortly")
+        self._waiting[client] += 1
         try:
-            worker = self._worker or await self._start()
-        except (OSError, EOFError, TimeoutError) as exc:
-            raise Overloaded("the router cannot start its grammar compiler; try again shortly") from exc
+            await self._ask(question)
+        finally:
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client]
+
+    async def _ask(self, question: GrammarQuestion) -> None:
         try:
-            return (await worker.exchange(text.encode(), COMPILE_SECONDS)).decode()
+            async with self._workers.worker() as worker:
+                if question in self._answers:  # asked meanwhile
+                    return
+                answer = await worker.exchange(msgspec.json.encode(question), COMPILE_SECONDS)
+            self._remember(question, msgspec.json.decode(answer, type=GrammarAnswer))
         except TimeoutError:
             problem = f"it takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
+            self._remember(question, GrammarAnswer(problem))
         except (OSError, EOFError):
-            problem = "it takes too much memory to compile; simplify it"
-        except asyncio.CancelledError:  # its late answer would be taken for the next grammar's
-            await self.close()
-            raise
-        await self.close()
-        return problem
+            self._remember(question, GrammarAnswer("it takes too much memory to compile; simplify it"))
+
+    def _remember(self, question: GrammarQuestion, answer: GrammarAnswer) -> None:
+        self._answers[question] = answer
+        if len(self._answers) > _MAX_CACHED:
+            self._answers.popitem(last=False)
 
     async def _start(self) -> WorkerProcess:
         """Raises RequestError when the model's tokenizer does not support grammars."""
         setup = self._tokenizer_json().encode()
-        self._worker, problem = await WorkerProcess.start("router.text.structured.grammar_worker", setup, DEVNULL)
+        try:
+            worker, problem = await WorkerProcess.start("router.text.structured.grammar_worker", setup, DEVNULL)
+        except (OSError, EOFError, TimeoutError) as exc:
+            raise Overloaded("the router cannot start its grammar compiler; try again shortly") from exc
         if problem:
-            await self.close()
+            await worker.kill()
             raise RequestError(problem.decode())
-        return self._worker
+        return worker

@@ -1,7 +1,4 @@
-"""Compiles grammars for the router: ``python -m router.text.structured.grammar_worker``.
-
-    messages:  the tokenizer's JSON, then grammars
-    answers:   the problem of each, "" for none
+"""Compiles grammars for grammar_checker.py: ``python -m router.text.structured.grammar_worker``.
 
 A separate process, so that a grammar that compiles too long can be killed and one that needs too much memory does not
 harm the router.
@@ -13,8 +10,11 @@ import resource
 import signal
 import threading
 
+import msgspec
+
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, GrammarVocabulary, start_thread
+from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, start_thread
+from router.text.structured.grammar_checker import GrammarAnswer, GrammarQuestion
 from router.text.worker_process import read_message, write_message
 
 _MEMORY = 4 << 30  # bytes of address space
@@ -44,12 +44,18 @@ def _serve() -> None:
         return
     write_message(b"")
     while (message := read_message()) is not None:
-        try:
-            Grammar(message.decode(), vocabulary)
-        except RequestError as exc:
-            write_message(str(exc).encode())
-        else:
-            write_message(b"")
+        question = msgspec.json.decode(message, type=GrammarQuestion)
+        write_message(msgspec.json.encode(_answer(question, vocabulary)))
+
+
+def _answer(question: GrammarQuestion, vocabulary: GrammarVocabulary) -> GrammarAnswer:
+    try:
+        if question.is_ebnf:
+            return GrammarAnswer(text=from_ebnf(question.text))
+        Grammar(question.text, vocabulary)
+    except RequestError as exc:
+        return GrammarAnswer(str(exc))
+    return GrammarAnswer()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Converts structured-output fields to grammars of llguidance: OpenAI's response_format, vLLM's structured_outputs, and
 the older guided_* fields.
 
-The functions do not check that a grammar is valid; ``GrammarChecker`` does.
+A grammar is in llguidance's Lark variant, or in GBNF or other EBNF (``root ::= …``). ``GrammarChecker`` translates
+EBNF and checks that a grammar is valid; the functions do not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class OutputGrammar(msgspec.Struct, frozen=True):
 
     text: str = ""
     field: str = ""
+    is_ebnf: bool = False  # to be translated
 
     def check_size(self) -> None:
         """Raises RequestError that names the field if the grammar is too long."""
@@ -74,11 +76,10 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
-def lark_grammar(text: str) -> str:
-    """llguidance's Lark variant; GBNF and other EBNF (``root ::= …``) is translated. Raises RequestError."""
+def _lark_or_ebnf(text: str) -> str:
     if not text.strip():
         raise RequestError("the grammar is empty; give at least the rule start")
-    return grammars.from_ebnf(text) if "::=" in text else text
+    return text
 
 
 def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
@@ -123,21 +124,22 @@ def requested_grammar(
 
     Raises RequestError that names the field: if two are given, or if one is malformed or unknown.
     """
-    given: list[tuple[str, Callable[[], str]]] = []
+    given: list[tuple[str, Callable[[], str], bool]] = []  # the last: whether it is EBNF
     if response_format.get("type", "text") != "text":
-        given.append(("response_format", partial(_response_format_grammar, response_format)))
+        given.append(("response_format", partial(_response_format_grammar, response_format), False))
+    fields = {f"guided_{name}": StructuredOutputs(**{name: value}) for name, value in guided.items()}
     if structured_outputs is not None:
-        given.append(("structured_outputs", partial(_structured_outputs_grammar, structured_outputs)))
-    for name, value in guided.items():
-        given.append((f"guided_{name}", partial(_structured_outputs_grammar, StructuredOutputs(**{name: value}))))
+        fields = {"structured_outputs": structured_outputs, **fields}
+    for name, outputs in fields.items():
+        given.append((name, partial(_structured_outputs_grammar, outputs), "::=" in (outputs.grammar or "")))
     if not given:
         return OutputGrammar()
     if len(given) > 1:
-        names = " and ".join(name for name, _ in given)
+        names = " and ".join(name for name, _, _ in given)
         raise RequestError(f"{names} exclude each other; give one of them", given[-1][0])
-    field, make = given[0]
+    field, make, is_ebnf = given[0]
     try:
-        return OutputGrammar(make(), field)
+        return OutputGrammar(make(), field, is_ebnf)
     except RequestError as exc:
         raise RequestError(f"{field}: {exc}", field) from exc
 
@@ -159,7 +161,7 @@ def _response_format_grammar(value: dict[str, Any]) -> str:
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "regex": grammars.from_regex,
     "choice": choice_grammar,
-    "grammar": lark_grammar,
+    "grammar": _lark_or_ebnf,
     "structural_tag": structural_tag_grammar,
 }
 
