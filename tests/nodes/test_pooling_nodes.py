@@ -23,7 +23,7 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.protobuf import pack_tokens
 
 FLAGS = (
-    *("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "512"),
+    *("--block-size", "16", "--kv-cache-memory", "1MiB", "--max-model-len", "512"),
     *("--max-batch-tokens", "64", "--max-num-seqs", "8"),
 )
 NO, YES = 7, 9  # ids of these tokens in the reranker's tokenizer.json
