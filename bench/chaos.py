@@ -25,9 +25,11 @@ import asyncio
 import random
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import grpc
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -41,6 +43,7 @@ from hostile_streams import HostileStreams
 SIMULATED = ("--engine", "simulated")
 METRICS = ("pdserve_migrations_total", "pdserve_replayed", "pdserve_client_pauses_total")
 LINE = 4000  # characters of a failure
+OVERDUE_SECONDS = 30.0  # after the last request was sent
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
 
 
@@ -87,8 +90,12 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     faults = random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)
     if args.no_faults:
         faults = iter(())
+    overdue = threading.Timer(args.seconds + OVERDUE_SECONDS, report_overdue, (fleet, load))
+    overdue.daemon = True
+    overdue.start()
     with FaultInjector(fleet, faults) as injector, HostileStreams(fleet, args.seed) as hostile:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
+    overdue.cancel()
     lasted = time.monotonic() - started
     for node in (*fleet.prefill, *fleet.decode):
         node.wait_idle(RELEASE_SECONDS)
@@ -102,6 +109,18 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     failures = [*load.failures, *hostile.failures]
     print("\n".join(failure[:LINE] for failure in failures[:10]))
     return 1 if failures else 0
+
+
+def report_overdue(fleet: Fleet, load: Load) -> None:
+    """Print what has not ended long after the last request was sent."""
+    print(f"overdue: requests {sorted(load.in_flight.values())}", flush=True)
+    for node in (*fleet.prefill, *fleet.decode):
+        try:
+            status, state = node.status(), node.describe().state
+            counts = f"{status.waiting} waiting, {status.reading} reading, {status.running} running"
+            print(f"  {node.name} is {state}: {counts}, {status.paused} paused", flush=True)
+        except grpc.RpcError as exc:
+            print(f"  {node.name} does not answer: {exc}", flush=True)
 
 
 if __name__ == "__main__":

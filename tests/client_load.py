@@ -64,6 +64,7 @@ class Load:
     bodies: list[dict[str, Any]]
     expected: list[Answer] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
+    in_flight: dict[str, int] = field(default_factory=dict)  # indices of requests by salt
     tokens: int = 0
     slowest: float = 0.0  # seconds of an answer, pauses included
     failures: list[str] = field(default_factory=list)  # errors and answers that differ from the expected one
@@ -95,16 +96,20 @@ class Load:
     async def _run_client(self, client: httpx.AsyncClient, rng: random.Random, is_over: Callable[[], bool]) -> None:
         while not is_over():
             index, disconnects = rng.randrange(len(self.bodies)), rng.random() < DISCONNECT_SHARE
-            body = {**self.bodies[index], "cache_salt": str(rng.getrandbits(60))}  # avoids the prefix cache
+            salt = str(rng.getrandbits(60))
+            body = {**self.bodies[index], "cache_salt": salt}  # avoids the prefix cache
             disconnect_after = rng.randint(1, 20) if disconnects and body["stream"] else float("inf")
             slow = body.get("logprobs") == UNBUFFERED["logprobs"]
             pauses = sorted((rng.randint(1, 1600), rng.uniform(0.2, 4.0)) for _ in range(rng.randint(1, 3) * slow))
+            self.in_flight[salt] = index
             began = time.monotonic()
             try:
                 answer = await send_completion(client, body, disconnect_after, pauses)
             except (ErrorAnswer, httpx.HTTPError, AssertionError) as exc:
-                self._add("error", 0, f"{type(exc).__name__}: {exc}")
+                self._add("error", 0, f"request {index}: {type(exc).__name__}: {exc}")
                 continue
+            finally:
+                del self.in_flight[salt]
             self.slowest = max(self.slowest, time.monotonic() - began)
             if answer.num_tokens >= disconnect_after:
                 self._add("left", answer.num_tokens)
