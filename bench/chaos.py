@@ -44,6 +44,7 @@ SIMULATED = ("--engine", "simulated")
 METRICS = ("pdserve_migrations_total", "pdserve_replayed", "pdserve_client_pauses_total")
 LINE = 4000  # characters of a failure
 OVERDUE_SECONDS = 30.0  # after the last request was sent
+BFLOAT16_TOLERANCE = 0.1  # of log-probabilities
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
 
 
@@ -84,6 +85,8 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
     rng = random.Random(args.seed)
     bodies = [new_body(rng, max_prompt=300, max_tokens=150) for _ in range(args.requests)]
     load = Load([*bodies, *(new_unbuffered_body(rng) for _ in range(args.slow))])
+    if args.dtype == "bfloat16":
+        load.tolerance = BFLOAT16_TOLERANCE
     asyncio.run(load.record_expected(fleet.url, rng))
     started = time.monotonic()
     ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}

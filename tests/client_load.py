@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from answers import Answer, ErrorAnswer, first_difference, send_completion
+from answers import LOGPROB_TOLERANCE, Answer, ErrorAnswer, first_difference, send_completion
 from fleet import MODEL_NAME
 
 VOCABULARY = 4096  # size of the embedded tokenizer's vocabulary
@@ -69,6 +69,7 @@ class Load:
     slowest: float = 0.0  # seconds of an answer, pauses included
     failures: list[str] = field(default_factory=list)  # errors and answers that differ from the expected one
     headers: dict[str, str] = field(default_factory=dict)  # of every request
+    tolerance: float = LOGPROB_TOLERANCE
 
     async def record_expected(self, url: str, rng: random.Random) -> None:
         """Send every request and keep its answer. Some requests get a stop string from the middle of their answer."""
@@ -113,13 +114,11 @@ class Load:
             self.slowest = max(self.slowest, time.monotonic() - began)
             if answer.num_tokens >= disconnect_after:
                 self._add("left", answer.num_tokens)
-            elif answer.matches(self.expected[index]):
+            elif answer.matches(self.expected[index], self.tolerance):
                 self._add("exact", answer.num_tokens)
             else:
-                same_tokens = answer.matches(self.expected[index], tolerance=float("inf"))
-                outcome = "with other log-probabilities" if same_tokens else "different"
-                difference = f"request {index}: {first_difference(answer, self.expected[index])}"
-                self._add(outcome, answer.num_tokens, difference)
+                difference = first_difference(answer, self.expected[index])
+                self._add("different", answer.num_tokens, f"request {index}: {difference}")
 
     def _add(self, outcome: str, num_tokens: int, failure: str = "") -> None:
         self.outcomes[outcome] += 1
