@@ -2,6 +2,7 @@
 
 python bench/make_checkpoint.py /tmp/q
 python bench/model_impls.py /tmp/q --batches 1,8,32
+python bench/model_impls.py /tmp/l --batches 1,32 --device cuda:0 --load-format dummy
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from stepper import Stepper
 
 IMPLS = ("native", "transformers")
 PROMPT = 128  # tokens
+_KV_BYTES = 8 << 30  # on a GPU, which both share
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of a checkpoint with native layers")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--load-format", default="auto")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
-    runners = {impl: _build(args.model, args.device, impl) for impl in IMPLS}
+    runners = {impl: _build(args, impl) for impl in IMPLS}
     steppers = {impl: Stepper(each) for impl, each in runners.items()}
     for batch in map(int, args.batches.split(",")):
         native, library = (1e3 * statistics.median(times) for times in _step_times(steppers, batch, args.steps))
@@ -49,9 +52,16 @@ def main() -> int:
     return 0
 
 
-def _build(model: str, device: str, impl: str) -> ModelRunner:
-    options = NodeOptions(model=model, device=device, model_impl=impl, max_model_len=1024)
-    config = resolve(options, detect_device(device), {VARIABLE: "0"})
+def _build(args: argparse.Namespace, impl: str) -> ModelRunner:
+    options = NodeOptions(
+        model=args.model,
+        device=args.device,
+        load_format=args.load_format,
+        model_impl=impl,
+        max_model_len=1024,
+        kv_cache_memory=_KV_BYTES if args.device != "cpu" else None,
+    )
+    config = resolve(options, detect_device(args.device), {VARIABLE: "0"})
     return runner.build(config, lambda stage, fraction: None)
 
 
