@@ -8,7 +8,7 @@ import pytest
 from toy import reference
 from toy_node import BATCH_TOKENS, Make, Node
 
-from engine.ipc.messages import Mode, Resume, Submit
+from engine.ipc.messages import Cancel, Mode, Resume, Submit
 from pdserve.records import SamplingParams
 
 BUSY, QUIET = 1, 2
@@ -203,3 +203,30 @@ def test_prompts_of_a_crowding_client_hardly_prolong_steps_in_which_others_decod
     for rid in range(1, 4):
         for choice in range(8):
             assert node.tokens[rid, choice] == reference([rid] * 31, choice, 20)
+
+
+def test_crowding_client_stays_limited_for_a_while_after_the_other_has_ended(make: Make) -> None:
+    """A client that sends one request after the other would find long steps in flight at each."""
+    node = make(900, max_num_seqs=16)
+
+    def longest_chunk(rid: int) -> int:
+        first = len(node.runner.launched)
+        node.submit(rid, [rid] * 31, SamplingParams(max_tokens=2), Mode.LOCAL, client=BUSY)
+        while (rid, 0) not in node.finished:
+            node.step()
+        return max(item.num_tokens for plan in node.runner.launched[first:] for item in plan.scheduled)
+
+    node.submit(1, [1] * 6, SamplingParams(max_tokens=600, n=8), Mode.LOCAL, client=BUSY)
+    assert longest_chunk(2) > 1
+    node.submit(0, [9] * 6, SamplingParams(max_tokens=40), Mode.LOCAL, client=QUIET)
+    while not node.tokens[0, 0]:
+        node.step()
+    assert longest_chunk(3) == 1
+    while (0, 0) not in node.finished:
+        node.step()
+    assert longest_chunk(4) == 1
+    for _ in range(150):
+        node.step()
+    assert longest_chunk(5) > 1
+    node.obey(Cancel(1))
+    node.run()
