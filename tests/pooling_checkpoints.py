@@ -65,7 +65,8 @@ def make_classifier(path: Path, **overrides: Any) -> Path:
     config = transformers.AutoConfig.from_pretrained(whole)
     config.num_labels = 1
     config.pad_token_id = config.vocab_size - 1
-    model: Any = transformers.AutoModelForSequenceClassification.from_config(config)
+    library: Any = transformers
+    model = library.AutoModelForSequenceClassification.from_config(config)
     model.model.load_state_dict(transformers.AutoModel.from_pretrained(whole).state_dict())
     torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     model.save_pretrained(path)

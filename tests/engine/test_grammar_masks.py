@@ -141,6 +141,8 @@ def test_grammar_that_becomes_too_slow_is_refused() -> None:
     grammar = next(compiled(grammars)).result
     assert isinstance(grammar, Grammar)
     matcher = grammar.matcher()
-    matcher.consume([TOKENIZER.token_to_id("7")])
+    digit = TOKENIZER.token_to_id("7")
+    assert digit is not None
+    matcher.consume([digit])
     with pytest.raises(RequestError, match="ms of computation per token, the limit is 10 ms"):
         collections.deque(matcher.mask() for _ in range(1000))
