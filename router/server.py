@@ -35,7 +35,7 @@ from router.text.tokenizer import Tokenizer
 _GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
 _GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
 _MAX_CONNECTIONS = 16_384  # unless --max-connections says otherwise
-_READY_GRACE = 5.0  # seconds to wait for the other nodes once one decode node is ready
+_READY_GRACE = 5.0  # seconds to wait for the other nodes once one node takes requests
 
 
 def serve(options: RouterOptions, status: StatusWriter) -> None:

@@ -47,9 +47,10 @@ def read_pooling(model_dir: Path, task: str) -> PoolingConfig | None:
     fields = ConfigFields(model_dir / "config.json")
     names = fields.get("architectures") or [""]
     classifies = isinstance(names, list) and any(isinstance(n, str) and n.endswith(CLASSIFIER) for n in names)
-    embeds = (model_dir / "modules.json").exists()
+    modules = _read_modules(model_dir)
+    scores = [module for module in modules if str(module.get("type")).endswith(".LogitScore")]
     if task == "auto":
-        task = EMBED if embeds else CLASSIFY if classifies else GENERATE
+        task = CLASSIFY if classifies or scores else EMBED if modules else GENERATE
     if task == GENERATE:
         if classifies:
             raise ConfigError(f"{shown(names[0])} generates no text; use --task classify or auto")
@@ -57,17 +58,31 @@ def read_pooling(model_dir: Path, task: str) -> PoolingConfig | None:
     if task == EMBED:
         if classifies:
             raise ConfigError(f"{shown(names[0])} computes no embeddings; use --task classify or auto")
-        return _embedding(model_dir, fields, names)
+        return _embedding(model_dir, fields, names, modules)
     if classifies:
         return PoolingConfig(task=task, method=SCORE, size=_num_labels(fields))
-    return PoolingConfig(task=task, method=YES_OR_NO, size=1, token_ids=_answer_tokens(model_dir))
+    if scores:
+        found = ConfigFields(model_dir / str(scores[0].get("path")) / "config.json")
+        token_ids = _scored_tokens(found, fields.integer("vocab_size"))
+    else:
+        token_ids = _answer_tokens(model_dir)
+    return PoolingConfig(task=task, method=YES_OR_NO, size=1, token_ids=token_ids)
 
 
-def _embedding(model_dir: Path, fields: ConfigFields, names: list[str]) -> PoolingConfig:
-    """Read sentence-transformers' files; without them, the last token's normalized hidden state is the embedding."""
+def _scored_tokens(fields: ConfigFields, vocab_size: int) -> tuple[int, int]:
+    """Read the ids of "no" and "yes" from sentence-transformers' LogitScore."""
+    no, yes = fields.get("false_token_id"), fields.get("true_token_id")
+    for token_id in (no, yes):
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            text = f"compares token {shown(yes)} with {shown(no)}; supported are two tokens of the vocabulary"
+            raise fields.error(text)
+    return no, yes
+
+
+def _embedding(model_dir: Path, fields: ConfigFields, names: list[str], modules: list[dict[str, Any]]) -> PoolingConfig:
+    """Read sentence-transformers' modules; without any, the last token's normalized hidden state is the embedding."""
     method, normalize = LAST, True
-    if (model_dir / "modules.json").exists():
-        modules = _read_list(model_dir / "modules.json")
+    if modules:
         normalize = any(str(module.get("type")).endswith(".Normalize") for module in modules)
         for module in modules:
             kind = str(module.get("type"))
@@ -119,7 +134,11 @@ def _answer_tokens(model_dir: Path) -> tuple[int, int]:
     raise CheckpointError(f"{path} lacks one of the tokens 'yes' and 'no'; {remedy}")
 
 
-def _read_list(path: Path) -> list[dict[str, Any]]:
+def _read_modules(model_dir: Path) -> list[dict[str, Any]]:
+    """Read modules.json; empty if there is none."""
+    path = model_dir / "modules.json"
+    if not path.exists():
+        return []
     try:
         return msgspec.json.decode(path.read_bytes()[: 1 << 20], type=list[dict[str, Any]])
     except (msgspec.DecodeError, OSError) as exc:

@@ -20,7 +20,7 @@ from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.jobs import check_vocabulary
 from router.completions_api.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
 from router.completions_api.request_bodies import ChatBody
-from router.fleet.policy import no_serving_node
+from router.fleet.policy import EMBED, GENERATE, no_serving_node
 from router.http.body_reader import BodyReader
 from router.service import ServedModel, Service
 from router.text.prompt_encoder import PromptEncoder
@@ -122,7 +122,8 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         if service.draining:
             raise Draining("the router is draining; use another router")
         if not service.nodes.ready:
-            raise no_serving_node(next(iter(service.models.values())).fleet.snapshot())
+            task = GENERATE if service.options.decode else EMBED
+            raise no_serving_node(next(iter(service.models.values())).fleet.snapshot(), task)
         return _json(HealthStatus("ok"))
 
     @app.get("/health/live")

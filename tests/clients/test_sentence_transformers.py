@@ -14,9 +14,9 @@ from pooling_checkpoints import make_classifier, make_embedder, make_reranker
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
 MODELS: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    "Embeddings": ("embed", make_embedder),
-    "Classifier": ("classify", make_classifier),
-    "RerankerWithTemplate": ("classify", partial(make_reranker, template=True)),
+    "Embeddings": ("auto", make_embedder),
+    "Classifier": ("auto", make_classifier),
+    "RerankerWithTemplate": ("auto", partial(make_reranker, template=True)),
     "OriginalReranker": ("classify", partial(make_reranker, template=False)),
 }
 
