@@ -1,4 +1,7 @@
-"""Prompt log-probabilities of multi-rank nodes equal those of transformers."""
+"""Prompt log-probabilities of multi-rank nodes equal those of transformers.
+
+python -m pytest -m slow tests/e2e/test_split_prompt_logprobs.py
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from node_client import RouterClient, greedy
 STEP = 16  # tokens
 
 
+@pytest.mark.slow
 def test_multi_rank_nodes_are_exact(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "llama", vocab_size=131)
     prompt = random.Random(3).choices(range(131), k=3 * STEP + 5)

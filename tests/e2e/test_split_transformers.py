@@ -1,6 +1,8 @@
 """A model of transformers that is split over ranks, behind router, decode node and prefill node.
 
-python -m pytest -m slow tests/e2e/test_split_transformers.py      more sizes
+    python -m pytest -m slow tests/e2e/test_split_transformers.py
+
+`scripts/test` has split decode nodes in test_transformers_handoff.py, and ranks without processes in tests/runner.
 """
 
 from __future__ import annotations
@@ -16,14 +18,12 @@ from fleet import add_tokenizer, start_fleet
 FLAGS = ("--max-batch-tokens", "64", "--max-num-seqs", "16", "--max-model-len", "400", "--threads", "1")
 OUTPUT = 8  # tokens
 SPLITS = {"1": (), "tp2": ("--tp", "2"), "pp2": ("--pp", "2"), "2x2": ("--pp", "2", "--tp", "2")}
-SLOW = [("tp2", "1"), ("1", "pp2"), ("1", "tp2"), ("pp2", "tp2"), ("tp2", "2x2"), ("2x2", "1")]
+PAIRS = [("tp2", "pp2"), ("tp2", "1"), ("1", "pp2"), ("1", "tp2"), ("pp2", "tp2"), ("tp2", "2x2"), ("2x2", "1")]
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"), [("tp2", "pp2"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-)
+@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_tokens_are_exact_through_a_handoff_between_unlike_nodes(prefill: str, decode: str, tmp_path: Path) -> None:
     directory = add_tokenizer(make_any_checkpoint(tmp_path / "model", "gemma2", tie_word_embeddings=True))
     reference = reference_model(directory)

@@ -1,4 +1,7 @@
-"""Prefill nodes that pool: their vectors equal those of transformers' own forward, whatever is in a step."""
+"""Prefill nodes that pool: their vectors equal those of transformers' own forward, whatever is in a step.
+
+python -m pytest -m slow tests/nodes/test_pooling_nodes.py      more kinds
+"""
 
 from __future__ import annotations
 
@@ -127,10 +130,12 @@ def prompts_of(lengths: Sequence[int], seed: int) -> list[list[int]]:
 
 
 KINDS = ("last", "last, library", "mean", "reranker", "classifier", "3 labels")
+SLOW = ("last, library", "3 labels")
+CPU = [pytest.param((kind, "cpu"), marks=[pytest.mark.slow] * (kind in SLOW), id=kind) for kind in KINDS]
 GPU = [pytest.param((kind, "cuda"), marks=pytest.mark.gpu, id=f"{kind} on a GPU") for kind in KINDS]
 
 
-@pytest.fixture(scope="module", params=[*(pytest.param((kind, "cpu"), id=kind) for kind in KINDS), *GPU])
+@pytest.fixture(scope="module", params=[*CPU, *GPU])
 def pooler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooler]:
     kind, device = request.param
     directory = tmp_path_factory.mktemp("pooling") / "model"
