@@ -155,7 +155,7 @@ def test_deadline_passes_during_a_pause(nodes: Nodes) -> None:
     """At once after its arrival, while it computes or decodes, and of a request that arrived paused."""
     with RouterClient(nodes.decode.address) as client:
         arrived = client.send(prompt_of(64, seed=9), greedy(4), nodes.main, timeout_ms=1500, paused=True)
-        early = client.send(prompt_of(64, seed=10), greedy(4), nodes.main, timeout_ms=1500)
+        early = client.send(prompt_of(64, seed=10), greedy(440), nodes.main, timeout_ms=1500)
         client.put(pb.ServeRequest(pause=pb.Pause(request=early.number)))
         late = client.send(prompt_of(16, seed=9), greedy(490, n=3), timeout_ms=1500)
         late.started.wait(WAIT_SECONDS)
