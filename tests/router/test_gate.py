@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -206,14 +205,9 @@ def test_request_log_has_key_names_but_no_keys(
     with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
         request_id = ask(http, "bob").headers["x-request-id"]
         assert http.post("/v1/completions", headers=headers("alice"), content=b"no body").status_code == 400
-        expected = (
-            f"request {request_id} with key bob: completions, ok after",
-            "with key alice: completions, invalid_",
-        )
-        log, end = "", time.monotonic() + 5.0
-        while not all(text in log for text in expected):  # a line follows its response
-            assert time.monotonic() < end, log
-            log += capfd.readouterr().err
+    log = capfd.readouterr().err  # after the router's end: a line that is written during the read would be lost
+    assert f"request {request_id} with key bob: completions, ok after" in log
+    assert "with key alice: completions, invalid_" in log
     assert not any(key in log for key in KEYS.values())
 
 
