@@ -1,10 +1,13 @@
-"""Measures the cost of steps and reads as lines fitted to recent ones. It does not read the clock."""
+"""Measures the cost of steps and reads, as lines fitted to recent ones. Nothing here reads the clock."""
 
 from __future__ import annotations
+
+import math
 
 from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
+_SHARE_SECONDS = 2.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 
 
@@ -48,13 +51,34 @@ class ThroughputMeter:
         self._prompts = LineFit(_KEEP)
         self._decodes = LineFit(_KEEP_DECODES)
 
-    def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences."""
-        if prompt_tokens:
-            self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * self._decodes.line.slope))
-        else:
+    def add_step(self, decodes: int, prompt_tokens: int, seconds: float) -> float:
+        """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences.
+
+        Return the seconds that the prompts added to it.
+        """
+        if not prompt_tokens:
             self._decodes.add(decodes, seconds)
+            return 0.0
+        line = self._decodes.line
+        self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
+        return max(0.0, seconds - line.at(decodes)) if decodes else seconds
 
     def throughput(self, read: LinearCost) -> Throughput:
         """Return the measured costs of steps, with those of KV reads."""
         return Throughput(self._prompts.line, self._decodes.line, read)
+
+
+class PromptShare:
+    """The share of recent time that a node's steps spent on prompts: an exponential mean over two seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._share, self._at, self._total = 0.0, now, 0.0
+
+    def update(self, prompt_seconds: float, now: float) -> float:
+        """Return the share, 0 … 1, given the seconds spent on prompts since the node's start."""
+        if (passed := now - self._at) > 0.0:
+            keep = math.exp(-passed / _SHARE_SECONDS)
+            spent = (prompt_seconds - self._total) / passed
+            self._share = keep * self._share + (1.0 - keep) * spent
+            self._at, self._total = now, prompt_seconds
+        return min(self._share, 1.0)

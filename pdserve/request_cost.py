@@ -55,6 +55,14 @@ class RequestLoad(msgspec.Struct, frozen=True):
     free_blocks: int = 0
     total_blocks: int = 0
     block_size: int = 16
+    decoding: int = 0  # sequences that decode now
+    for_peers: int = 0  # of ``requests``, prompts that other nodes decode
+    prompt_share: float = 0.0  # of recent time, spent on prompts
+
+    @property
+    def to_decode(self) -> int:
+        """Requests that decode on this node, now or later."""
+        return self.requests - self.for_peers
 
 
 def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 0) -> bool:

@@ -19,6 +19,7 @@ from pdserve.request_cost import TYPICAL
 _TOTALS = {  # by field
     "steps": "Steps with a forward pass.",
     "step_seconds": "Duration of these steps, each without the time of the step before it.",
+    "prompt_seconds": "What prompts added to the duration of these steps.",
     "preemptions": "Sequences preempted because KV blocks were lacking, or for fairness.",
     "fair_preemptions": "Of these, to make room for a client with far fewer sequences.",
     "preempted_tokens": "Tokens whose KV was dropped by preemption.",

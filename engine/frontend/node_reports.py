@@ -9,11 +9,13 @@ A slow router delays no other: its unreported changes are merged, so they never 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from engine.ipc.messages import Batch, Status
 from engine.kv_cache.kv_events import KVEvents
+from engine.throughput_meter import PromptShare
 from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
@@ -69,6 +71,7 @@ class NodeReports:
         self.describe = describe
         self._pause = pause
         self._status: Status | None = None
+        self._prompt_share = PromptShare(time.monotonic())
         self._cached: dict[bytes, None] = {}  # block hashes, oldest first
         self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
@@ -135,6 +138,9 @@ class NodeReports:
             running=status.reading + status.running,
             backlog=status.backlog,
             throughput=throughput_to_pb(status.throughput),
+            decoding=status.decoding,
+            for_peers=status.for_peers,
+            prompt_share=self._prompt_share.update(status.totals.prompt_seconds, time.monotonic()),
         )
 
 
@@ -142,5 +148,5 @@ def _differ(reported: Status, status: Status) -> bool:
     """Whether a router might choose otherwise: other requests or backlog, or free blocks that moved by over 1 %."""
     if abs(reported.free - status.free) * 100 > status.total:
         return True
-    names = ("waiting", "reading", "running", "backlog")
+    names = ("waiting", "reading", "running", "backlog", "decoding", "for_peers")
     return any(getattr(reported, name) != getattr(status, name) for name in names)

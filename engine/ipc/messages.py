@@ -299,6 +299,7 @@ class Totals(msgspec.Struct, array_like=True):
     sampled_tokens: int = 0
     step_seconds: float = 0.0  # of steps that computed tokens, without the time of steps before them
     host_seconds: float = 0.0  # of the step loop, without its waits for results
+    prompt_seconds: float = 0.0  # of ``step_seconds``, what prompts added to steps that would only have decoded
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
@@ -316,6 +317,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     backlog: int = 0  # prompt tokens to compute here, without cached ones
     throughput: Throughput = Throughput()
     paused: int = 0
+    decoding: int = 0  # of ``running``, without prompts
+    for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode
 
 
 class Batch(msgspec.Struct, tag=True):

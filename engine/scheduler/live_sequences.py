@@ -25,6 +25,7 @@ class LiveSequences:
         self.paused: dict[int, Sequence] = {}  # by seq
         self.preemptible: dict[int, Sequence] = {}  # by seq: has blocks and is paused or waits; longest paused first
         self.requests: dict[int, Request] = {}  # by rid, with a sequence in any state
+        self.for_peers = 0  # of these requests, prompts that other nodes decode
         self.finished: list[int] = []  # sequences that the runner must drop
         self._kv = kv
         self._events = events
@@ -32,6 +33,7 @@ class LiveSequences:
     def queue(self, sequence: Sequence) -> None:
         """Append the first sequence of a request; one with output of another node goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
+        self.for_peers += sequence.for_peer
         self._events.status_changed |= sequence.request.paused
         self.wait(sequence, first=sequence.has_output)
 
@@ -132,6 +134,7 @@ class LiveSequences:
         del request.sequences[sequence.choice]
         if not request.sequences:
             del self.requests[request.rid]
+            self.for_peers -= sequence.for_peer
 
     def free_unless_in_flight(self, sequence: Sequence) -> None:
         """Free the blocks of an ended sequence, unless a step in flight writes to them."""

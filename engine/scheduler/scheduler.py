@@ -219,6 +219,8 @@ class Scheduler:
             self._backlog(),
             self.meter.throughput(self.connector.load_cost),
             len(self._live.paused),
+            len(self._live.running) - self._num_prompts,
+            self._live.for_peers,
         )
 
     @property
@@ -230,6 +232,12 @@ class Scheduler:
         loadable = self.connector.loadable
         waiting = sum(s.prompt_len - max(0, s.cached_at_lookup, loadable(s)) for s in self._live.waiting)
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
+
+    @property
+    def _num_prompts(self) -> int:
+        """Count the running sequences whose prompt is incomplete."""
+        running = self._live.running
+        return sum(s.num_computed < s.prompt_len and s.seq in running for s in self._prompts)
 
     # ------------------------------------------------------------ planning
 
@@ -378,7 +386,7 @@ class Scheduler:
                 decodes += 1
             if self._add_computed(sequence, num_tokens):
                 self._apply_prompt(sequence, sampled)
-        self.meter.add_step(decodes, prompt_tokens, seconds)
+        self.totals.prompt_seconds += self.meter.add_step(decodes, prompt_tokens, seconds)
 
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""

@@ -262,6 +262,9 @@ class NodeLoad(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     BACKLOG_FIELD_NUMBER: _builtins.int
     THROUGHPUT_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    FOR_PEERS_FIELD_NUMBER: _builtins.int
+    PROMPT_SHARE_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     total_blocks: _builtins.int
     waiting: _builtins.int
@@ -270,6 +273,12 @@ class NodeLoad(_message.Message):
     """requests with KV blocks: those that read KV, and sequences"""
     backlog: _builtins.int
     """uncached prompt tokens that wait to be computed here"""
+    decoding: _builtins.int
+    """sequences that decode now: of ``running``, without prompts and those that read KV"""
+    for_peers: _builtins.int
+    """prompts for other nodes: of ``waiting`` and ``running``; the rest decodes here"""
+    prompt_share: _builtins.float
+    """share of the last seconds that steps spent on prompts, 0 … 1"""
     @_builtins.property
     def throughput(self) -> Global___Throughput: ...
     def __init__(
@@ -281,10 +290,13 @@ class NodeLoad(_message.Message):
         running: _builtins.int = ...,
         backlog: _builtins.int = ...,
         throughput: Global___Throughput | None = ...,
+        decoding: _builtins.int = ...,
+        for_peers: _builtins.int = ...,
+        prompt_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["throughput", b"throughput"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "free_blocks", b"free_blocks", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,7 +177,7 @@ class Fleet:
         uncached = request.uncached(prompt_node)
         decode.add_request(0 if prefill else uncached, request.num_tokens)
         if prefill is not None:
-            prefill.add_request(uncached, request.num_tokens)
+            prefill.add_request(uncached, request.num_tokens, for_peer=True)
         self._metrics.placements.labels(self._policy, "local" if prefill is None else "remote").inc()
         self._metrics.expected_cached_tokens.inc(request.cached.get(prompt_node, 0))
 

@@ -68,7 +68,7 @@ class NodeClient:
         self._on_idle = on_idle
         self._find_pause = pause
         self._load = pb.NodeLoad()
-        self._unreported: deque[tuple[float, int, int]] = deque()  # requests: time sent, uncached tokens, tokens
+        self._unreported: deque[tuple[float, int, int, bool]] = deque()  # requests: time sent, see add_request
         self._view: NodeView | None = None  # None: to be computed
         self._peers: frozenset[str] = frozenset()  # ids; a new set at changes only
         self._pause = PAUSE  # of the present report stream
@@ -152,10 +152,10 @@ class NodeClient:
             del self._pool_calls[call]
             self.remove_request()
 
-    def add_request(self, uncached_tokens: int, num_tokens: int) -> None:
-        """Count a request: prompt tokens that the node computes, and tokens that need room there."""
+    def add_request(self, uncached_tokens: int, num_tokens: int, for_peer: bool = False) -> None:
+        """Count a request: prompt tokens that the node computes, tokens that need room, whether a peer decodes it."""
         self.in_flight += 1
-        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens))
+        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens, for_peer))
         self._view = None
 
     def remove_request(self) -> None:
@@ -167,14 +167,17 @@ class NodeClient:
     def _current_load(self, block_size: int) -> RequestLoad:
         """The reported load plus the requests that reports do not include yet."""
         load, unreported = self._load, self._unreported
-        blocks = sum(-(-tokens // block_size) for _, _, tokens in unreported) if block_size else 0
+        blocks = sum(-(-tokens // block_size) for _, _, tokens, _ in unreported) if block_size else 0
         return RequestLoad(
             requests=load.waiting + load.running + len(unreported),
             waiting=load.waiting,
-            backlog=load.backlog + sum(uncached for _, uncached, _ in unreported),
+            backlog=load.backlog + sum(uncached for _, uncached, _, _ in unreported),
             free_blocks=max(0, load.free_blocks - blocks),
             total_blocks=load.total_blocks,
             block_size=max(1, block_size),
+            decoding=load.decoding,
+            for_peers=load.for_peers + sum(for_peer for _, _, _, for_peer in unreported),
+            prompt_share=load.prompt_share,
         )
 
     # ------------------------------------------------------------ reports

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.throughput_meter import LineFit, ThroughputMeter
+from engine.throughput_meter import LineFit, PromptShare, ThroughputMeter
 from pdserve.request_cost import LinearCost, Throughput
 
 
@@ -59,3 +59,23 @@ def test_prompts_decodes_and_reads_are_told_apart() -> None:
     assert (throughput.decode.base, throughput.decode.slope) == pytest.approx((0.005, 0.001))
     assert (throughput.prompt.base, throughput.prompt.slope) == pytest.approx((0.010, 1e-4))
     assert (throughput.read.base, throughput.read.slope) == (0.002, 1e-5)
+
+
+def test_prompts_cost_what_they_add_to_a_decode_step() -> None:
+    meter = ThroughputMeter()
+    for count in range(1, 40):
+        assert meter.add_step(count, 0, 0.005 + 0.001 * count) == 0.0
+    assert meter.add_step(10, 100, 0.025) == pytest.approx(0.010)
+    assert meter.add_step(0, 100, 0.025) == 0.025
+
+
+def test_prompt_share_follows_the_last_seconds() -> None:
+    share, now, prompt_seconds = PromptShare(0.0), 0.0, 0.0
+    for rate in (0.0, 0.5, 1.0, 0.25):
+        for _ in range(100):
+            now += 0.1
+            prompt_seconds += 0.1 * rate
+            found = share.update(prompt_seconds, now)
+        assert found == pytest.approx(rate, abs=0.02)
+        assert share.update(prompt_seconds, now) == found, "no time has passed"
+    assert share.update(prompt_seconds + 1e6, now + 1e-3) == 1.0

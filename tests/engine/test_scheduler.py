@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import reference, reference_ranks
-from toy_node import BLOCK, DEPTHS, Make, Node
+from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
 from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
 from pdserve.records import FinishReason, SamplingParams
@@ -54,6 +54,21 @@ def test_local_requests_are_exact_under_preemption(
     assert node.ranks == ranks
     assert node.scheduler.status().totals.sampled_tokens == sum(len(tokens) for tokens, _ in expected.values())
     node.assert_all_free()
+    node.close()
+
+
+def test_status_tells_decodes_from_prompts_and_prompts_for_peers() -> None:
+    node = Node(64, 1)
+    node.submit(1, [1] * 4, SamplingParams(max_tokens=50), Mode.LOCAL)
+    node.submit(2, [2] * 4, SamplingParams(max_tokens=50), Mode.LOCAL)
+    node.step()
+    node.submit(3, [3] * 3 * BATCH_TOKENS, SamplingParams(max_tokens=2), Mode.LEASE)
+    seen = []
+    for _ in range(6):
+        status = node.scheduler.status()
+        seen.append((status.waiting, status.running, status.decoding, status.for_peers))
+        node.step()
+    assert seen == [(1, 2, 2, 1), *[(0, 3, 2, 1)] * 3, *[(0, 2, 2, 0)] * 2]
     node.close()
 
 
