@@ -64,7 +64,7 @@ def check_requests_leave(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > 16
     assert wedged.known()
-    assert (total(fleet, "handoff_failures") > failed) == (wedged.role == "prefill"), "it had handoffs in flight"
+    assert wedged.role == "decode" or total(fleet, "handoff_failures") > failed, "it had handoffs in flight"
 
 
 def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
