@@ -101,6 +101,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
         stages=config.parallel.pp,
+        vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,
         connector=peers if agent else KVConnectorScheduler,
         grammars=grammars,

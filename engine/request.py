@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.ipc.messages import Mode
+from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.grammar import Grammar, Matcher
 from pdserve.hashing import BlockHashes
 from pdserve.records import TOKEN_BYTES, FinishReason, NewSequence, SamplingParams, ScheduledSequence
@@ -14,10 +15,11 @@ from pdserve.records import TOKEN_BYTES, FinishReason, NewSequence, SamplingPara
 
 @dataclass(slots=True, eq=False)
 class Constraint:
-    """The grammar of one choice. ``mask`` is for its next token; None while it is computed and after its use."""
+    """Grammar and rules of one choice. ``mask`` is for its next token; None while it is computed and after its use."""
 
-    grammar: Grammar
-    mask: bytes | None
+    grammar: Grammar | None
+    rules: ChoiceRules | None = None
+    mask: bytes | None = None
     matcher: Matcher | None = None  # after the tokens so far; made with the first token
 
 
@@ -42,6 +44,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # tokens that end a choice after ``min_tokens``
     num_scored: int = 1  # prompt tokens whose log-probabilities were sent; the first token has none
     grammar: Grammar | None = None  # compiled from its sampling parameters
+    rules: TokenRules | None = None  # made from its sampling parameters
     paused: bool = False  # its client does not read: no step includes it
 
     @property
@@ -162,9 +165,9 @@ def finish_reason(
     """Return why a choice ends with ``token_id`` as its ``num_outputs``-th output (counted from 1), or None.
 
     ``max_tokens`` must be bounded by the model's length already. A grammar ends with an EOS even under ``ignore_eos``:
-    nothing can follow. Its mask has enforced ``min_tokens`` as far as the grammar allows.
+    nothing can follow. Masks have enforced ``min_tokens`` as far as they could.
     """
-    if num_outputs >= sampling.min_tokens or sampling.grammar:
+    if num_outputs >= sampling.min_tokens or sampling.masked:
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in eos_token_ids and (sampling.grammar or not sampling.ignore_eos):

@@ -33,6 +33,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ``prompt_logprobs`` is the same for the prompt's tokens, at most MAX_PROMPT_LOGPROBS. ``grammar`` constrains the
     whole output, in llguidance's serialized form; empty is none. The position in it follows from the output tokens so
     far, so another node can continue a choice without further state.
+
+    ``allowed_token_ids``, if any, excludes all other tokens. ``bad_words`` are sequences of token ids that the output
+    never contains. ``logprob_token_ids``, if any, are reported in place of the ``logprobs`` best tokens. With
+    ``thinking_end_ids``, reasoning ends with these ids after at most ``thinking_token_budget`` tokens; it begins after
+    ``thinking_start_ids`` in the output, or with the output where there are none.
     """
 
     max_tokens: int
@@ -52,6 +57,27 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1
     grammar: str = ""
     prompt_logprobs: int = -1
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
+    thinking_token_budget: int = 0
+    thinking_start_ids: tuple[int, ...] = ()
+    thinking_end_ids: tuple[int, ...] = ()
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether it restricts tokens other than by a grammar (engine/token_rules.py)."""
+        return bool(self.allowed_token_ids or self.bad_words or self.thinking_end_ids)
+
+    @property
+    def masked(self) -> bool:
+        """Whether every step has a mask of its allowed tokens."""
+        return bool(self.grammar) or self.has_token_rules
+
+    @property
+    def num_alternatives(self) -> int:
+        """Tokens to report per output token beside the sampled one; -1 reports nothing."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids and self.logprobs >= 0 else self.logprobs
 
     @property
     def greedy(self) -> bool:
@@ -228,7 +254,7 @@ class DigestOrder(msgspec.Struct, frozen=True):
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that a grammar allows next: bit t % 32 of the little-endian uint32 at t // 32 stands for token t.
+    """Tokens that a grammar or token rules allow next: bit t % 32 of the little-endian uint32 at t // 32 is token t.
 
     It holds for all samples of a sequence in one step, respects ``min_tokens`` and always allows some token.
     """
@@ -250,7 +276,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     new_blocks: tuple[NewBlocks, ...] = ()
     connector: KVConnectorPlan = NO_ORDERS
     digests: tuple[DigestOrder, ...] = ()  # of the blocks' content after this step
-    masks: tuple[TokenMask, ...] = ()  # one per sequence with a grammar that samples in this step
+    masks: tuple[TokenMask, ...] = ()  # one per masked sequence that samples in this step
 
     @property
     def has_orders(self) -> bool:

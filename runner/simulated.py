@@ -151,8 +151,10 @@ class SimulatedSequence:
 
 
 def _logprobs(number: int, sampling: SamplingParams, vocabulary: SimulatedVocabulary) -> TokenLogprobs:
-    """Return 1/2 for the sampled token, 1/4, 1/8 and so on for the ids after it."""
+    """Return 1/2 for the sampled token, 1/4, 1/8 and so on for the ids after it, or for requested ones."""
     ranks = range(min(sampling.logprobs, len(vocabulary.ids)))
+    if requested := sampling.logprob_token_ids:
+        return TokenLogprobs(math.log(0.5), requested, tuple((i + 2) * math.log(0.5) for i in range(len(requested))))
     return TokenLogprobs(
         math.log(0.5),
         tuple(vocabulary.token(number + rank) for rank in ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
@@ -66,9 +67,20 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
     _check_range("prompt_logprobs", sampling.prompt_logprobs, -1, MAX_PROMPT_LOGPROBS)
     _check_ids("logit_bias", "token id", sampling.logit_bias, vocab_size)
     _check_ids("stop_token_ids", "token id", sampling.stop_token_ids, vocab_size)
+    _check_token_rules(sampling, vocab_size)
     check_size(sampling.grammar)
     for bias in sampling.logit_bias.values():
         _check_range("logit_bias", bias, -math.inf, math.inf)
+
+
+def _check_token_rules(sampling: SamplingParams, vocab_size: int) -> None:
+    for name in ("allowed_token_ids", "logprob_token_ids", "thinking_start_ids", "thinking_end_ids"):
+        _check_ids(name, "token id", getattr(sampling, name), vocab_size)
+    if len(set(sampling.logprob_token_ids)) != len(sampling.logprob_token_ids):
+        raise RequestError("logprob_token_ids has a token id twice; leave it out", "logprob_token_ids")
+    if not all(sampling.bad_words):
+        raise RequestError("bad_words has an entry without tokens; leave it out", "bad_words")
+    _check_ids("bad_words", "token id", chain.from_iterable(sampling.bad_words), vocab_size)
 
 
 def _check_range(name: str, value: float, low: float, high: float, above: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""Tracks which requests and choices wait for results of engine/scheduler/grammar_workers.py.
+"""Tracks which requests and choices wait for results of engine/scheduler/grammar_workers.py, and applies token rules.
 
     submitted ──compiled──► queued …  a choice: mask ready ──planned──► token sampled ──applied──► next mask ready ──► …
                                                           └─ not scheduled again until then ───┘
 
 A choice is scheduled only when the mask of its next token is ready, so never while its last token is in flight. All
-other sequences are scheduled meanwhile: no step waits for a mask.
+other sequences are scheduled meanwhile: no step waits for a mask. The masks of token rules alone (token_rules.py) are
+ready at once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from collections.abc import Collection, Sequence
 from engine.request import Constraint, Request
 from engine.request import Sequence as Choice
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
+from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, without
 
 
 class GrammarConstraints:
-    """The grammars of one scheduler. ``workers`` may be None if no request has a grammar."""
+    """The grammars and token rules of one scheduler. ``workers`` may be None if no request has a grammar."""
 
-    def __init__(self, workers: GrammarWorkers | None, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, workers: GrammarWorkers | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._workers = workers
+        self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._compiling: dict[str, list[Request]] = {}  # by grammar: the requests that wait for it
         self._choices: dict[Constraint, Choice] = {}  # whose next mask is being computed
@@ -59,15 +62,18 @@ class GrammarConstraints:
 
     def begin(self, choice: Choice) -> None:
         """Constrain a new choice, which may have output already."""
-        grammar = choice.request.grammar
-        if grammar is None:
+        request = choice.request
+        if request.rules is None and request.sampling.has_token_rules:
+            request.rules = TokenRules(request.sampling, self._vocab_size)
+        grammar, rules = request.grammar, request.rules
+        if grammar is None and rules is None:
             return
-        if choice.num_outputs:
-            choice.constraint = Constraint(grammar, None)
+        choice.constraint = Constraint(grammar, None if rules is None else ChoiceRules(rules))
+        if grammar is None or rules is not None or choice.num_outputs:
             self._advance(choice, choice.token_ids[choice.prompt_len :])
         else:
             mask, forbidden = grammar.first_mask, self._forbidden(choice)
-            choice.constraint = Constraint(grammar, without(mask, forbidden) if forbidden else mask)
+            choice.constraint.mask = without(mask, forbidden) if forbidden else mask
 
     def sampled(self, choice: Choice, num_tokens: int = 1) -> None:
         """Advance a choice by its newest tokens."""
@@ -103,9 +109,16 @@ class GrammarConstraints:
         return ready, failed
 
     def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
-        assert choice.constraint is not None
-        self._choices[choice.constraint] = choice
-        self._advances.append(Advance(choice.request.client, choice.constraint, token_ids, self._forbidden(choice)))
+        constraint = choice.constraint
+        assert constraint is not None
+        forbidden, allowed = self._forbidden(choice), None
+        if constraint.rules is not None:
+            allowed = constraint.rules.mask(choice.token_ids, choice.prompt_len, forbidden)
+        if constraint.grammar is None:
+            constraint.mask = allowed
+            return
+        self._choices[constraint] = choice
+        self._advances.append(Advance(choice.request.client, constraint, token_ids, forbidden, allowed))
 
     def _forbidden(self, choice: Choice) -> frozenset[int]:
         """Return the tokens that would end a choice before ``min_tokens``."""

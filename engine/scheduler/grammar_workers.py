@@ -24,7 +24,7 @@ from engine.scheduler.fair_jobs import FairJobs
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.config.model_config import ModelConfig
 from pdserve.errors import RequestError
-from pdserve.grammar import Grammar, GrammarVocabulary, start_thread, without
+from pdserve.grammar import Grammar, GrammarVocabulary, intersection, start_thread, without
 
 COMPILE_SECONDS = 10.0  # after which requests that wait for a grammar fail
 _MASK_THREADS = 2
@@ -33,12 +33,16 @@ _CACHED_GRAMMARS = 256  # most recently used; a few MB for large vocabularies
 
 
 class Advance(NamedTuple):
-    """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens."""
+    """New tokens of a constraint's choice. ``forbidden`` tokens may not follow, because of min_tokens.
+
+    ``allowed`` is the mask of its token rules, if it has any.
+    """
 
     client: int
     constraint: Constraint
     token_ids: Sequence[int]
     forbidden: frozenset[int]
+    allowed: bytes | None = None
 
 
 class Compiled(NamedTuple):
@@ -135,7 +139,7 @@ class GrammarWorkers:
         while True:
             found = []
             for step in self._to_mask.get():
-                if step.constraint.grammar.slow:
+                if step.constraint.grammar is not None and step.constraint.grammar.slow:
                     self._slow_masks.put(step.client, step)
                 else:
                     found.append(_masked(step))
@@ -153,9 +157,12 @@ def _masked(step: Advance) -> Masked:
     constraint = step.constraint
     try:
         if constraint.matcher is None:
+            assert constraint.grammar is not None
             constraint.matcher = constraint.grammar.matcher()
         constraint.matcher.consume(step.token_ids)
         mask = constraint.matcher.mask()
+        if step.allowed is not None:
+            mask = intersection(mask, step.allowed)
         return Masked(constraint, without(mask, step.forbidden) if step.forbidden else mask)
     except RequestError as exc:
         return Masked(constraint, exc)

@@ -62,6 +62,7 @@ class Scheduler:
         full_step: int,
         max_waiting: int,
         stages: int = 1,
+        vocab_size: int = 0,
         eos_token_ids: Collection[int] = (),
         connector: ConnectorFactory = KVConnectorScheduler,
         grammars: GrammarWorkers | None = None,
@@ -79,7 +80,7 @@ class Scheduler:
         self.meter = ThroughputMeter()
         self.connector = connector(self.pool, self.events, block_size)
         self._kv = KVCacheManager(self.pool, self.connector, block_size)
-        self._constraints = GrammarConstraints(grammars, eos_token_ids)
+        self._constraints = GrammarConstraints(grammars, vocab_size, eos_token_ids)
         self._choices = ChoiceManager(block_size, eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
         self._fair_share = FairShare(self._live)

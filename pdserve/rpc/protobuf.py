@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import asdict
 
@@ -13,8 +14,12 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, KVRegion, PromptLogprobs, RankKV, SamplingParams, TokenLogprobs
 from pdserve.request_cost import LinearCost, Throughput
 
+_SAMPLING_LISTS = (
+    *("stop_token_ids", "allowed_token_ids", "logprob_token_ids"),
+    *("thinking_start_ids", "thinking_end_ids"),
+)
 _SAMPLING_SCALARS = tuple(
-    name for name in SamplingParams.__struct_fields__ if name not in ("logit_bias", "stop_token_ids")
+    name for name in SamplingParams.__struct_fields__ if name not in (*_SAMPLING_LISTS, "logit_bias", "bad_words")
 )
 _LAYOUT_FIELDS = ("num_blocks", "block_size", "kernel_block_size", "num_layers", "num_kv_heads", "head_dim", "dtype")
 
@@ -32,18 +37,24 @@ def unpack_tokens(data: bytes) -> array[int]:
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
-    message = pb.SamplingParams(stop_token_ids=sampling.stop_token_ids, logit_bias=sampling.logit_bias)
+    message = pb.SamplingParams(
+        logit_bias=sampling.logit_bias, **{name: getattr(sampling, name) for name in _SAMPLING_LISTS}
+    )
     for name in _SAMPLING_SCALARS:
         setattr(message, name, getattr(sampling, name))
+    for word in sampling.bad_words:
+        message.bad_words.add(token_ids=word)
     return message
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Convert every field. A missing one is zero, not its default: the router resolves defaults."""
+    lists: dict[str, Any] = {name: tuple(getattr(message, name)) for name in _SAMPLING_LISTS}
     return SamplingParams(
         **{name: getattr(message, name) for name in _SAMPLING_SCALARS},
+        **lists,
         logit_bias=dict(message.logit_bias),
-        stop_token_ids=tuple(message.stop_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
     )
 
 

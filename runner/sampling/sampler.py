@@ -1,9 +1,9 @@
 """From logits to tokens: adjustments, truncation, and a sample that depends on the request alone.
 
-Order: logit bias · min_tokens · repetition, presence and frequency penalties · grammar mask · temperature ·
+Order: logit bias · min_tokens · repetition, presence and frequency penalties · mask · temperature ·
 top-k · top-p · min-p · Gumbel noise (noise.py) · argmax. Greedy rows skip the stages from temperature to noise.
-Log-probabilities are those of the raw logits. A grammar's mask respects min_tokens already. Each stage touches only the
-rows that need it, so plain greedy decoding costs one argmax.
+Log-probabilities are those of the raw logits. A mask, of a grammar or of token rules, respects min_tokens already. Each
+stage touches only the rows that need it, so plain greedy decoding costs one argmax.
 """
 
 from __future__ import annotations
@@ -27,10 +27,30 @@ _CANDIDATES = 1024  # the best tokens are sorted first; all tokens only if these
 LogprobTable = tuple[Tensor, Tensor, Tensor]
 
 
-def best_logprobs(logprobs: Tensor, tokens: Tensor, num_top: int) -> LogprobTable:
-    """Take those of ``tokens`` [rows] and of the best ``num_top`` from logprobs [rows, vocab_size]."""
+#: Row, column and token id of each entry that replaces a best token: [3, entries] int64.
+RequestedIds = Tensor
+
+
+def requested_ids(params: Iterable[SamplingParams]) -> NDArray[np.int64] | None:
+    """Return the RequestedIds of samples that want log-probabilities; None if none of them names tokens."""
+    entries = [
+        (row, column, token_id)
+        for row, sampling in enumerate(params)
+        for column, token_id in enumerate(sampling.logprob_token_ids)
+    ]
+    return np.array(entries, dtype=np.int64).T if entries else None
+
+
+def best_logprobs(
+    logprobs: Tensor, tokens: Tensor, num_top: int, requested: RequestedIds | None = None
+) -> LogprobTable:
+    """Take those of ``tokens`` [rows] and of the best ``num_top``, or requested, from logprobs [rows, vocab_size]."""
     chosen = logprobs.gather(1, tokens[:, None].long())[:, 0]
     top = logprobs.topk(num_top, dim=-1)
+    if requested is not None:
+        rows, columns, token_ids = requested
+        top.indices[rows, columns] = token_ids
+        top.values[rows, columns] = logprobs[rows, token_ids]
     return chosen, top.indices, top.values
 
 
@@ -169,11 +189,17 @@ class Sampler:
     # ------------------------------------------------------------ log-probabilities
 
     def _logprobs(self, raw: Tensor, tokens: Tensor, rows: Sequence[HostSamplingRow]) -> dict[int, TokenLogprobs]:
-        wanted = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs >= 0}
+        wanted = {i: row.params.num_alternatives for i, row in enumerate(rows) if row.params.logprobs >= 0}
         if not wanted:
             return {}
         index = self._index(list(wanted))
-        table = best_logprobs(raw[index].log_softmax(-1), tokens[index], min(max(wanted.values()), raw.shape[1]))
+        requested = requested_ids(rows[i].params for i in wanted)
+        table = best_logprobs(
+            raw[index].log_softmax(-1),
+            tokens[index],
+            min(max(wanted.values()), raw.shape[1]),
+            None if requested is None else self._index(requested),
+        )
         return dict(zip(wanted, token_logprobs(table, wanted.values()), strict=True))
 
     # ------------------------------------------------------------ host to device

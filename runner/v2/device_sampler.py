@@ -120,4 +120,5 @@ class DeviceSampler:
             return SamplerOutput(tokens)
         (samples,) = copy_to_device([np.array(list(metadata.num_logprobs), dtype=np.int64)], self._device)
         logprobs = logits[metadata.logits_row[samples]].float().log_softmax(-1)
-        return SamplerOutput(tokens, best_logprobs(logprobs, tokens[samples], max(metadata.num_logprobs.values())))
+        num_top = max(metadata.num_logprobs.values())
+        return SamplerOutput(tokens, best_logprobs(logprobs, tokens[samples], num_top, metadata.requested_ids))

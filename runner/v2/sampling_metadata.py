@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.records import SamplingParams
 from runner.sampling.noise import choice_keys
-from runner.sampling.sampler import MIN_TEMPERATURE
+from runner.sampling.sampler import MIN_TEMPERATURE, RequestedIds, requested_ids
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class SamplingMetadata:
     penalties: Penalties | None
     truncation: Truncation | None
     num_logprobs: dict[int, int]  # by sample that wants log-probabilities: how many alternatives
+    requested_ids: RequestedIds | None  # the rows are those of ``num_logprobs``
 
     @property
     def changes_logits(self) -> bool:
@@ -112,7 +113,10 @@ class MetadataBuilder:
             min_tokens=self._min_tokens(rows),
             penalties=self._penalties(rows),
             truncation=self._truncation(params),
-            num_logprobs={i: min(p.logprobs, self._vocab_size) for i, p in enumerate(params) if p.logprobs >= 0},
+            num_logprobs={
+                i: min(p.num_alternatives, self._vocab_size) for i, p in enumerate(params) if p.logprobs >= 0
+            },
+            requested_ids=self._requested_ids(params),
         )
 
     def build_masks(self, masks: Sequence[bytes], of_sample: Sequence[int]) -> GrammarMaskTensors:
@@ -128,10 +132,14 @@ class MetadataBuilder:
         pairs = [
             (i, token, row.slot, row.prompt_len + row.params.min_tokens)
             for i, row in enumerate(rows)
-            if row.params.min_tokens > 0 and not row.params.grammar  # a grammar's masks respect min_tokens already
+            if row.params.min_tokens > 0 and not row.params.masked  # masks respect min_tokens already
             for token in sorted({*self._eos, *row.params.stop_token_ids})
         ]
         return MinTokens(*self._copy(pairs, np.int64, np.int64, np.int64, np.int32)) if pairs else None
+
+    def _requested_ids(self, params: Sequence[SamplingParams]) -> RequestedIds | None:
+        requested = requested_ids(p for p in params if p.logprobs >= 0)
+        return None if requested is None else copy_to_device([requested], self._device)[0]
 
     def _penalties(self, rows: Sequence[DeviceSamplingRow]) -> Penalties | None:
         penalized = [

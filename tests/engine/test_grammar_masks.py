@@ -128,7 +128,7 @@ def test_masks_of_a_slow_grammar_do_not_delay_others() -> None:
     for client, text, num in ((0, slow, 100), (1, quick, 1)):
         grammar = by_text[text]
         assert isinstance(grammar, Grammar)
-        constraints += [Constraint(grammar, None) for _ in range(num)]
+        constraints += [Constraint(grammar) for _ in range(num)]
         grammars.advance([Advance(client, constraint, (), frozenset()) for constraint in constraints[-num:]])
     masks = (result.constraint for result in results(grammars) if isinstance(result, Masked))
     assert list(islice(masks, 101)).index(constraints[-1]) <= 25

@@ -13,7 +13,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
-from toy import Slot, ToyRunner
+from toy import VOCAB, Slot, ToyRunner
 
 from connector.backends.local import LocalConnector
 from engine.engine import Engine
@@ -65,6 +65,7 @@ class Node:
             full_step=full_step,
             max_waiting=100,
             stages=stages,
+            vocab_size=VOCAB,
             connector=partial(PeerConnectorScheduler, checksum=kv_checksum),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )

@@ -28,6 +28,7 @@ from pdserve.rpc.protobuf import (
 _uint32 = st.integers(0, 2**32 - 1)
 _float = st.floats(allow_nan=False)
 _float32 = st.floats(allow_nan=False, width=32)
+_token_ids = st.lists(_uint32, max_size=4).map(tuple)
 _sampling = st.builds(
     SamplingParams,
     max_tokens=_uint32,
@@ -42,9 +43,15 @@ _sampling = st.builds(
     presence_penalty=_float,
     frequency_penalty=_float,
     logit_bias=st.dictionaries(_uint32, _float, max_size=4),
-    stop_token_ids=st.lists(_uint32, max_size=4).map(tuple),
+    stop_token_ids=_token_ids,
     ignore_eos=st.booleans(),
     logprobs=st.integers(-1, 100),
+    allowed_token_ids=_token_ids,
+    bad_words=st.lists(_token_ids, max_size=3).map(tuple),
+    logprob_token_ids=_token_ids,
+    thinking_token_budget=_uint32,
+    thinking_start_ids=_token_ids,
+    thinking_end_ids=_token_ids,
 )
 
 

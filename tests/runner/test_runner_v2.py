@@ -142,8 +142,9 @@ def test_a_chunk_of_one_token_that_samples_nothing_leaves_other_rows_alone(check
     assert steps.outputs[1] == reference(checkpoint, second, 2)
 
 
-def test_logprobs_equal_those_of_v1(checkpoint: Path) -> None:
-    sampling = SamplingParams(1, temperature=0.0, logprobs=4)
+@pytest.mark.parametrize("requested", [(), (7, 3, 11)])
+def test_logprobs_equal_those_of_v1(checkpoint: Path, requested: tuple[int, ...]) -> None:
+    sampling = SamplingParams(1, temperature=0.0, logprobs=4, logprob_token_ids=requested)
     prompt = prompt_of(9, 3)
     (ours,) = Stepper(build(checkpoint)).generate([prompt], 5, sampling)
     (theirs,) = Stepper(build(checkpoint, "V1")).generate([prompt], 5, sampling)
@@ -151,6 +152,7 @@ def test_logprobs_equal_those_of_v1(checkpoint: Path) -> None:
         assert a.logprobs is not None
         assert b.logprobs is not None
         assert a.logprobs.top_ids == b.logprobs.top_ids
+        assert a.logprobs.top_ids == requested or not requested
         assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-5)
         assert a.logprobs.top_logprobs == pytest.approx(b.logprobs.top_logprobs, abs=1e-5)
 

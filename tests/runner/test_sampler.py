@@ -87,6 +87,7 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-20, 20, width=32), max_size=3),
     stop_token_ids=st.sampled_from([(), (7,), (1, 2)]),
     logprobs=st.sampled_from([-1, 0, 4]),
+    logprob_token_ids=st.sampled_from([(), (), (5,), (7, 3, 11, 0, 2)]),
 )
 rows = st.lists(
     st.tuples(params, st.integers(0, 3), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)),
@@ -118,9 +119,9 @@ def test_tokens_equal_those_of_the_plain_sampler(
         assert sample.logprobs is not None
         expected = torch.tensor(row).log_softmax(-1)
         assert sample.logprobs.logprob == pytest.approx(expected[sample.token_id].item(), abs=1e-4)
-        best = expected.topk(p.logprobs)
-        assert list(sample.logprobs.top_ids) == best.indices.tolist()
-        assert sample.logprobs.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+        top_ids = list(p.logprob_token_ids) or expected.topk(p.logprobs).indices.tolist()
+        assert list(sample.logprobs.top_ids) == top_ids
+        assert sample.logprobs.top_logprobs == pytest.approx(expected[top_ids].tolist(), abs=1e-4)
 
 
 def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> list[int]:

@@ -1,0 +1,87 @@
+"""Token rules: the masks of ``allowed_token_ids``, ``bad_words`` and ``thinking_token_budget``.
+
+They depend on the request and on the output of a choice alone, so another node continues it with the same tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from pdserve.grammar import without
+from pdserve.records import SamplingParams
+
+_UNBEGUN, _ENDED = -1, -2
+
+
+class TokenRules:
+    """The rules of a request."""
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
+        self.sampling = sampling
+        self._num_bytes = (vocab_size + 31) // 32 * 4  # as in TokenMask
+        allowed = self.mask_of(sampling.allowed_token_ids or range(vocab_size))
+        self.fixed = without(allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
+        self._longer: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # bad words, by their last but one token
+        for word in sampling.bad_words:
+            if len(word) > 1:
+                self._longer[word[-2]].append(word)
+        self.longest = max(map(len, sampling.bad_words), default=0)  # tokens of a bad word
+
+    def mask_of(self, token_ids: Iterable[int]) -> bytes:
+        words = bytearray(self._num_bytes)
+        for token_id in token_ids:
+            words[token_id // 8] |= 1 << token_id % 8
+        return bytes(words)
+
+    def bad_ends(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete a bad word."""
+        words = self._longer.get(output[-1], ()) if output else ()
+        return [word[-1] for word in words if tuple(output[1 - len(word) :]) == word[:-1]]
+
+
+class ChoiceRules:
+    """The rules of a choice, and how far its reasoning is."""
+
+    def __init__(self, rules: TokenRules) -> None:
+        self._rules = rules
+        self._scanned = 0  # output tokens that were looked at
+        self._thinks_from = _UNBEGUN if rules.sampling.thinking_start_ids else 0  # index in the output
+
+    def mask(self, token_ids: array[int], prompt_len: int, forbidden: Collection[int]) -> bytes:
+        """Return the mask of the next token; ``token_ids`` are the prompt and the output.
+
+        A forbidden token, or one that would complete a bad word, is allowed where no other one is.
+        """
+        forced = self._forced(token_ids, prompt_len)
+        if forced is not None:
+            return self._rules.mask_of((forced,))
+        recent = token_ids[max(prompt_len, len(token_ids) - self._rules.longest) :]
+        excluded = {*self._rules.bad_ends(recent), *forbidden}
+        return without(self._rules.fixed, excluded) if excluded else self._rules.fixed
+
+    def _forced(self, token_ids: array[int], prompt_len: int) -> int | None:
+        """Return the next token of the end of reasoning, once the budget is used up."""
+        sampling = self._rules.sampling
+        if not sampling.thinking_end_ids or self._thinks_from == _ENDED:
+            return None
+        self._find_markers(token_ids, prompt_len)
+        if self._thinks_from < 0:
+            return None
+        beyond = len(token_ids) - prompt_len - self._thinks_from - sampling.thinking_token_budget
+        return sampling.thinking_end_ids[beyond] if beyond >= 0 else None
+
+    def _find_markers(self, token_ids: array[int], prompt_len: int) -> None:
+        sampling = self._rules.sampling
+        num_outputs = len(token_ids) - prompt_len
+        for end in range(self._scanned + 1, num_outputs + 1):
+            marker = sampling.thinking_start_ids if self._thinks_from == _UNBEGUN else sampling.thinking_end_ids
+            start = end - len(marker)
+            if start < max(0, self._thinks_from):
+                continue
+            if tuple(token_ids[prompt_len + start : prompt_len + end]) == marker:
+                self._thinks_from = end if self._thinks_from == _UNBEGUN else _ENDED
+            if self._thinks_from == _ENDED:
+                break
+        self._scanned = num_outputs
