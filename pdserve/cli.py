@@ -50,9 +50,9 @@ def _run(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         # The base layer never imports the programs; -P keeps the current directory off sys.path.
         os.execv(sys.executable, [sys.executable, "-P", "-m", PROGRAMS[argv[0]][0], *argv[1:]])
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if args.command is None:
-        _parser().print_help()
+        make_parser().print_help()
         return 2
     module, function = COMMANDS[args.command]
     return int(getattr(import_module(module), function)(args))
@@ -66,7 +66,7 @@ def make_key(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="pdserve",
         description="Serve large language models with prefill and decode on separate machines.",

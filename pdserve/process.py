@@ -41,8 +41,9 @@ class StatusWriter:
         """``fraction`` is 0 … 1 of this stage, or -1 where unknown."""
         self._write(state="loading", stage=stage, fraction=round(fraction, 4))
 
-    def ready(self) -> None:
-        self._write(state="ready")
+    def ready(self, kv_tokens: int = 0) -> None:
+        """``kv_tokens`` is the size of the KV cache of a node."""
+        self._write(state="ready", kv_tokens=kv_tokens)
 
     def failed(self, error: str) -> None:
         self._write(state="failed", error=error)

@@ -65,7 +65,8 @@ class Node:
         if not await self._unless(signals.stop, self._load()):
             return
         await self._enter(State.READY)
-        self._status.ready()
+        layout = self._engine.kv_layout
+        self._status.ready(layout.num_blocks * layout.block_size)
         _log.info("ready: %s, %s", self._context.config.served_model_name, self._describe_cache())
         await self._unless(signals.stop, self._watch_engine())
         await self._enter(State.DRAINING)

@@ -219,7 +219,12 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "compare KV read from a peer with the prefill node's digests; the same on all nodes (default: on)",
             choices=("on", "off"),
         ),
-        _Flag("gpu_memory_utilization", "F", "share of GPU memory to use (default %(default)s)", _fraction),
+        _Flag(
+            "gpu_memory_utilization",
+            "F",
+            "share of each GPU's memory for a node (default: 0.9; up divides it among the nodes of a GPU)",
+            _fraction,
+        ),
     ),
     "limits": (
         _Flag("max_num_seqs", "N", "sequences that decode at the same time (default %(default)s)", positive_int),

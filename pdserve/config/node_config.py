@@ -15,6 +15,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
 CUDA_GRAPHS = ("auto", "on", "off")
+GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +40,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     kernel_block_size: int | None = None  # tokens
     kv_cache_memory: int | None = None  # bytes
     kv_checksum: str | None = None  # on, off: compare KV read from a peer with its digests; None: on if there is KV
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None  # share of each GPU's memory for this node; None: 0.9
     attention_backend: str = "auto"
     cuda_graphs: str = "auto"  # auto: on if V2 runs on a GPU
     max_num_seqs: int = 256  # sequences that decode at the same time
@@ -52,6 +53,11 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_ranks(self) -> int:
         return self.pp * self.tp
+
+    @property
+    def memory_share(self) -> float:
+        """Share of each GPU's memory that this node may use."""
+        return self.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
     @property
     def simulated(self) -> bool:
@@ -89,7 +95,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: KVLayout
     kv_checksum: bool
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
-    gpu_memory_utilization: float  # share of GPU memory for weights, activations and KV cache together
+    gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
     attention_backend: str
     decision: Decision
     cuda_graphs: bool
@@ -156,7 +162,7 @@ def check_options(options: NodeOptions) -> None:
             f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "
             "each running sequence needs one token per step; raise the former or lower the latter"
         )
-    if not 0.0 < options.gpu_memory_utilization <= 1.0:
+    if options.gpu_memory_utilization is not None and not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization {options.gpu_memory_utilization} is not within 0 … 1")
     if options.simulated:
         _check_simulated(options)

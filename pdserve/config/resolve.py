@@ -79,7 +79,7 @@ def resolve(
         kv_layout=layout,
         kv_checksum=options.kv_checksum != "off" and not options.simulated,
         measure_kv_memory=_measures(options, device),
-        gpu_memory_utilization=options.gpu_memory_utilization,
+        gpu_memory_utilization=options.memory_share,
         attention_backend=backend,
         decision=decision,
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
@@ -221,14 +221,14 @@ def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, ch
         memory = min(_CPU_KV_MEMORY, device.memory // 8)
         choices.append(f"kv_cache_memory={memory}: 1 GiB on a CPU, at most an eighth of the memory")
         return memory
-    memory = int(device.memory * options.gpu_memory_utilization) - weights - _CUDA_RESERVE
+    memory = int(device.memory * options.memory_share) - weights - _CUDA_RESERVE
     if memory <= 0:
         raise CapacityError(
-            f"{device.name}: {options.gpu_memory_utilization:.0%} of {device.memory} bytes does not hold weights of "
+            f"{device.name}: {options.memory_share:.0%} of {device.memory} bytes does not hold weights of "
             f"{weights} bytes plus {_CUDA_RESERVE} for a step; use a larger GPU or a smaller model"
         )
     choices.append(
-        f"kv_cache_memory={memory}: an estimate, {options.gpu_memory_utilization:.0%} of the GPU less weights and "
+        f"kv_cache_memory={memory}: an estimate, {options.memory_share:.0%} of the GPU less weights and "
         "steps; at start the runner measures both and takes what is left"
     )
     return memory

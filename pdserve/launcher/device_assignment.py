@@ -1,12 +1,14 @@
-"""Device assignment of ``pdserve up``: parallel sizes, GPUs and threads of each node."""
+"""Device assignment of ``pdserve up``: parallel sizes, GPUs, shares of GPU memory and threads of each node."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.config.node_config import NodeOptions
+from pdserve.config.node_config import GPU_MEMORY_UTILIZATION, NodeOptions
+from pdserve.errors import ConfigError
 
 
 def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) -> NodeOptions:
@@ -16,24 +18,59 @@ def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) ->
 
 
 def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int) -> list[NodeOptions]:
-    """Return the nodes with GPUs and CPU threads assigned; options that the user set stay.
+    """Return the nodes with GPUs, shares of GPU memory and CPU threads assigned; options that the user set stay.
 
-    If every node has one rank, all share a GPU and the user limits their memory. Otherwise each rank gets a GPU,
-    starting at the configured index and wrapping around. ``num_threads`` is the machine's thread count.
+    Each rank gets a GPU of its own as long as they suffice, from the first node's ``cuda:N`` on. Further nodes share
+    the GPUs with the fewest nodes, and each of them gets an equal share of the memory. ``num_threads`` is the machine's
+    thread count. Raises ConfigError if nodes that share a GPU were told to use more than all of it.
     """
     num_ranks = sum(node.num_ranks for node in nodes)
-    assigned, gpu = [], _first_gpu(nodes[0].device)
-    for node in nodes:
-        threads = node.threads or max(1, num_threads * node.num_ranks // num_ranks)
-        device = node.device
-        if num_gpus and device != "cpu" and num_ranks > len(nodes):
-            if gpu + node.num_ranks > num_gpus:
-                gpu = _first_gpu(device)
-            device, gpu = f"cuda:{gpu}", gpu + node.num_ranks
-        assigned.append(msgspec.structs.replace(node, device=device, threads=threads))
+    gpus = _assign_gpus(nodes, num_gpus)
+    load = Counter(gpu for window in gpus for gpu in window)
+    assigned = []
+    for node, window in zip(nodes, gpus, strict=True):
+        changes: dict[str, object] = {"threads": node.threads or max(1, num_threads * node.num_ranks // num_ranks)}
+        if window:
+            changes["device"] = f"cuda:{window.start}"
+            changes["gpu_memory_utilization"] = _memory_share(node, window, max(load[gpu] for gpu in window))
+        assigned.append(msgspec.structs.replace(node, **changes))
     return assigned
 
 
-def _first_gpu(device: str) -> int:
-    """Return N of "cuda:N", else 0."""
-    return int(device.partition(":")[2] or 0)
+def gpus_of(node: NodeOptions) -> range:
+    """Return the GPUs of a node's ranks; none unless its device is ``cuda:N``."""
+    first = int(node.device.partition(":")[2] or 0)
+    return range(first, first + node.num_ranks if node.device.startswith("cuda:") else first)
+
+
+def _assign_gpus(nodes: Sequence[NodeOptions], num_gpus: int) -> list[range]:
+    """Return the GPUs of each node: the first adjacent ones with the fewest other nodes; none if the CPU runs it."""
+    first = int(nodes[0].device.partition(":")[2] or 0)
+    used: Counter[int] = Counter()
+    chosen = []
+    for node in nodes:
+        starts = (
+            range(first, num_gpus - node.num_ranks + 1) if node.device != "cpu" and not node.simulated else range(0)
+        )
+        windows = [range(start, start + node.num_ranks) for start in starts]
+        best = min(
+            windows, key=lambda gpus: (max(used[gpu] for gpu in gpus), sum(used[gpu] for gpu in gpus)), default=range(0)
+        )
+        used.update(best)
+        chosen.append(best)
+    return chosen
+
+
+def _memory_share(node: NodeOptions, gpus: range, num_nodes: int) -> float | None:
+    """Return the share of its GPUs' memory for a node, where ``num_nodes`` share the one with the most nodes."""
+    share = node.gpu_memory_utilization
+    if node.kv_cache_memory is not None or num_nodes == 1:
+        return share
+    if share is None:
+        return GPU_MEMORY_UTILIZATION / num_nodes
+    if share * num_nodes > 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization {share:g} is the share of each node, but {num_nodes} nodes share a GPU of "
+            f"cuda:{gpus.start} … cuda:{gpus.stop - 1}; give at most {1 / num_nodes:.2g}, or leave it out"
+        )
+    return share

@@ -61,6 +61,7 @@ class Child:
     stage: str = ""
     fraction: float = -1.0  # progress of the stage, 0 … 1; -1 if unknown
     address: str = ""  # host:port, once it listens
+    kv_tokens: int = 0  # size of the KV cache of a ready node
     error: str = ""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -74,6 +75,7 @@ class Child:
                 self.state, self.stage, self.fraction = "loading", status["stage"], status["fraction"]
             case "ready":
                 self.state, self.stage, self.fraction = "ready", "", -1.0
+                self.kv_tokens = status["kv_tokens"]
             case "failed":
                 self.state, self.error = "failed", status["error"]
 

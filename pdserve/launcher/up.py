@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
-from typing import NamedTuple
 
-import msgspec
-
-from pdserve.config.device import find_gpus, node_devices
-from pdserve.config.flags import flag_words, node_flags_of, options_from
-from pdserve.config.node_config import NodeConfig, NodeOptions
-from pdserve.config.pooling import EMBED
-from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
-from pdserve.launcher.device_assignment import assign_devices, with_parallel_sizes
+from pdserve.launcher.local_fleet import FleetPlan, LocalFleet
 from pdserve.launcher.startup_display import StartupDisplay, make_display
 from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
+from pdserve.launcher.welcome import welcome
 from pdserve.logs import choose_format, set_process_fields
 from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, say
 from pdserve.rpc.address import probe_port
 
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
-ROUTER_FLAGS = (  # forwarded to the router
-    *("api_keys", "tls_cert", "tls_key", "grpc_tls", "trace_sample"),
-    *("metrics_port", "metrics_host", "metrics_client_names", "generation_config"),
-)
-COMMON_FLAGS = ("traces", "log_requests", "drain_timeout")  # forwarded to the router and the nodes
 DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout for leases and process exits
-LOCAL = "127.0.0.1"  # nodes listen here
 
 
 def up(args: argparse.Namespace) -> int:
@@ -54,7 +39,7 @@ def up(args: argparse.Namespace) -> int:
             display.close()
         if stop.received:
             return EXIT_INTERRUPTED
-        print(welcome(fleet.url, plan.config, needs_key=args.api_keys is not None), flush=True)
+        print(welcome(fleet.url, plan.config, fleet.nodes, True, args.api_keys is not None), flush=True)
         watch(children, make_display((), live=False), until=lambda: stop.received)
         if not stop.immediate:
             say("draining; a second signal stops at once", level="INFO")
@@ -62,84 +47,6 @@ def up(args: argparse.Namespace) -> int:
             children.drain(lambda: stop.immediate or time.monotonic() > deadline)
         say("stopping", level="INFO")
     return 0
-
-
-class FleetPlan(NamedTuple):
-    """The options of all nodes to start, and the resolved configuration of a decode node."""
-
-    prefill: list[NodeOptions]
-    decode: list[NodeOptions]
-    config: NodeConfig
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> FleetPlan:
-        """Raises ConfigError or CapacityError if some node could not run with these flags."""
-        options = options_from(args)
-        prefill = with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)
-        decode = with_parallel_sizes(options, args.decode_pp, args.decode_tp)
-        for each in (prefill, decode):
-            config = resolve(each, node_devices(each, each.num_ranks)[0])
-        model = {"model": config.model_dir, "served_model_name": config.served_model_name}
-        nodes = [msgspec.structs.replace(each, **model) for each in [prefill] * args.prefill + [decode] * args.decode]
-        if config.pooling is not None:  # prefill nodes alone serve it
-            nodes = nodes[: args.prefill]
-        nodes = assign_devices(nodes, len(find_gpus()), config.threads)
-        return cls(nodes[: args.prefill], nodes[args.prefill :], config)
-
-
-class LocalFleet:
-    """Start each process as soon as the addresses it needs are known."""
-
-    def __init__(self, children: Supervisor, plan: FleetPlan, args: argparse.Namespace) -> None:
-        self._children = children
-        self._plan = plan
-        self._args = args
-        self._prefill = self._spawn_nodes("prefill", plan.prefill, [])
-        self._decode: list[Child] = []
-        self._router: Child | None = None
-
-    @property
-    def url(self) -> str:
-        """URL of the router for clients on this machine. The router must be ready."""
-        assert self._router is not None
-        host, _, port = self._router.address.rpartition(":")
-        scheme = "http" if self._args.tls_cert is None else "https"
-        return f"{scheme}://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
-
-    def advance(self) -> bool:
-        """Start the processes that can start now. Return True once all are ready."""
-        if self._plan.decode and not self._decode and _listening(self._prefill):
-            peers = _flags("--prefill", self._prefill)
-            self._decode = self._spawn_nodes("decode", self._plan.decode, peers)
-        if self._router is None and _listening(self._decode if self._plan.decode else self._prefill):
-            self._router = self._spawn_router()
-        return self._router is not None and all(child.state == "ready" for child in self._children.children)
-
-    def _spawn_nodes(self, role: str, nodes: list[NodeOptions], flags: list[str]) -> list[Child]:
-        flags = ["--host", LOCAL, *self._forwarded(COMMON_FLAGS), *flags]
-        names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
-        return [
-            self._children.spawn(name, f"{role}_node", [*node_flags_of(options), *flags])
-            for name, options in zip(names, nodes, strict=True)
-        ]
-
-    def _spawn_router(self) -> Child:
-        peers = _flags("--prefill", self._prefill) + _flags("--decode", self._decode)
-        model = [self._plan.config.model_dir, "--served-model-name", self._plan.config.served_model_name]
-        address = ["--host", self._args.host, "--port", str(self._args.port)]
-        forwarded = self._forwarded((*ROUTER_FLAGS, *COMMON_FLAGS))
-        return self._children.spawn("router", "router", [*model, *address, *forwarded, *peers])
-
-    def _forwarded(self, names: Iterable[str]) -> list[str]:
-        return [word for name in names for word in flag_words(name, getattr(self._args, name))]
-
-
-def _listening(children: list[Child]) -> bool:
-    return bool(children) and all(child.address for child in children)
-
-
-def _flags(flag: str, children: list[Child]) -> list[str]:
-    return [word for child in children for word in (flag, child.address)]
 
 
 def watch(children: Supervisor, display: StartupDisplay, until: Callable[[], bool]) -> None:
@@ -213,39 +120,3 @@ def check_port(host: str, port: int) -> None:
                 f"port {port} on {host} is in use; stop the process that listens there or choose another --port"
             ) from exc
         raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
-
-
-def welcome(url: str, config: NodeConfig, needs_key: bool = False) -> str:
-    body: dict[str, object] = {"model": config.served_model_name}
-    if config.pooling is not None:
-        return _welcome_to_vectors(url, config, config.pooling.task, needs_key)
-    if has_chat_template(Path(config.model_dir)):
-        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello"}]
-    else:
-        path, body["prompt"] = "completions", "Hello"
-    body |= {"max_tokens": 32, "stream": True}
-    return _example(url, config, path, body, needs_key)
-
-
-def _welcome_to_vectors(url: str, config: NodeConfig, task: str, needs_key: bool) -> str:
-    if task == EMBED:
-        body: dict[str, object] = {"model": config.served_model_name, "input": ["Hello", "world"]}
-        return _example(url, config, "embeddings", body, needs_key)
-    pair = {"query": "capital of France", "documents": ["Paris", "a river"]}
-    return _example(url, config, "rerank", {"model": config.served_model_name, **pair}, needs_key)
-
-
-def _example(url: str, config: NodeConfig, path: str, body: dict[str, object], needs_key: bool) -> str:
-    text = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
-    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
-    return (
-        f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it). Try:\n\n"
-        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
-    )
-
-
-def has_chat_template(model_dir: Path) -> bool:
-    if (model_dir / "chat_template.jinja").is_file():
-        return True
-    config = model_dir / "tokenizer_config.json"
-    return config.is_file() and "chat_template" in json.loads(config.read_bytes())

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,49 +22,96 @@ _log = logging.getLogger(__name__)
 
 #: Reserve beyond the measured peak, because PyTorch's allocator cannot always reuse its free memory.
 _FRAGMENTATION = 512 << 20  # bytes
+_LATER = 512 << 20  # bytes that libraries take after the measurement: registered memory, kernels
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class MemoryUse(NamedTuple):
+    """Bytes of a GPU after a trial run of the largest steps."""
+
+    total: int
+    free: int  # for any process
+    allocated: int  # by PyTorch in this process: weights
+    peak: int  # of PyTorch in this process: weights and the largest step
+    graphs: int  # CUDA graphs, captured later
+    libraries: int  # of this process, outside of PyTorch
+
+    def room_for_kv(self, share: float) -> int:
+        """Return what is left for the KV cache of ``share`` of the GPU, at most what other processes leave free."""
+        unused = int(self.total * share) - self.peak - self.graphs - self.libraries
+        free = self.free - (self.peak - self.allocated) - self.graphs - _LATER
+        return max(min(unused, free) - _FRAGMENTATION, 0)
+
+
+class MemoryMeter:
+    """Measures the memory of this process on a GPU that other processes may use too.
+
+    Make it before the process loads weights. Memory that another process takes or frees until ``measure`` counts as
+    this process's libraries, so processes that share a GPU load one after the other (``pdserve up`` sees to it).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outside = self._outside_of_pytorch()
+
+    def measure(self, peak: int, graphs: int) -> MemoryUse:
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        libraries = max(self._outside_of_pytorch() - self._outside, 0)
+        return MemoryUse(total, free, torch.cuda.memory_allocated(self._device), peak, max(graphs, 0), libraries)
+
+    def _outside_of_pytorch(self) -> int:
+        """Return the bytes in use by other processes, and by libraries of this one."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
+
+
 def layout_that_fits(
-    config: NodeConfig, parallel: ParallelState, try_out: Callable[[NodeConfig, KVLayout], int]
+    config: NodeConfig,
+    parallel: ParallelState,
+    memory: MemoryMeter,
+    try_out: Callable[[NodeConfig, KVLayout], int],
 ) -> KVLayout:
     """Return the largest KV cache that leaves room for every step, on a GPU with loaded weights.
 
     ``try_out(config, layout)`` runs the largest steps on a small cache, frees everything, and returns the bytes that
-    remain in use (CUDA graphs). The cache gets the usable memory less these, the peak of PyTorch's allocator, and the
-    use of other processes and libraries. All ranks get as many blocks as the one with the least room. Raises
-    CapacityError if a sequence of ``max_model_len`` tokens does not fit.
+    remain in use (CUDA graphs). All ranks get as many blocks as the one with the least room. Raises CapacityError if a
+    sequence of ``max_model_len`` tokens does not fit.
     """
-    device = parallel.device
     few = -(-config.max_batch_tokens // config.kv_layout.block_size)
     small = msgspec.structs.replace(config.kv_layout, num_blocks=few)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    kept = try_out(config, small)
-    peak = torch.cuda.max_memory_allocated(device) - small.total_bytes
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    usable = int(total * config.gpu_memory_utilization)
-    left = max(usable - others - peak - kept - _FRAGMENTATION, 0)
-    num_blocks = parallel.all_reduce_min(min(left // config.kv_layout.block_bytes, MAX_BLOCKS))
+    torch.cuda.reset_peak_memory_stats(parallel.device)
+    graphs = try_out(config, small)
+    use = memory.measure(torch.cuda.max_memory_allocated(parallel.device) - small.total_bytes, graphs)
+    room = use.room_for_kv(config.gpu_memory_utilization)
+    num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
     _log.info(
-        "GPU memory: %s usable = weights and largest step %s + CUDA graphs %s + outside of PyTorch %s + reserve %s + "
-        "KV cache %s (%d blocks)",
-        *(gib(size) for size in (usable, peak, kept, others, _FRAGMENTATION, layout.total_bytes)),
+        "GPU memory: of %s, %.0f%% for this node; weights and largest step %s, CUDA graphs %s, libraries %s, "
+        "KV cache %s (%d blocks); %s were free",
+        gib(use.total),
+        100 * config.gpu_memory_utilization,
+        *(gib(size) for size in (use.peak, use.graphs, use.libraries, layout.total_bytes)),
         layout.num_blocks,
+        gib(use.free),
     )
+    _check_longest(config, layout)
+    return layout
+
+
+def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
+    """Raise CapacityError unless the KV cache holds the longest sequence."""
     room = layout.num_blocks * layout.block_size
     if room < config.max_model_len:
         raise CapacityError(
             f"{gib(layout.total_bytes)} left for the KV cache hold {room} tokens, less than one sequence of "
-            f"{config.max_model_len}; lower --max-model-len or --max-batch-tokens, or raise --gpu-memory-utilization"
+            f"{config.max_model_len}; lower --max-model-len or --max-batch-tokens, raise --gpu-memory-utilization, or "
+            "end other processes on the GPU"
         )
-    return layout
 
 
 def check_room(

@@ -1,0 +1,55 @@
+"""What ``pdserve up`` prints once all processes are ready: where each runs, and a request to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.pooling import EMBED
+from pdserve.launcher.local_fleet import Member
+
+
+def welcome(url: str, config: NodeConfig, nodes: Sequence[Member], dashboard: bool, needs_key: bool) -> str:
+    """Return the URLs, the table of nodes and an example request."""
+    path, body = _example_body(config)
+    text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False).replace("'", "'\\''")
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    watch = f"Dashboard: {url}/dashboard\n" if dashboard else ""
+    return (
+        f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
+    )
+
+
+def node_table(nodes: Sequence[Member]) -> str:
+    """Return a line per node: name, devices, KV cache, address."""
+    rows = []
+    for node in nodes:
+        assert node.child is not None
+        rows.append((node.name, node.device, f"{node.child.kv_tokens:,} KV tokens", node.child.address))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(
+        f"  {name:<{widths[0]}}  {device:<{widths[1]}}  {tokens:>{widths[2]}}  {address}\n"
+        for name, device, tokens, address in rows
+    )
+
+
+def _example_body(config: NodeConfig) -> tuple[str, dict[str, object]]:
+    """Return path and body of a request, without the model."""
+    if config.pooling is not None and config.pooling.task == EMBED:
+        return "embeddings", {"input": ["Hello", "world"]}
+    if config.pooling is not None:
+        return "rerank", {"query": "capital of France", "documents": ["Paris", "a river"]}
+    limits: dict[str, object] = {"max_tokens": 32, "stream": True}
+    if has_chat_template(Path(config.model_dir)):
+        return "chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **limits}
+    return "completions", {"prompt": "Hello", **limits}
+
+
+def has_chat_template(model_dir: Path) -> bool:
+    if (model_dir / "chat_template.jinja").is_file():
+        return True
+    config = model_dir / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_bytes())

@@ -1,0 +1,78 @@
+"""The order in which ``pdserve up`` starts processes, and the table of nodes that it prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from pdserve.cli import make_parser
+from pdserve.config.node_config import DeviceInfo
+from pdserve.launcher import local_fleet
+from pdserve.launcher.local_fleet import FleetPlan, LocalFleet
+from pdserve.launcher.supervisor import Child, Supervisor
+from pdserve.launcher.welcome import node_table
+
+GIB = 1 << 30
+
+
+class Starts:
+    """Records the processes that a fleet starts, in place of a Supervisor."""
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self.flags: dict[str, list[str]] = {}
+
+    def spawn(self, name: str, module: str, argv: Sequence[str]) -> Child:
+        child = Child(name, module, cast(Any, None), -1, address=f"127.0.0.1:{9000 + len(self.children)}")
+        self.children.append(child)
+        self.flags[name] = list(argv)
+        return child
+
+
+def fleet_on(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str) -> tuple[LocalFleet, Starts]:
+    """Return the fleet of ``pdserve up`` on a machine with GPUs, which only placement sees, and what it starts."""
+    gpus = [DeviceInfo(kind="cuda", index=index, name="GPU", memory=80 * GIB) for index in range(num_gpus)]
+    monkeypatch.setattr(local_fleet, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(local_fleet, "node_devices", lambda options, count: gpus[:count])
+    args: argparse.Namespace = make_parser().parse_args(["up", *flags])
+    starts = Starts()
+    return LocalFleet(cast(Supervisor, starts), FleetPlan.of(args), args), starts
+
+
+def test_nodes_that_share_a_gpu_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, starts = fleet_on(monkeypatch, 2, "--prefill", "2", "--decode", "2")
+    fleet.advance()
+    assert [child.name for child in starts.children] == ["prefill-0", "prefill-1"]
+    starts.children[1].state = "ready"
+    fleet.advance()
+    assert [child.name for child in starts.children][2:] == ["decode-1"]
+    starts.children[0].state = "loading"
+    fleet.advance()
+    assert len(starts.children) == 3
+    starts.children[0].state = "ready"
+    fleet.advance()
+    assert [child.name for child in starts.children][3:] == ["decode-0", "router"]
+    assert "0.45" in starts.flags["decode-0"]
+    assert not fleet.advance()
+    for child in starts.children:
+        child.state, child.kv_tokens = "ready", 123_456
+    assert fleet.advance()
+    table = node_table(fleet.nodes).splitlines()
+    assert table[0].split("  ")[1:] == [
+        "prefill-0",
+        "cuda:0 (45% of the memory)",
+        "123,456 KV tokens",
+        "127.0.0.1:9000",
+    ]
+    assert [line.split()[1] for line in table] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_nodes_with_own_gpus_load_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, starts = fleet_on(monkeypatch, 3, "--device", "cuda", "--decode-tp", "2")
+    fleet.advance()
+    assert [child.name for child in starts.children] == ["prefill", "decode", "router"]
+    assert [node.device for node in fleet.nodes] == ["cuda:0", "cuda:1, cuda:2"]
+    assert "--gpu-memory-utilization" not in starts.flags["decode"]
