@@ -31,13 +31,14 @@ from router.text.chat.parsers import parser_name, parser_names
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``prefill`` and ``decode`` are sources of node addresses (pdserve/discovery/sources.py)."""
+    """``prefill``, ``decode`` and ``node`` are sources of node addresses (pdserve/discovery/sources.py)."""
 
     models: tuple[tuple[str, str], ...]  # name in the API; directory or hub id
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()  # of both roles
     policy: str = PREFIX_AWARE
     request_timeout: float = 600.0  # seconds
     migrations: int = 2  # per prompt
@@ -92,6 +93,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     source: dict[str, Any] = {"type": node_source, "action": "append", "default": [], "metavar": "SOURCE"}
     parser.add_argument("--prefill", help=f"addresses of prefill nodes: {sources}; repeatable", **source)
     parser.add_argument("--decode", help="addresses of decode nodes, likewise; repeatable", **source)
+    both = "addresses of nodes that prefill and decode (`pdserve serve`), likewise; repeatable"
+    parser.add_argument("--node", help=both, **source)
     add("--policy", "how to choose nodes (default %(default)s)", choices=[*POLICIES])
     add("--request-timeout", "time limit of a request in seconds (default %(default)g)", "S", _timeout)
     migrations = "how often a request may continue on another decode node after a failure; 0: never"
@@ -146,7 +149,7 @@ def router_options_from(args: argparse.Namespace) -> RouterOptions:
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name != "models"}
-    fields |= {"prefill": tuple(args.prefill), "decode": tuple(args.decode), "cors_origins": tuple(args.cors_origins)}
+    fields |= {name: tuple(fields[name]) for name in ("prefill", "decode", "node", "cors_origins")}
     return RouterOptions(models=_models(args), **fields)
 
 

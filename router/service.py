@@ -18,6 +18,7 @@ from pdserve.tracing.spans import NO_TRACER, Tracer
 from router.dashboard.dashboard_state import DashboardState
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
+from router.fleet.policy import BOTH
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile
 from router.loop_lag import LoopLag
@@ -71,10 +72,10 @@ class Service:
         self.tracer = tracer
         self.metrics = RouterMetrics(options.metrics_client_names)
         tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
-        self.nodes = Nodes({"prefill": options.prefill, "decode": options.decode}, tokenizers.keys(), tls)
+        sources = {"prefill": options.prefill, "decode": options.decode, BOTH: options.node}
+        self.nodes = Nodes(sources, tokenizers.keys(), tls)
         self.nodes.on_change(self._count_nodes)
-        roles = [role for role, sources in (("prefill", options.prefill), ("decode", options.decode)) if sources]
-        self._counted = {(role, name) for role in roles for name in tokenizers}
+        self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
             fleet = Fleet(name, self.nodes, options.policy, self.metrics)

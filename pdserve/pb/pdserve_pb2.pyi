@@ -108,7 +108,7 @@ class NodeDescription(_message.Message):
     epoch: _builtins.str
     """random id, drawn at each start"""
     role: _builtins.str
-    """"prefill" or "decode" """
+    """"prefill", "decode" or "both" """
     state: _builtins.str
     """"loading", "connecting", "ready", "stuck", "draining" """
     model: _builtins.str

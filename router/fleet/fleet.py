@@ -122,7 +122,7 @@ class Fleet:
         """Choose a prefill node that is not in ``left``, for prompts of ``num_tokens``. Raises Overloaded."""
         chosen = pooling_node(self._policy, self.snapshot(), task, num_tokens, left)
         self._nodes.placement_counter += 1
-        return self._nodes.known()["prefill", chosen]
+        return self._nodes.find("prefill", chosen)
 
     def has_decode_node(self, accepts: Callable[[NodeView], bool]) -> bool:
         """Return whether an accepted decode node is ready, and not stalled."""
@@ -154,14 +154,12 @@ class Fleet:
         if worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
             request = self._policy_request(prefix)
         else:
-            views = tuple(view for view in views if view.role == "decode")
-            request = PolicyRequest(prefix.num_tokens)
+            request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
         snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter, typical)
         chosen = POLICIES[self._policy](snapshot, request)
         self._nodes.placement_counter += 1
-        known = self._nodes.known()
-        decode = known["decode", chosen.decode]
-        prefill = None if chosen.prefill is None else known["prefill", chosen.prefill]
+        decode = self._nodes.find("decode", chosen.decode)
+        prefill = None if chosen.prefill is None else self._nodes.find("prefill", chosen.prefill)
         message.prefill_node = chosen.prefill or ""
         view = decode.view()
         assert decode.stream is not None, "a ready decode node has a stream"

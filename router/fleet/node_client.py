@@ -1,4 +1,4 @@
-"""One node as the router sees it: its reports and, for a decode node, the stream of requests to it."""
+"""One node as the router sees it: its reports and, if it decodes, the stream of requests to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdserve.rpc.errors import error_from_rpc, rpc_reason
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
 from pdserve.rpc.protobuf import throughput_from_pb
 from pdserve.rpc.tls import PeerTls
-from router.fleet.policy import GENERATE, NodeView
+from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 from router.fleet.serve_stream import NodeLost, ServeStream
 
@@ -40,7 +40,7 @@ PoolCall = grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]
 
 
 class NodeClient:
-    """Keeps ``description`` and load up to date and, for a ready decode node, ``stream`` open. Starts at once.
+    """Keeps ``description`` and load up to date and, for a ready node that decodes, ``stream`` open. Starts at once.
 
     The connection ends with the node's process, and keepalive (channel.py) detects a lost host. Reports show restarts
     and changed peers, and their absence a process that hangs with its connection open.
@@ -58,10 +58,11 @@ class NodeClient:
     ) -> None:
         self.address = address
         self.role = role
+        self._decodes = role in ("decode", BOTH)
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
         self.cached: CachedBlocks | None = None  # while there is a description
-        self.in_flight = 0  # requests of this router; on P, those without a token yet
+        self.in_flight = 0  # requests of this router; prompts for peers only until their first token
         self.unlisted = False  # discovery has dropped it: it gets no new request
         self._prefixes = prefixes
         self._on_change = on_change
@@ -87,7 +88,7 @@ class NodeClient:
 
     @property
     def ready(self) -> bool:
-        return self._usable and (self.role == "prefill" or (self.stream is not None and self.stream.open))
+        return self._usable and (not self._decodes or (self.stream is not None and self.stream.open))
 
     @property
     def _usable(self) -> bool:
@@ -238,7 +239,7 @@ class NodeClient:
         if len(self.cached) > _MAX_CACHED:
             raise ValueError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
         assert self.description is not None, "the first report has a description"
-        if self._usable and self.role == "decode" and self.stream is None:
+        if self._usable and self._decodes and self.stream is None:
             limit = request_limit(self.description.max_model_len)
             self.stream = ServeStream(self._dialer.channel, self.description.node_id, limit, self._on_stream_change)
             changed = True

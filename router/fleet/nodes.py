@@ -12,7 +12,7 @@ from typing import Any
 from pdserve.discovery.sources import Directory
 from pdserve.rpc.tls import PeerTls
 from router.fleet.node_client import NodeClient
-from router.fleet.policy import NodeView
+from router.fleet.policy import BOTH, NodeView
 from router.fleet.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,11 @@ class Nodes:
                     if key not in self._known or node.ready:
                         self._known[key] = node
         return self._known
+
+    def find(self, role: str, node_id: str) -> NodeClient:
+        """Return the known node that takes requests of a role."""
+        known = self.known()
+        return known.get((role, node_id)) or known[BOTH, node_id]
 
     def views(self) -> tuple[NodeView, ...]:
         return tuple(view for node in self.known().values() if (view := node.view()) is not None)

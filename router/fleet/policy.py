@@ -17,13 +17,14 @@ _SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within wh
 
 GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # of nodes
 POOLING = (EMBED, CLASSIFY)
+BOTH = "both"  # role of a node that prefills and decodes
 
 
 class NodeView(msgspec.Struct, frozen=True):
     """A node as this router knows it. ``node_id`` is unique."""
 
     node_id: str
-    role: str  # "prefill" or "decode"
+    role: str  # "prefill", "decode" or "both"
     model: str
     ready: bool
     compat_hash: str = ""
@@ -36,14 +37,24 @@ class NodeView(msgspec.Struct, frozen=True):
     task: str = GENERATE
 
     @property
+    def decodes(self) -> bool:
+        return self.role in ("decode", BOTH)
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes prompts for other nodes."""
+        return self.role in ("prefill", BOTH)
+
+    @property
     def serves(self) -> bool:
-        """Whether the node takes requests from routers: a decode node, or a prefill node that pools."""
-        return self.ready and (self.role == "decode") == (self.task == GENERATE)
+        """Whether the node takes requests from routers: one that decodes, or a prefill node that pools."""
+        return self.ready and self.decodes == (self.task == GENERATE)
 
     def reads_from(self, prefill: NodeView) -> bool:
-        """Return whether this D can read KV of that P."""
+        """Return whether this D can read KV of that P, which is another node."""
         return (
-            prefill.node_id in self.connected_peers
+            prefill.node_id != self.node_id
+            and prefill.node_id in self.connected_peers
             and prefill.compat_hash == self.compat_hash
             and prefill.version == self.version
         )
@@ -61,15 +72,20 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     typical: Throughput | None = None
 
     def usable(self, role: str) -> list[NodeView]:
-        ready = [node for node in self.nodes if node.role == role and node.ready and node.model == self.model]
+        roles = (role, BOTH)
+        ready = [node for node in self.nodes if node.role in roles and node.ready and node.model == self.model]
         return [node for node in ready if not node.stalled] or ready
 
 
 class PolicyRequest(msgspec.Struct, frozen=True):
-    """A prompt; ``cached`` are its leading tokens in each node's prefix cache, by node id, zeros left out."""
+    """A prompt; ``cached`` are its leading tokens in each node's prefix cache, by node id, zeros left out.
+
+    Without ``may_hand_off`` the decode node computes it.
+    """
 
     num_tokens: int
     cached: Mapping[str, int] = {}
+    may_hand_off: bool = True
 
     def uncached(self, node_id: str) -> int:
         """Prompt tokens to compute on a node; at least one."""
@@ -89,17 +105,17 @@ Policy = Callable[[FleetSnapshot, PolicyRequest], NodeChoice]
 
 def round_robin(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     """Cycle through the D, and through the P that D can read from."""
-    return _cycle(snapshot, _decode_nodes(snapshot), lambda prefills: prefills)
+    return _cycle(snapshot, request, _decode_nodes(snapshot), lambda prefills: prefills)
 
 
 def least_loaded(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     """Choose the D with the fewest requests, then the P with the fewest that D can read from."""
-    return _cycle(snapshot, _fewest_requests(_decode_nodes(snapshot)), _fewest_requests)
+    return _cycle(snapshot, request, _fewest_requests(_decode_nodes(snapshot)), _fewest_requests)
 
 
 def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     """Choose the pair, or the D alone, of the lowest cost by pdserve/request_cost.py."""
-    decodes, prefills = _decode_nodes(snapshot), snapshot.usable("prefill")
+    decodes, prefills = _decode_nodes(snapshot), _prefill_nodes(snapshot, request)
     typical = snapshot.typical or typical_throughput([*decodes, *prefills])
     ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
     candidates: list[_Candidate] = []
@@ -156,11 +172,18 @@ def _decode_nodes(snapshot: FleetSnapshot) -> list[NodeView]:
     return nodes
 
 
+def _prefill_nodes(snapshot: FleetSnapshot, request: PolicyRequest) -> list[NodeView]:
+    return snapshot.usable("prefill") if request.may_hand_off else []
+
+
 def _cycle(
-    snapshot: FleetSnapshot, decodes: list[NodeView], best: Callable[[list[NodeView]], list[NodeView]]
+    snapshot: FleetSnapshot,
+    request: PolicyRequest,
+    decodes: list[NodeView],
+    best: Callable[[list[NodeView]], list[NodeView]],
 ) -> NodeChoice:
     decode = decodes[snapshot.counter % len(decodes)]
-    prefills = best([node for node in snapshot.usable("prefill") if decode.reads_from(node)])
+    prefills = best([node for node in _prefill_nodes(snapshot, request) if decode.reads_from(node)])
     return NodeChoice(decode.node_id, prefills[snapshot.counter % len(prefills)].node_id if prefills else None)
 
 

@@ -98,6 +98,25 @@ def test_unlisted_node_finishes_its_requests(pair: Pair) -> None:
     asyncio.run(run())
 
 
+def test_node_with_both_roles_takes_requests(pair: Pair) -> None:
+    node = pair.first
+    node.description.role = "both"
+
+    async def run() -> None:
+        nodes = Nodes({}, {MODEL})
+        fleet = Fleet(MODEL, nodes, "prefix-aware", RouterMetrics())
+        nodes.listed("both", frozenset({node.address}))
+        await nodes.wait_until(lambda: nodes.complete and nodes.ready)
+        outputs = Outputs()
+        call = fleet.generate(request(), outputs)
+        assert await outputs.token() == 1
+        call.cancel()
+        assert [(view.decodes, view.prefills) for view in nodes.views()] == [(True, True)]
+        await nodes.close()
+
+    asyncio.run(run())
+
+
 def test_node_with_two_addresses_counts_once(pair: Pair) -> None:
     first = pair.first
 

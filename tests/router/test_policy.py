@@ -177,7 +177,7 @@ loads = st.builds(
 views = st.builds(
     NodeView,
     node_id=st.sampled_from("abcdefgh"),
-    role=st.sampled_from(["prefill", "decode"]),
+    role=st.sampled_from(["prefill", "decode", "both"]),
     model=st.sampled_from("mx"),
     ready=st.booleans(),
     compat_hash=st.sampled_from("hk"),
@@ -198,7 +198,8 @@ snapshots = st.builds(
 @st.composite
 def asks(draw: st.DrawFn) -> PolicyRequest:
     num_tokens = draw(st.integers(1, 20_000))
-    return PolicyRequest(num_tokens, draw(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, num_tokens - 1))))
+    cached = draw(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, num_tokens - 1)))
+    return PolicyRequest(num_tokens, cached, draw(st.booleans()))
 
 
 @every_policy
@@ -211,9 +212,12 @@ def test_only_ready_compatible_nodes_are_paired(policy: Policy, snapshot: FleetS
     assert policy(snapshot, ask) == placement
     chosen = next(node for node in snapshot.nodes if node.node_id == placement.decode)
     assert chosen in usable
+    assert chosen.decodes
     if placement.prefill is not None:
+        assert ask.may_hand_off
+        assert placement.prefill != placement.decode
         peer = next(node for node in snapshot.nodes if node.node_id == placement.prefill)
-        assert (peer.role, peer.ready, peer.model) == ("prefill", True, "m")
+        assert (peer.prefills, peer.ready, peer.model) == (True, True, "m")
         assert (peer.compat_hash, peer.version) == (chosen.compat_hash, chosen.version)
         assert peer.node_id in chosen.connected_peers
 
