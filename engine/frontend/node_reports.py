@@ -141,6 +141,7 @@ class NodeReports:
             decoding=status.decoding,
             for_peers=status.for_peers,
             prompt_share=self._prompt_share.update(status.totals.prompt_seconds, time.monotonic()),
+            itl_target_ms=status.itl_target * 1e3,
         )
 
 

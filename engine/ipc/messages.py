@@ -319,6 +319,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     paused: int = 0
     decoding: int = 0  # of ``running``, without prompts
     for_peers: int = 0  # of ``waiting`` and ``running``, prompts that other nodes decode
+    itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
 
 
 class Batch(msgspec.Struct, tag=True):

@@ -265,6 +265,7 @@ class NodeLoad(_message.Message):
     DECODING_FIELD_NUMBER: _builtins.int
     FOR_PEERS_FIELD_NUMBER: _builtins.int
     PROMPT_SHARE_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_MS_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     total_blocks: _builtins.int
     waiting: _builtins.int
@@ -279,6 +280,8 @@ class NodeLoad(_message.Message):
     """prompts for other nodes: of ``waiting`` and ``running``; the rest decodes here"""
     prompt_share: _builtins.float
     """share of the last seconds that steps spent on prompts, 0 … 1"""
+    itl_target_ms: _builtins.float
+    """gap between tokens that steps with decodes and prompts keep; 0: none. Every second step has no prompts"""
     @_builtins.property
     def throughput(self) -> Global___Throughput: ...
     def __init__(
@@ -293,10 +296,11 @@ class NodeLoad(_message.Message):
         decoding: _builtins.int = ...,
         for_peers: _builtins.int = ...,
         prompt_share: _builtins.float = ...,
+        itl_target_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["throughput", b"throughput"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "itl_target_ms", b"itl_target_ms", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
