@@ -15,7 +15,7 @@ import msgspec
 
 from pdserve.errors import DeadlineExceeded, ModelNotFound, NodeError, Overloaded, PdserveError, RequestError, cut
 
-_MAX_MESSAGE = 1000  # characters; messages quote clients and templates
+MAX_MESSAGE = 1000  # characters; messages quote clients and templates
 
 
 class Unauthorized(PdserveError):
@@ -88,4 +88,4 @@ def error_body(error: PdserveError) -> bytes:
 
 def encode_error(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
     param = None if param is None else cut(param)
-    return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, _MAX_MESSAGE), kind, param, code)))
+    return msgspec.json.encode(ErrorResponse(ErrorInfo(cut(message, MAX_MESSAGE), kind, param, code)))

@@ -114,6 +114,8 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limit: int, defaults: Gener
     room = limit - prompt_len
     if body.output_limit is not None:
         wanted = max(body.output_limit, 1)
+        if body.lowers_max_tokens:
+            wanted = max(min(wanted, room), 1)
     else:
         usual = room if isinstance(body, ChatBody) else _DEFAULT_COMPLETION_TOKENS
         wanted = max(min(_first(defaults.max_tokens(prompt_len), usual), room), 1)

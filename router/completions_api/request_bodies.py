@@ -82,6 +82,11 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
         return self.max_tokens
 
     @property
+    def lowers_max_tokens(self) -> bool:
+        """Whether a limit beyond the context is lowered to the room that the prompt leaves; else it is an error."""
+        return False
+
+    @property
     def num_logprobs(self) -> int:
         """Alternatives per output token; -1: no log-probabilities."""
         raise NotImplementedError

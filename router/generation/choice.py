@@ -10,7 +10,10 @@ from router.text.stop_strings import StopMatcher, StopStrings
 
 
 class Choice:
-    """``finish_reason`` is empty while the choice runs; ``token_offset`` is where the latest token's text begins."""
+    """``finish_reason`` is empty while the choice runs; ``token_offset`` is where the latest token's text begins.
+
+    ``stop_string`` is the stop string that ended the choice; empty if another reason did.
+    """
 
     __slots__ = (
         "_detokenizer",
@@ -18,6 +21,7 @@ class Choice:
         "finish_reason",
         "index",
         "last_token_at",
+        "stop_string",
         "text_length",
         "token_ids",
         "token_offset",
@@ -31,6 +35,7 @@ class Choice:
         self.text_length = 0  # characters, including those held back
         self.token_offset = 0
         self.finish_reason = ""
+        self.stop_string = ""
         self.last_token_at = 0.0  # time.monotonic
 
     def feed(self, output: pb.Output) -> str:
@@ -51,6 +56,7 @@ class Choice:
         text, stopped = self._stops.push(text)
         if stopped:
             self.finish_reason = "stop"
+            self.stop_string = self._stops.found
         elif reason:
             text += self._stops.flush()
             self.finish_reason = reason

@@ -14,15 +14,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdserve.errors import PdserveError, cut, shown
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
-from router.errors import ClientDisconnected, ResponseNotStored, encode_error
+from router.errors import ClientDisconnected, ResponseNotStored
 from router.gate.keys import fairness_key
 from router.http.authentication import Authentication, address_of, client_of
 from router.http.body_reader import BodyReader
-from router.http.error_responses import error_response, server_error
+from router.http.error_responses import error_response, http_error, server_error
 from router.http.generate_endpoint import GenerateEndpoint
 from router.http.openapi import openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
+from router.messages_api.request import parse_messages
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
 from router.responses_api.request import parse_responses
 from router.service import Service
@@ -51,7 +52,7 @@ class DirectRoutes:
             await endpoint(scope, receive, send)
         except Exception:
             with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection
-                await server_error()(scope, receive, send)
+                await server_error(scope["path"])(scope, receive, send)
             raise  # uvicorn logs it
 
 
@@ -70,6 +71,7 @@ def create_app(service: Service) -> ASGIApp:
         "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
         "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
         "/v1/responses": GenerateEndpoint(service, bodies, "responses", parse_responses),
+        "/v1/messages": GenerateEndpoint(service, bodies, "messages", parse_messages),
     }
     endpoints |= _pooling_endpoints(service, bodies)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
@@ -94,7 +96,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_origins=service.options.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return whole
 
@@ -120,7 +122,7 @@ def _add_stored_responses(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(PdserveError)
     async def on_error(request: Request, exc: PdserveError) -> Response:
-        return error_response(exc)
+        return error_response(exc, request.url.path)
 
     @app.exception_handler(ClientDisconnected)
     async def on_client_disconnected(request: Request, exc: Exception) -> Response:
@@ -134,9 +136,10 @@ def _add_error_handlers(app: FastAPI) -> None:
             405: f"{request.method} is not allowed at {path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))
-        body = encode_error(message, "invalid_request_error")
-        return Response(body, exc.status_code, dict(exc.headers or {}), "application/json")
+        response = http_error(exc.status_code, message, request.url.path)
+        response.headers.update(exc.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def on_exception(request: Request, exc: Exception) -> Response:
-        return server_error()
+        return server_error(request.url.path)

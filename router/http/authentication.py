@@ -27,10 +27,10 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
-            key = _bearer_token(scope["headers"])
+            key = _api_key(scope["headers"])
             client = None if key is None else self._keys.client_of(key)
             if client is None:
-                await error_response(self._refusal(key, address_of(scope)))(scope, receive, send)
+                await error_response(self._refusal(key, address_of(scope)), scope["path"])(scope, receive, send)
                 return
             scope[_CLIENT] = client
         await self._app(scope, receive, send)
@@ -59,10 +59,14 @@ def address_of(scope: Scope) -> str:
     return peer[0] if peer else ""
 
 
-def _bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key as RFC 6750 writes it; None unless there is exactly one."""
-    found = [value for name, value in headers if name == b"authorization"]
-    if len(found) != 1:
-        return None
-    scheme, _, key = found[0].partition(b" ")
-    return key.strip() or None if scheme.lower() == b"bearer" else None
+def _api_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key as RFC 6750 writes it or, without an ``Authorization``, in ``X-Api-Key``; None unless there is one."""
+    by_name: dict[bytes, list[bytes]] = {b"authorization": [], b"x-api-key": []}
+    for name, value in headers:
+        if name in by_name:
+            by_name[name].append(value)
+    bearers, keys = by_name.values()
+    if not bearers:
+        return keys[0].strip() or None if len(keys) == 1 else None
+    scheme, _, key = bearers[0].partition(b" ")
+    return key.strip() or None if len(bearers) == 1 and scheme.lower() == b"bearer" else None

@@ -1,4 +1,4 @@
-"""/v1/completions, /v1/chat/completions and /v1/responses: from an HTTP request to a generation and its response.
+"""Completions, chats, responses and messages: from an HTTP request to a generation and its response.
 
 Raw ASGI, because there is a chunk per token. The status line waits for the first token, so an earlier failure has a
 real status. A later failure is an error event without [DONE].
@@ -73,7 +73,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         accounting.prepared()
         headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
         accounting.admitted()
-        headers.append((b"x-request-id", options.request_id.encode()))
+        headers += accounting.id_headers
         response = make_response(model, body, jobs, options.request_id, parsing)
         generation = RequestGeneration(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation

@@ -51,8 +51,7 @@ class ModelEndpoint(ABC, Generic[Body]):
                     accounting.finished(await self._respond(body, send, admission, accounting, disconnected))
         except PdserveError as exc:
             accounting.failed(exc)
-            response = error_response(exc)
-            response.headers["x-request-id"] = accounting.request_id
+            response = error_response(exc, scope["path"], accounting.request_id)
             await response(scope, receive, send)
         except ClientDisconnected:
             accounting.disconnected()

@@ -21,6 +21,9 @@ from router.http.small_endpoints import (
     TokenizeResponse,
     VersionInfo,
 )
+from router.messages_api.errors import MessagesErrorResponse
+from router.messages_api.request import EXTENSIONS, CountTokensRequest, MessagesRequest
+from router.messages_api.response_objects import Message, MessageTokensCount
 from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.response_objects import EmbeddingList, Ranking, ScoreList
 from router.responses_api.output_objects import ResponseObject
@@ -63,12 +66,32 @@ class Operation(msgspec.Struct, frozen=True):
     body: type | None = None
     streams: bool = False
     succeeds: bool = True
+    error: type = ErrorResponse
 
 
 OPERATIONS = (
     Operation("post", "/v1/completions", "Complete a prompt", Completion, _GENERATES, CompletionBody, True),
     Operation("post", "/v1/chat/completions", "Complete a chat", ChatCompletion, _GENERATES, ChatBody, True),
     Operation("post", "/v1/responses", "Create a response", ResponseObject, _GENERATES, ResponsesRequest, True),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Create a message (Anthropic's protocol)",
+        Message,
+        _GENERATES,
+        MessagesRequest,
+        streams=True,
+        error=MessagesErrorResponse,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a message's prompt",
+        MessageTokensCount,
+        (*_BODY, 503),
+        CountTokensRequest,
+        error=MessagesErrorResponse,
+    ),
     Operation("post", "/v1/embeddings", "Embed texts", EmbeddingList, _GENERATES, EmbeddingBody),
     *(
         Operation("post", path, "Score pairs of texts", ScoreList, _GENERATES, ScoreBody)
@@ -97,11 +120,13 @@ OPERATIONS = (
 def openapi_document(version: str) -> bytes:
     bodies = tuple(dict.fromkeys(operation.body for operation in OPERATIONS if operation.body is not None))
     responses = [operation.response for operation in OPERATIONS if operation.response is not None]
-    _, components = msgspec.json.schema_components([*bodies, ErrorResponse, *responses], ref_template=_REF)
+    errors = {operation.error for operation in OPERATIONS}
+    _, components = msgspec.json.schema_components([*bodies, *errors, *responses], ref_template=_REF)
     schemas = {kind: components.pop(kind.__name__) for kind in bodies}
     chat = schemas[ChatBody]["properties"]
-    request = schemas[ResponsesRequest]
-    request["properties"] = {name: chat[name] for name in chat if name not in CHAT_ONLY} | request["properties"]
+    of_chats = {ResponsesRequest: chat.keys() - CHAT_ONLY, MessagesRequest: EXTENSIONS, CountTokensRequest: EXTENSIONS}
+    for kind, names in of_chats.items():
+        schemas[kind]["properties"] = {name: chat[name] for name in chat if name in names} | schemas[kind]["properties"]
     paths: dict[str, Fields] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -111,7 +136,10 @@ def openapi_document(version: str) -> bytes:
         "paths": paths,
         "components": {
             "schemas": {**components, **{kind.__name__: _body(schema) for kind, schema in schemas.items()}},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
     return msgspec.json.encode(document)
@@ -134,14 +162,14 @@ def _or_null(field: Fields) -> Fields:
 
 
 def _operation(operation: Operation) -> Fields:
-    described: Fields = {"summary": operation.summary, "security": [{"key": []}, {}]}
+    described: Fields = {"summary": operation.summary, "security": [{"key": []}, {"header": []}, {}]}
     if "{id}" in operation.path:
         name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         described["parameters"] = [name]
     if operation.body is not None:
         schema = _reference(operation.body)
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    described["responses"] = {str(status): _failure(status) for status in sorted(operation.statuses)}
+    described["responses"] = {str(status): _failure(status, operation.error) for status in sorted(operation.statuses)}
     if operation.succeeds:
         described["responses"]["200"] = {"description": "Success.", "content": _success(operation)}
     return described
@@ -156,9 +184,8 @@ def _success(operation: Operation) -> Fields:
     return content
 
 
-def _failure(status: int) -> Fields:
-    schema = _reference(ErrorResponse)
-    return {"description": _STATUSES[status], "content": {"application/json": {"schema": schema}}}
+def _failure(status: int, error: type) -> Fields:
+    return {"description": _STATUSES[status], "content": {"application/json": {"schema": _reference(error)}}}
 
 
 def _reference(kind: type) -> Fields:

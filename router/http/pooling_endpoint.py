@@ -55,7 +55,7 @@ class PoolingEndpoint(ModelEndpoint[PoolingBody]):
         accounting.prepared()
         headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
         accounting.admitted()
-        headers.append((b"x-request-id", options.request_id.encode()))
+        headers += accounting.id_headers
         run = PoolingRun(prompts, options, model.fleet, service.metrics)
         disconnected.add_done_callback(lambda _: run.fail(ClientDisconnected()))
         try:

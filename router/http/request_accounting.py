@@ -24,12 +24,13 @@ from pdserve.tracing.spans import NO_SPAN
 from router.errors import status_and_type
 from router.gate.keys import Client
 from router.generation.usage import Usage
+from router.http.error_responses import request_id_headers
 from router.service import Service
 
 logger = logging.getLogger(__name__)
 
 # OpenTelemetry's names, as far as it has one.
-_OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "chat"}
+_OPERATIONS = {"completions": "text_completion", "chat": "chat", "responses": "chat", "messages": "chat"}
 _OPERATIONS |= {"embeddings": "embeddings", "score": "score", "rerank": "rerank"}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before it got one
 
@@ -48,6 +49,7 @@ class RequestAccounting:
 
     def __init__(self, service: Service, endpoint: str, client: Client, scope: Scope) -> None:
         self.request_id = _given_id(scope["headers"]) or uuid4().hex
+        self.id_headers = request_id_headers(scope["path"], self.request_id)
         self.arrived = monotonic()
         self.model = ""
         self._metrics = service.metrics

@@ -9,6 +9,8 @@ from router.completions_api.request_bodies import ChatBody, GenerateBody
 from router.completions_api.response_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
 from router.completions_api.response_writers import FullResponse, Response, StreamedResponse
 from router.generation.job import Job
+from router.messages_api.message_writers import FullMessage, StreamedMessage
+from router.messages_api.request import MessagesBody
 from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
 from router.responses_api.request import ResponsesBody
 from router.service import ServedModel
@@ -44,7 +46,7 @@ def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt
         return None
     use = ToolUse() if body.structure.text else body.tool_use  # output under another grammar holds no calls
     found = select_parsing(use, model.parsers, _reasoning_state(model, body, prompt), body.include_reasoning)
-    if found is None and isinstance(body, ResponsesBody):
+    if found is None and isinstance(body, ResponsesBody | MessagesBody):
         return plain_text_parsing(model.parsers)
     return found
 
@@ -69,6 +71,10 @@ def make_response(
         assert parsing is not None
         items = StreamedOutputItems if body.stream else FullOutputItems
         return items(new_response(body, name, request_id, jobs[0].sampling), jobs, body, parsing, model.tokenizer)
+    if isinstance(body, MessagesBody):
+        assert parsing is not None
+        message = StreamedMessage if body.stream else FullMessage
+        return message(body, name, request_id, jobs, parsing)
     kind = _encoder_kind(body, parsing)
     include_usage = body.usage_in_stream.include_usage
     encoder = kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), include_usage)

@@ -1,4 +1,4 @@
-"""/v1/models, /health, /ping, /health/live, /version, /metrics, /tokenize and /detokenize."""
+"""/v1/models, /health, /ping, /health/live, /version, /metrics, /tokenize, /detokenize, /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from router.completions_api.json_pieces import json_chunks, lazy_list, lazy_numb
 from router.completions_api.request_bodies import ChatBody
 from router.fleet.policy import EMBED, GENERATE, no_serving_node
 from router.http.body_reader import BodyReader
+from router.messages_api.request import parse_count_tokens
+from router.messages_api.response_objects import MessageTokensCount
 from router.service import ServedModel, Service
 from router.text.prompt_encoder import PromptEncoder
 
@@ -149,6 +151,13 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
         strings = lazy_list(lambda: (list(map(token, part)) for part in parts(token_ids)))
         limit, shown = model.fleet.limits().max_model_len, strings if body.return_token_strs else None
         return _large_json(TokenizeResponse(len(token_ids), limit, lazy_numbers(token_ids), shown), service.turns)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        body = await bodies.read(request.receive, parse_count_tokens)
+        model = service.find(body.model)
+        prompt = await model.encoder.encode_chat(body.render_request, body.add_special_tokens)
+        return _json(MessageTokensCount(prompt.num_tokens))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:

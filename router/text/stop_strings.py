@@ -36,16 +36,17 @@ def failure_table(stop: str) -> array[int]:
 class StopMatcher:
     """Matches one choice. The joined results do not depend on how the text was split.
 
-    The stop string that is complete first wins; of those that end together, the longest.
+    The stop string that is complete first wins; of those that end together, the longest. ``found`` is that one.
     """
 
-    __slots__ = ("_first_letters", "_held", "_matched", "_patterns")
+    __slots__ = ("_first_letters", "_held", "_matched", "_patterns", "found")
 
     def __init__(self, stops: StopStrings) -> None:
         self._patterns = stops.patterns
         self._first_letters = stops.first_letters
         self._matched = [0] * len(stops.patterns)  # characters of each stop string at the end of the text
         self._held = ""
+        self.found = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that is safe to send, and whether a stop string ended it; then no push may follow."""
@@ -54,7 +55,9 @@ class StopMatcher:
         end, stop_length = self._scan(text)
         text = self._held + text
         if stop_length:
-            return text[: len(self._held) + end - stop_length], True
+            end += len(self._held)
+            self.found = text[end - stop_length : end]
+            return text[: end - stop_length], True
         end = len(text) - max(self._matched)
         self._held = text[end:]
         return text[:end], False

@@ -11,6 +11,7 @@ from serving import Service
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
 
 COMMANDS: dict[str, list[str | Path]] = {
+    "anthropic": ["python", PROGRAMS / "anthropic_sdk.py"],
     "openai": ["python", PROGRAMS / "openai_sdk.py"],
     "openai-node": ["node", "--test", PROGRAMS / "openai_sdk.cjs"],
     "langchain": ["python", PROGRAMS / "langchain_chat.py"],

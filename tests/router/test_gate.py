@@ -130,6 +130,30 @@ def test_missing_or_malformed_key_gets_401(http: httpx.Client, path: str, author
     assert KEYS["alice"] not in response.text
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ([("X-Api-Key", "alice")], 200),
+        ([("X-Api-Key", "alice"), ("X-Api-Key", "alice")], 401),
+        ([("X-Api-Key", "wrong")], 401),
+        ([("Authorization", "alice"), ("X-Api-Key", "wrong")], 200),
+        ([("Authorization", "wrong"), ("X-Api-Key", "alice")], 401),
+    ],
+    ids=["one", "two", "wrong", "beside a bearer token", "beside a wrong bearer token"],
+)
+def test_key_in_x_api_key_counts_without_authorization(
+    http: httpx.Client, sent: list[tuple[str, str]], status: int
+) -> None:
+    values = [(name, KEYS.get(key, key)) for name, key in sent]
+    pairs = [(name, f"Bearer {value}" if name == "Authorization" else value) for name, value in values]
+    assert http.get("/v1/models", headers=pairs).status_code == status
+
+
+def test_missing_key_gets_an_error_of_the_path_s_protocol(http: httpx.Client) -> None:
+    answer = http.post("/v1/messages", json={}).json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", "authentication_error")
+
+
 def test_wrong_key_is_rejected_in_openai_words(http: httpx.Client) -> None:
     response = http.get("/v1/models", headers={"Authorization": "Bearer wrong"})
     assert response.json()["error"]["message"].startswith("Incorrect API key provided")

@@ -16,32 +16,34 @@ letters = st.text(ALPHABET, max_size=30)
 stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=4) | st.text("ab", min_size=1, max_size=12), max_size=4)
 
 
-def run(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
+def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str]:
+    """What is sent, and the stop string that was found."""
     matcher = StopMatcher(StopStrings(stops))
     sent = []
     for piece in pieces:
         text, stopped = matcher.push(piece)
         sent.append(text)
         if stopped:
-            return sent, True
-    return [*sent, matcher.flush()], False
+            return sent, matcher.found
+    return [*sent, matcher.flush()], matcher.found
 
 
-def reference(stops: list[str], text: str) -> tuple[str, bool]:
-    """The first prefix of the text that ends in a stop string, without its longest one."""
+def reference(stops: list[str], text: str) -> tuple[str, str]:
+    """The first prefix of the text that ends in a stop string, without its longest one; that stop string."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            return text[: end - len(max(found, key=len))], True
-    return text, False
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, ""
 
 
 @given(stop_lists, letters, st.lists(st.integers(0, 30), max_size=6))
 def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
-    sent, stopped = run(stops, parts)
-    assert ("".join(sent), stopped) == reference(stops, text)
+    sent, found = run(stops, parts)
+    assert ("".join(sent), found) == reference(stops, text)
 
 
 @given(stop_lists, letters)

@@ -1,0 +1,115 @@
+"""The parts of a request of /v1/messages, under the names of Anthropic's SDK.
+
+Unknown fields of these parts have no effect: ``cache_control``, ``citations`` and their like.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+
+class TextBlockParam(Struct, tag="text", frozen=True):
+    text: str
+
+
+class ThinkingBlockParam(Struct, tag="thinking", frozen=True):
+    thinking: str
+
+
+class RedactedThinkingBlockParam(Struct, tag="redacted_thinking", frozen=True):
+    """Accepted without effect: only Anthropic can read it."""
+
+
+class ToolUseBlockParam(Struct, tag="tool_use", frozen=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ImageBlockParam(Struct, tag="image", frozen=True):
+    """Refused: the models read text only."""
+
+
+class DocumentBlockParam(Struct, tag="document", frozen=True):
+    """``source`` must hold plain text: type ``text`` with ``data``."""
+
+    source: dict[str, Any]
+
+
+class SearchResultBlockParam(Struct, tag="search_result", frozen=True):
+    title: str
+    source: str
+    content: list[TextBlockParam]
+
+
+class ToolReferenceBlockParam(Struct, tag="tool_reference", frozen=True):
+    """A tool that a search has found. All tools of a request are in its prompt."""
+
+    tool_name: str
+
+
+TextualBlockParam = (
+    TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultBlockParam | ToolReferenceBlockParam
+)
+
+
+class ToolResultBlockParam(Struct, tag="tool_result", frozen=True):
+    tool_use_id: str
+    content: str | list[TextualBlockParam] | None = None
+
+
+ContentBlockParam = (
+    TextBlockParam
+    | ThinkingBlockParam
+    | RedactedThinkingBlockParam
+    | ToolUseBlockParam
+    | ToolResultBlockParam
+    | ImageBlockParam
+    | DocumentBlockParam
+    | SearchResultBlockParam
+)
+
+
+class MessageParam(Struct, frozen=True):
+    """``system`` is an instruction in the middle of a conversation, as Claude Code sends it."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlockParam]
+
+
+class ToolParam(Struct, frozen=True):
+    name: str
+    input_schema: dict[str, Any] | None = None  # tools of Anthropic's own have none; they are refused
+    description: str | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+
+class ToolChoiceParam(Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingParam(Struct, frozen=True):
+    """``between_tools`` and ``adaptive`` leave reasoning to the model. ``budget_tokens`` has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormatParam(Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfigParam(Struct, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormatParam | None = None
+
+
+class MetadataParam(Struct, frozen=True):
+    user_id: str | None = None

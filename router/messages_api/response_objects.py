@@ -1,0 +1,64 @@
+"""The response object of /v1/messages, for encoding and for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from router.generation.usage import Usage
+
+
+class TextBlock(Struct, tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class OutputTokensDetails(Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    """The prompt has the tokens of all three input fields."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+
+    @classmethod
+    def of(cls, usage: Usage) -> MessageUsage:
+        uncached = usage.prompt_tokens - usage.cached_tokens
+        details = OutputTokensDetails(usage.reasoning_tokens)
+        return cls(uncached, 0, usage.cached_tokens, usage.completion_tokens, details)
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class Message(Struct, tag="message"):
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokensCount(Struct):
+    input_tokens: int
