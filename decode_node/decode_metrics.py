@@ -1,4 +1,4 @@
-"""Metrics that only decode nodes have; docs/metrics.md describes them."""
+"""Metrics that only nodes that decode have; docs/metrics.md describes them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class PeerMetrics:
     def __init__(self, address: str) -> None:
         self.address = address
         self.epoch = ""  # newest
+        self.is_own = False  # the address is that of this node: no peer
         self.transport = ""  # of the connection; empty without one
         self.counters = dict.fromkeys(PEER_COUNTERS, 0.0)
 
@@ -103,14 +104,15 @@ class DecodeMetrics:
             yield CounterMetricFamily(name, documentation, self.counters[name])
         for histogram in (self.exposed, self.first_step, self._ttft):
             yield from histogram.collect()
+        peers = [peer for peer in self._peers if not peer.is_own]
         for name, documentation in PEER_COUNTERS.items():
             family = CounterMetricFamily(name, documentation, labels=["peer"])
-            for peer in self._peers:
+            for peer in peers:
                 family.add_metric([peer.address], peer.counters[name])
             yield family
         connected = GaugeMetricFamily(
             "pdserve_peer_connected", "1 while the peer is connected.", labels=["peer", "transport"]
         )
-        for peer in self._peers:
+        for peer in peers:
             connected.add_metric([peer.address, peer.transport or "none"], float(bool(peer.transport)))
         yield connected

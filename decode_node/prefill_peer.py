@@ -10,7 +10,7 @@ peer fails the handoffs on its stream; the engine disconnects, which ends reads 
 0.1 → 5 s with jitter. The timeouts are in pdserve/rpc/timeouts.py.
 
 A peer that drains or is no longer listed gets no new handoffs; its connection ends with the last one. A node with
-several addresses is connected through one of them.
+several addresses is connected through one of them. A source may list this node itself, which is left out.
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ T = TypeVar("T")
 
 _BACKOFF_MIN, _BACKOFF_MAX = 0.1, 5.0
 _LOADING_SECONDS = 0.2  # between attempts at a peer that is not ready yet
+_SELF_FAILURES = 10  # the longest pause at this node's own address, which may become that of another node
 
 
 class PeerLoading(PeerError):
     """The peer answers and will be ready soon."""
+
+
+class OwnAddress(PeerError):
+    """The address is that of this node, which needs no connection to itself."""
 
 
 class TransportTooSlow(PeerError):
@@ -142,6 +147,8 @@ class PrefillPeer:
                 failures, logged = 0, ""
                 self.tried.set()
                 await self._watch()
+            except OwnAddress:
+                failures = _SELF_FAILURES
             except PdserveError as exc:
                 if self._unlisted:
                     return
@@ -158,8 +165,7 @@ class PrefillPeer:
         """Raises PdserveError when the peer cannot be connected now."""
         self._use(await self._dialer.renew())
         description = await self._describe()
-        if description.role != "prefill":
-            raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
+        self._check_identity(description)
         if (state := _state(description)) != "ready":
             raise PeerLoading(f"is {state}")
         request = pb.HandshakeRequest(
@@ -191,6 +197,16 @@ class PrefillPeer:
         self._drained = False
         self._registry.on_connected()
         _log.info("connected to prefill node %s (epoch %s) at %s", self.node_id, self.epoch, self.address)
+
+    def _check_identity(self, description: pb.NodeDescription) -> None:
+        """Raises OwnAddress for this node, PeerError for a node that prefills for no other."""
+        own = self._metrics.is_own = description.epoch == self._node.epoch
+        if own:
+            raise OwnAddress(f"is this node, {self._node.node_id}")
+        if description.role not in ("prefill", "both"):
+            raise PeerError(f"is a {description.role} node; give --prefill the address of a prefill node")
+        if description.node_id == self._node.node_id:
+            raise PeerError(f"is {description.node_id}, as this node is; give each node a --node-id of its own")
 
     def _check_transport(self, connection: Connected) -> None:
         """Raises TransportTooSlow if the transport does not meet ``--require-transport``."""

@@ -64,6 +64,7 @@ class PrefillPeers:
     async def start(self, seconds: float) -> None:
         """Connect. Return when every peer was tried and one is connected, or after ``seconds``.
 
+        A node that prefills itself waits for no connection: nodes that start together would wait for each other.
         Raises ConfigError if a transport is slower than ``--require-transport``.
         """
         if not self._settings.prefill:
@@ -74,7 +75,8 @@ class PrefillPeers:
                 await self._directory.complete.wait()
                 for peer in list(self._peers.values()):
                     await peer.tried.wait()
-                await self._first.wait()
+                if self._node.role == "decode":
+                    await self._first.wait()
             if self._too_slow is not None:
                 raise ConfigError(str(self._too_slow))
         except TimeoutError:

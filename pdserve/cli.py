@@ -37,6 +37,7 @@ COMMANDS = {
 PROGRAMS = {
     "prefill": ("prefill_node", "start a prefill node"),
     "decode": ("decode_node", "start a decode node"),
+    "serve": ("elastic_node", "start a node that prefills and decodes"),
     "router": ("router", "start a router"),
     "doctor": ("engine.doctor", "check whether a node with these flags would start and work on this machine"),
 }

@@ -21,7 +21,8 @@ from prefill_node.prefill_service import PrefillService
 
 class PrefillRole:
     name = "prefill"
-    services: tuple[str, ...] = ("pdserve.v1.PrefillNode", "pdserve.v1.PoolingNode")
+    handoff_service = "pdserve.v1.PrefillNode"
+    services: tuple[str, ...] = (handoff_service, "pdserve.v1.PoolingNode")
     uses_connector = True
 
     def __init__(self, lease_seconds: float, lease_guard: float, decode_ahead: int) -> None:

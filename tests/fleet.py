@@ -200,6 +200,7 @@ class Fleet:
     def __init__(self) -> None:
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
+        self.both: list[NodeProcess] = []  # nodes that prefill and decode
         self.router: Process | None = None
         self._supervisor = Supervisor()
         self._stopping = threading.Event()
@@ -235,10 +236,27 @@ class Fleet:
         known = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
         return self._start_node(self.decode, "decode", [str(model_dir), *NODE_FLAGS, *known, *flags], environ)
 
+    def start_both(
+        self,
+        model_dir: Path,
+        listed: Path,
+        flags: Sequence[str] = (),
+        environ: Mapping[str, str] = NO_VARIABLES,
+    ) -> NodeProcess:
+        """Start a node of both roles and wait until it listens; ``listed`` is a file that then names all such nodes."""
+        listed.touch()
+        source = ["--prefill", f"file://{listed}"]
+        node = self._start_node(self.both, "both", [str(model_dir), *NODE_FLAGS, *source, *flags], environ, "elastic")
+        new = listed.with_suffix(".new")
+        new.write_text("".join(f"{node.address}\n" for node in self.both))
+        os.replace(new, listed)
+        return node
+
     def start_router(self, model_dir: Path, flags: Sequence[str] = ()) -> Process:
         """Start a router for all nodes started so far, with policy least-loaded unless flags say otherwise."""
         peers = [word for node in self.prefill for word in ("--prefill", node.address)]
         peers += [word for node in self.decode for word in ("--decode", node.address)]
+        peers += [word for node in self.both for word in ("--node", node.address)]
         named = [str(model_dir), "--served-model-name", MODEL_NAME, "--port", "0"]
         argv = [*named, "--policy", "least-loaded", *peers, *flags]
         self.router = Process(self, self._spawn("router", "router", argv))
@@ -246,7 +264,7 @@ class Fleet:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until every process is ready. Fail with a child's last output if it ends instead."""
-        processes = [*self.prefill, *self.decode, *([self.router] if self.router else [])]
+        processes = [*self.prefill, *self.decode, *self.both, *([self.router] if self.router else [])]
         self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
 
     def serves(self) -> bool:
@@ -287,9 +305,10 @@ class Fleet:
         self._supervisor.stop()
 
     def _start_node(
-        self, nodes: list[NodeProcess], role: str, argv: Sequence[str], environ: Mapping[str, str]
+        self, nodes: list[NodeProcess], role: str, argv: Sequence[str], environ: Mapping[str, str], program: str = ""
     ) -> NodeProcess:
-        node = NodeProcess(self, self._spawn(f"{role}-{len(nodes)}", f"{role}_node", argv, environ), environ)
+        module = f"{program or role}_node"
+        node = NodeProcess(self, self._spawn(f"{role}-{len(nodes)}", module, argv, environ), environ)
         nodes.append(node)
         self._wait_listening(node)
         return node

@@ -86,7 +86,7 @@ async def _serve(
     devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
     if config.pooling is not None and role.name != "prefill":
-        task = f"task {config.pooling.task}: a {role.name} node generates"
+        task = f"task {config.pooling.task}: a node of role {role.name} generates"
         raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
     limit = request_limit(config.max_model_len)
     server = grpc.aio.server(options=rpc.server_options(config.peer_timing, limit))

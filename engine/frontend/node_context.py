@@ -24,7 +24,7 @@ from pdserve.tracing.spans import Tracer
 class NodeContext:
     """One node from start to exit. A restart draws a new epoch."""
 
-    role: str  # "prefill" or "decode"
+    role: str  # "prefill", "decode" or "both"
     node_id: str
     epoch: str
     config: NodeConfig
@@ -57,7 +57,7 @@ class NodeContext:
 class Role(Protocol):
     """The part of a node that differs between prefill and decode."""
 
-    name: str  # "prefill" or "decode"
+    name: str  # "prefill", "decode" or "both"
     services: tuple[str, ...]  # full names of its gRPC services
     uses_connector: bool
 

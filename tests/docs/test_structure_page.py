@@ -59,4 +59,5 @@ def test_the_checkout_has_no_other_top_level_package() -> None:
         "router",
         "prefill_node",
         "decode_node",
+        "elastic_node",
     }
