@@ -180,8 +180,8 @@ def test_every_type_with_a_plan_samples_the_tokens_of_one_rank(pp: int, tp: int,
             plans = read_plans(model_type)
             if (tp > 1 and not plans.tp) or (pp > 1 and not plans.pp):
                 continue
-            if tp > 1 and model_type == "youtu":
-                continue  # refused: the library zeroes the padding token's embedding, which no shard does
+            if (tp > 1 and model_type == "youtu") or (pp > 1 and model_type == "gemma3n_text"):
+                continue  # refused: no shard zeroes the padding token's embedding; stages pass three dimensions on
             try:
                 directory = checkpoint(tmp_path, model_type)
                 expected = generate_alone(config_of(directory), requests())
