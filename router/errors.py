@@ -5,7 +5,8 @@ PdserveError
 ├── RateLimitExceeded          429  a limit of this client
 └── RequestError               400
     ├── BodyTooLarge           413
-    └── ResponseNotStored      404
+    ├── ResponseNotStored      404
+    └── EndpointDisabled       404
 ClientDisconnected (no PdserveError: there is no response)
 """
 
@@ -43,6 +44,10 @@ class ResponseNotStored(RequestError):
     """The request names an earlier response; the router stores none."""
 
 
+class EndpointDisabled(RequestError):
+    """A flag of the router enables the endpoint."""
+
+
 class ClientDisconnected(Exception):
     """The client closed its connection."""
 
@@ -54,6 +59,7 @@ _STATUSES: tuple[tuple[type[PdserveError], int, str], ...] = (
     (BodyTooLarge, 413, "invalid_request_error"),
     (ModelNotFound, 404, "invalid_request_error"),
     (ResponseNotStored, 404, "invalid_request_error"),
+    (EndpointDisabled, 404, "invalid_request_error"),
     (RequestError, 400, "invalid_request_error"),
     (Overloaded, 503, "overloaded_error"),
     (DeadlineExceeded, 504, "timeout_error"),

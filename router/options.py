@@ -34,6 +34,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``prefill``, ``decode`` and ``node`` are sources of node addresses (pdserve/discovery/sources.py)."""
 
     models: tuple[tuple[str, str], ...]  # name in the API; directory or hub id
+    aliases: tuple[str, ...] = ()  # further names of the only model
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
     prefill: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: str = "auto"  # "auto": defaults of generation_config.json; "none"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    enable_tokenizer_info_endpoint: bool = False
     status_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -131,6 +133,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--generation-config", f"{text} (default %(default)s)", choices=["auto", "none"])
     for flag in ("--tool-call-parser", "--reasoning-parser"):
         add(flag, f"one of {', '.join(parser_names(flag))}", "NAME", partial(parser_name, flag))
+    tokenizer_info = "serve the tokenizer's configuration and the chat template at /tokenizer_info"
+    add("--enable-tokenizer-info-endpoint", tokenizer_info, action="store_true")
     add("--status-fd", "write process states to this file descriptor as JSON lines", "FD", int)
     add("--lifeline-fd", "exit when the other end of this file descriptor closes", "FD", int)
 
@@ -140,30 +144,35 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("model", metavar="MODEL", nargs="?", help="directory or hub id of tokenizer and chat template")
     named = "like MODEL, with the name that its nodes serve it under; repeatable"
     model.add_argument("--model", dest="model_flags", action="append", default=[], metavar="[NAME=]MODEL", help=named)
-    name = "name of a single MODEL in the API (default: its directory's name)"
-    parser.add_argument("--served-model-name", metavar="NAME", help=name)
+    name = "names of a single MODEL in the API; nodes and answers have the first (default: its directory's name)"
+    parser.add_argument("--served-model-name", metavar="NAME", nargs="+", default=[], help=name)
 
 
 def router_options_from(args: argparse.Namespace) -> RouterOptions:
     """Build RouterOptions from parsed flags. Raises ConfigError."""
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
-    fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name != "models"}
+    models, aliases = _models(args)
+    own = ("models", "aliases")
+    fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name not in own}
     fields |= {name: tuple(fields[name]) for name in ("prefill", "decode", "node", "cors_origins")}
-    return RouterOptions(models=_models(args), **fields)
+    return RouterOptions(models=models, aliases=aliases, **fields)
 
 
-def _models(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """Unique names with their models."""
+def _models(args: argparse.Namespace) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Unique names with their models, and further names of the only model."""
     given = [("", args.model)] if args.model else [_name_and_model(text) for text in args.model_flags]
     if args.served_model_name and (len(given) > 1 or given[0][0]):
         raise ConfigError("--served-model-name is for a single MODEL without NAME; write --model NAME=MODEL for each")
-    pairs = [(name or args.served_model_name or model_name(model), model) for name, model in given]
-    names = [name for name, _ in pairs]
+    served, *aliases = args.served_model_name or [""]
+    pairs = [(name or served or model_name(model), model) for name, model in given]
+    names = [*(name for name, _ in pairs), *aliases]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise ConfigError(f"two models are named {duplicate!r}; write --model NAME=MODEL with a unique name for each")
-    return tuple(pairs)
+        raise ConfigError(
+            f"the name {duplicate!r} is given twice; write --model NAME=MODEL with a unique name for each"
+        )
+    return tuple(pairs), tuple(aliases)
 
 
 def _name_and_model(text: str) -> tuple[str, str]:

@@ -80,6 +80,7 @@ class Service:
         for name, (root, tokenizer) in tokenizers.items():
             fleet = Fleet(name, self.nodes, options.policy, self.metrics)
             self.models[name] = ServedModel(name, root, tokenizer, fleet, options)
+        self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
         self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
         self.keys = None if options.api_keys is None else KeyFile(options.api_keys)
         self.draining = False  # /health fails
@@ -118,15 +119,15 @@ class Service:
             request.fail(NodeError("the router is shutting down; send the request again"))
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a request; None names the only one. Raises RequestError or ModelNotFound."""
-        served = " or ".join(map(repr, self.models))
+        """The model with this name; None names the only one. Raises RequestError or ModelNotFound."""
+        served = " or ".join(map(repr, self.names))
         if name is None:
             if len(self.models) > 1:
                 raise RequestError(f"the request names no model; use {served}", "model")
             return next(iter(self.models.values()))
-        if name not in self.models:
+        if name not in self.names:
             raise ModelNotFound(f"model {shown(name)} is not served here; use {served}", "model", "model_not_found")
-        return self.models[name]
+        return self.names[name]
 
     def longest_context(self) -> int:
         """``max_model_len`` of the model where it is largest; 0 while no model has a ready node."""

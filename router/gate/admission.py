@@ -39,6 +39,11 @@ class AdmissionController:
         self._closed = False
         metrics.waiting.set_function(lambda: self._queue.num_waiting)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that arrive, wait or run."""
+        return len(self._requests)
+
     def close(self) -> None:
         """Reject new requests; running and waiting ones stay. Idempotent."""
         self._closed = True

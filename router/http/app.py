@@ -18,10 +18,13 @@ from router.errors import ClientDisconnected, ResponseNotStored
 from router.gate.keys import fairness_key
 from router.http.authentication import Authentication, address_of, client_of
 from router.http.body_reader import BodyReader
+from router.http.docs_page import DOCS_PATH, docs_page
 from router.http.error_responses import error_response, http_error, server_error
 from router.http.generate_endpoint import GenerateEndpoint
-from router.http.openapi import openapi_document
+from router.http.openapi import check_documented, openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
+from router.http.request_ids import send_with_id
+from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
 from router.messages_api.request import parse_messages
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
@@ -46,13 +49,13 @@ class DirectRoutes:
         CLIENT.set(fairness_key(client_of(scope), address_of(scope)))
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if endpoint is None:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_with_id(scope, send) if scope["type"] == "http" else send)
             return
         try:
             await endpoint(scope, receive, send)
         except Exception:
             with suppress(RuntimeError):  # the response has begun; uvicorn closes the connection
-                await server_error(scope["path"])(scope, receive, send)
+                await server_error(scope["path"])(scope, receive, send_with_id(scope, send))
             raise  # uvicorn logs it
 
 
@@ -78,18 +81,27 @@ def create_app(service: Service) -> ASGIApp:
     _add_stored_responses(app)
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
+    add_server_routes(app, service)
     document = openapi_document(VERSION)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
         return Response(document, media_type="application/json")
 
+    page = docs_page(document)
+
+    @app.get(DOCS_PATH)
+    async def docs() -> Response:
+        return page
+
+    check_documented(app.routes, {"/openapi.json", DOCS_PATH})
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     _add_error_handlers(app)
     whole: ASGIApp = DirectRoutes(app, endpoints)
     if service.keys is not None:
-        whole = Authentication(whole, service.keys, {"/health", "/health/live", "/ping", *PAGE}, service.metrics)
+        public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE}
+        whole = Authentication(whole, service.keys, public, service.metrics)
     if service.options.cors_origins:  # outside: a preflight request has no key
         whole = CORSMiddleware(
             whole,

@@ -12,6 +12,7 @@ from router.errors import RateLimitExceeded, Unauthorized
 from router.gate.keys import ANONYMOUS, Client, KeyFile
 from router.gate.refused_keys import PER_MINUTE, RefusedKeys
 from router.http.error_responses import error_response
+from router.http.request_ids import request_id_of
 from router.metrics import RouterMetrics
 
 _CLIENT = "pdserve.client"  # key in the ASGI scope
@@ -30,7 +31,8 @@ class Authentication:
             key = _api_key(scope["headers"])
             client = None if key is None else self._keys.client_of(key)
             if client is None:
-                await error_response(self._refusal(key, address_of(scope)), scope["path"])(scope, receive, send)
+                error = self._refusal(key, address_of(scope))
+                await error_response(error, scope["path"], request_id_of(scope))(scope, receive, send)
                 return
             scope[_CLIENT] = client
         await self._app(scope, receive, send)

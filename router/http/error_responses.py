@@ -8,9 +8,8 @@ from starlette.responses import Response
 
 from pdserve.errors import Overloaded, PdserveError
 from router.errors import RateLimitExceeded, Unauthorized, encode_error, error_body, status_and_type
+from router.http.request_ids import request_id_headers, speaks_anthropic
 from router.messages_api.errors import encode_messages_error, messages_error_body
-
-_MESSAGES = "/v1/messages"
 
 
 def error_response(error: PdserveError, path: str, request_id: str | None = None) -> Response:
@@ -38,13 +37,3 @@ def http_error(status: int, message: str, path: str) -> Response:
 
 def server_error(path: str) -> Response:
     return http_error(500, "the router failed to handle this request; see its log", path)
-
-
-def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
-    names = (b"x-request-id", b"request-id") if speaks_anthropic(path) else (b"x-request-id",)
-    return [(name, request_id.encode()) for name in names]
-
-
-def speaks_anthropic(path: str) -> bool:
-    """Whether the path is of Anthropic's protocol; the others are of OpenAI's."""
-    return path == _MESSAGES or path.startswith(_MESSAGES + "/")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
+from starlette.routing import BaseRoute, Route
 
 from router.completions_api.body_parsing import other_fields
 from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.completions_api.response_objects import ChatCompletion, Completion
 from router.errors import ErrorResponse
+from router.http.server_info import ServerInfo, ServerLoad, TokenizerInfo
 from router.http.small_endpoints import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -37,6 +40,7 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
+_PARAMETER = re.compile(r"{[^}]*}")  # of a path
 _REF = "#/components/schemas/{name}"
 _STATUSES = {
     400: "The request is invalid; `param` names the field.",
@@ -114,7 +118,22 @@ OPERATIONS = (
     Operation("get", "/health/live", "Check that the router responds, with or without nodes", HealthStatus),
     Operation("get", "/version", "Show the version", VersionInfo),
     Operation("get", "/metrics", "Prometheus metrics", None),
+    Operation("get", "/load", "Count the requests in progress", ServerLoad),
+    Operation("get", "/server_info", "Show options, models and nodes", ServerInfo),
+    Operation("get", "/tokenizer_info", "Show the tokenizer's configuration", TokenizerInfo, (*_ANY, 400, 404)),
 )
+
+
+def check_documented(routes: Sequence[BaseRoute], others: Collection[str]) -> None:
+    """Assert that the document has all routes but ``others``, and no more."""
+    served = {
+        (_PARAMETER.sub("{id}", route.path), method.lower())
+        for route in routes
+        if isinstance(route, Route) and route.path not in others
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    documented = {(operation.path, operation.method) for operation in OPERATIONS}
+    assert served == documented, f"the OpenAPI document differs from the routes in {served ^ documented}"
 
 
 def openapi_document(version: str) -> bytes:

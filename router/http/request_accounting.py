@@ -11,10 +11,7 @@ See docs/traces.md.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable
 from time import monotonic
-from uuid import uuid4
 
 from starlette.types import Scope
 
@@ -24,7 +21,7 @@ from pdserve.tracing.spans import NO_SPAN
 from router.errors import status_and_type
 from router.gate.keys import Client
 from router.generation.usage import Usage
-from router.http.error_responses import request_id_headers
+from router.http.request_ids import request_id_headers, request_id_of
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -35,20 +32,11 @@ _OPERATIONS |= {"embeddings": "embeddings", "score": "score", "rerank": "rerank"
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that left before it got one
 
 
-_SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
-
-
-def _given_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The client's X-Request-Id, unless it is too long or has other characters."""
-    given = next((value for name, value in headers if name == b"x-request-id"), b"")
-    return given.decode() if _SAFE_ID.fullmatch(given) else None
-
-
 class RequestAccounting:
     """One request from its arrival; ``arrived`` is in seconds of ``time.monotonic``."""
 
     def __init__(self, service: Service, endpoint: str, client: Client, scope: Scope) -> None:
-        self.request_id = _given_id(scope["headers"]) or uuid4().hex
+        self.request_id = request_id_of(scope)
         self.id_headers = request_id_headers(scope["path"], self.request_id)
         self.arrived = monotonic()
         self.model = ""

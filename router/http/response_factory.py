@@ -66,7 +66,7 @@ def visible_special_tokens(body: GenerateBody, parsing: OutputParsing | None) ->
 def make_response(
     model: ServedModel, body: GenerateBody, jobs: Sequence[Job], request_id: str, parsing: OutputParsing | None
 ) -> Response:
-    name = body.model or model.name
+    name = model.name
     if isinstance(body, ResponsesBody):
         assert parsing is not None
         items = StreamedOutputItems if body.stream else FullOutputItems

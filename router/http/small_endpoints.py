@@ -80,7 +80,7 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
-def _json(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -103,20 +103,20 @@ def _large_json(value: Any, turns: asyncio.Lock) -> Response:
 def add_info_routes(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
-    def card(model: ServedModel) -> ModelCard:
+    def card(name: str, model: ServedModel) -> ModelCard:
         try:
             max_model_len = model.fleet.limits().max_model_len
         except Overloaded:  # models are listed without ready nodes, too
             max_model_len = None
-        return ModelCard(model.name, "model", created, "pdserve", model.root, max_model_len)
+        return ModelCard(name, "model", created, "pdserve", model.root, max_model_len)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json(ModelList("list", [card(model) for model in service.models.values()]))
+        return json_response(ModelList("list", [card(name, model) for name, model in service.names.items()]))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return _json(card(service.find(name)))
+        return json_response(card(name, service.find(name)))
 
     @app.get("/health")
     @app.get("/ping")  # as SageMaker and some load balancers ask
@@ -126,15 +126,15 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         if not service.nodes.ready:
             task = GENERATE if service.options.decode else EMBED
             raise no_serving_node(next(iter(service.models.values())).fleet.snapshot(), task)
-        return _json(HealthStatus("ok"))
+        return json_response(HealthStatus("ok"))
 
     @app.get("/health/live")
     async def live() -> Response:
-        return _json(HealthStatus("ok"))
+        return json_response(HealthStatus("ok"))
 
     @app.get("/version")
     async def show_version() -> Response:
-        return _json(VersionInfo(VERSION))
+        return json_response(VersionInfo(VERSION))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -157,7 +157,7 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
         body = await bodies.read(request.receive, parse_count_tokens)
         model = service.find(body.model)
         prompt = await model.encoder.encode_chat(body.render_request, body.add_special_tokens)
-        return _json(MessageTokensCount(prompt.num_tokens))
+        return json_response(MessageTokensCount(prompt.num_tokens))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:

@@ -18,7 +18,7 @@ from router.text.chat.template import MAX_SOURCE, ChatTemplate, either_template
 from router.text.detokenizer import Detokenizer, StreamDetokenizer, WindowDetokenizer
 from router.text.token_bytes import byte_table
 
-_MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
+MAX_CONFIG = 16 << 20  # bytes of tokenizer_config.json
 _MAX_TOKEN_ID = 1 << 22
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -168,7 +168,7 @@ def _read_config(path: Path) -> TokenizerConfig:
     if not os.path.exists(path):
         return TokenizerConfig()
     try:
-        return msgspec.convert(read_object(path, _MAX_CONFIG), TokenizerConfig, str_keys=True)
+        return msgspec.convert(read_object(path, MAX_CONFIG), TokenizerConfig, str_keys=True)
     except msgspec.ValidationError as exc:
         raise CheckpointError(f"{path} cannot be used: {exc}; correct it or download the checkpoint again") from exc
 

@@ -34,7 +34,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["m", "--decode", "nohost"], "host:port"),
         (["m", "--prefill", "dns://name"], "dns://name:port"),
         (["m", "--prefill", "k8s://name:80"], "k8s://namespace/service:port"),
-        (["--model", "a=m", "--model", "a=n"], "two models are named 'a'"),
+        (["--model", "a=m", "--model", "a=n"], "the name 'a' is given twice"),
         (["--model", "=m"], "incomplete"),
         (["--model", "a=m", "--served-model-name", "b"], "single MODEL"),
         (["m", "--port", "99999"], "65535"),

@@ -1,14 +1,15 @@
-"""/v1/models, /tokenize, /detokenize, /health, /version and /metrics."""
+"""/v1/models, /tokenize, /detokenize, /health, /version, /metrics, /docs; what the server says of itself."""
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from router_process import MODEL
+from router_process import MODEL, router_process, wait_for
 from scripted_node import Conversation, ScriptedNode
 
 from router.text.chat.template import RenderRequest
@@ -119,3 +120,76 @@ def test_large_token_answers_equal_small_ones(client: httpx.Client, tokenizer: T
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     error = client.post("/detokenize", json={"tokens": [*answer["tokens"], 506]}).json()["error"]
     assert "506 is outside" in error["message"]
+
+
+# ---------------------------------------------------------------- the server itself
+
+
+def test_load_counts_requests_in_progress(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65)
+        await conversation.cancelled.wait()
+
+    scripted_node.scripts["load"] = script
+    wait_for(lambda: client.get("/load").json() == {"server_load": 0})  # requests of other tests may be ending
+    with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True, "cache_salt": "load"}):
+        assert client.get("/load").json() == {"server_load": 1}
+
+
+def test_server_info_has_no_path_and_no_address(client: httpx.Client, tokenizer_dir: Path) -> None:
+    response = client.get("/server_info")
+    info = response.json()
+    assert info["version"] == version("pdserve")
+    assert info["options"]["migrations"] == 0
+    assert info["models"] == [{"names": [MODEL], "ready_nodes": {"decode": 1}, "generation_defaults": {}}]
+    assert str(tokenizer_dir) not in response.text
+    assert "127.0.0.1" not in response.text
+
+
+def test_tokenizer_info_is_off_by_default(client: httpx.Client) -> None:
+    response = client.get("/tokenizer_info")
+    assert response.status_code == 404
+    assert "--enable-tokenizer-info-endpoint" in response.json()["error"]["message"]
+
+
+def test_several_served_names_and_tokenizer_info(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    scripted_node.scripts["names"] = script
+    flags = ["--served-model-name", MODEL, "b", "c/d", "--enable-tokenizer-info-endpoint"]
+    flags += ["--decode", scripted_node.address]
+    with router_process(tokenizer_dir, flags) as process, httpx.Client(base_url=process.url, trust_env=False) as http:
+        for name in (MODEL, "b", "c/d"):
+            body = {"model": name, "prompt": [1], "cache_salt": "names"}
+            assert http.post("/v1/completions", json=body).json()["model"] == MODEL
+            assert http.get(f"/v1/models/{name}").json()["id"] == name
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [MODEL, "b", "c/d"]
+        assert http.post("/v1/completions", json={"prompt": [1], "cache_salt": "names"}).status_code == 200
+        assert http.post("/v1/completions", json={"model": "d", "prompt": [1]}).status_code == 404
+        info = http.get("/tokenizer_info", params={"model": "b"}).json()
+        assert info["eos_token"] == "<|im_end|>"
+        assert info["chat_template"] == Tokenizer.load(tokenizer_dir).chat_template.source  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/health"), ("GET", "/nothing"), ("POST", "/tokenize"), ("POST", "/v1/messages/count_tokens")],
+)
+def test_every_answer_has_the_request_s_id(client: httpx.Client, method: str, path: str) -> None:
+    answers = [client.request(method, path, headers={"X-Request-Id": given}, json={}) for given in ("a-1", "a b")]
+    assert answers[0].headers["x-request-id"] == "a-1"
+    assert len(answers[1].headers["x-request-id"]) == 32
+    assert ("request-id" in answers[0].headers) == path.startswith("/v1/messages")
+
+
+def test_docs_page_describes_every_path_without_scripts(client: httpx.Client) -> None:
+    response = client.get("/docs")
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<script" not in response.text
+    document = client.get("/openapi.json").json()
+    names = set(re.findall(r"<a href=#(\w+)>", response.text))
+    assert names <= document["components"]["schemas"].keys() == set(re.findall(r"<h3 id=(\w+)>", response.text))
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in response.text

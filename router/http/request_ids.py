@@ -1,0 +1,39 @@
+"""The id of a request: the client's, or a new one; in the answer, in logs and in traces."""
+
+from __future__ import annotations
+
+import re
+from uuid import uuid4
+
+from starlette.types import Message, Scope, Send
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line or a header
+_MESSAGES = "/v1/messages"
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the client's X-Request-Id; a new id if it is too long or has other characters."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _SAFE_ID.fullmatch(given) else uuid4().hex
+
+
+def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
+    names = (b"x-request-id", b"request-id") if speaks_anthropic(path) else (b"x-request-id",)
+    return [(name, request_id.encode()) for name in names]
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the path is of Anthropic's protocol; the others are of OpenAI's."""
+    return path == _MESSAGES or path.startswith(_MESSAGES + "/")
+
+
+def send_with_id(scope: Scope, send: Send) -> Send:
+    """Add the id to the answer."""
+    headers = request_id_headers(scope["path"], request_id_of(scope))
+
+    async def send_message(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *headers]
+        await send(message)
+
+    return send_message
