@@ -22,8 +22,11 @@ class Environment:
         if not self.root.exists():
             pytest.skip(f"{self.root.name} is missing; run scripts/test-clients to create it")
 
-    def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> None:
-        """Run a program of the environment with additional variables; fail with its output if its status is not 0."""
+    def run(self, command: Sequence[str | Path], variables: Mapping[str, str]) -> str:
+        """Run a program of the environment with additional variables, and return its output.
+
+        Fails with the output if the status is not 0.
+        """
         program, *arguments = command
         modules = {"NODE_PATH": str(self.root / "node_modules")}
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -36,8 +39,9 @@ class Environment:
             timeout=RUN_SECONDS,
         )
         assert ended.returncode == 0, ended.stdout
+        return ended.stdout
 
     def _find(self, program: str) -> str:
         """Return the environment's own program, else the system's; Node is not installed into environments."""
-        own = self.root / "bin" / program
-        return str(own) if own.exists() else program
+        own = [self.root / folder / program for folder in ("bin", "node_modules/.bin")]
+        return next((str(path) for path in own if path.exists()), program)
