@@ -155,7 +155,8 @@ class PrefillPeer:
                 failures += not isinstance(exc, PeerLoading)
                 if str(exc) != logged:
                     logged = str(exc)
-                    _log.warning("prefill node %s: %s; trying again", self.address, logged)
+                    level = logging.INFO if isinstance(exc, PeerLoading) else logging.WARNING
+                    _log.log(level, "prefill node %s: %s; trying again", self.address, logged)
             finally:
                 self._disconnect()
                 self.tried.set()

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
     set_process_fields(process="engine")
-    setup_logging("", chosen_format(), "%(levelname)s %(name)s: %(message)s")
+    setup_logging("", chosen_format(), name="engine")
     channel = Channel(socket.socket(fileno=int(argv[0])))
     try:
         return _serve(channel, socket.socket(fileno=int(argv[1])))

@@ -12,21 +12,15 @@ from importlib.metadata import version
 from pdserve.api_keys import NAME, key_entry, new_key
 from pdserve.config.flags import (
     CommandParser,
-    add_drain_flag,
     add_node_flags,
     add_tls_flag,
-    port_number,
-    positive_int,
 )
 from pdserve.config.hub import EMBEDDED_MODEL
-from pdserve.logs import add_log_flag
 from pdserve.plan.plan_flags import add_plan_flags
 from pdserve.process import run_command
-from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 
 #: Commands of this process: (module, function of the parsed flags that returns the exit status).
 COMMANDS = {
-    "up": ("pdserve.launcher.up", "up"),
     "explain": ("pdserve.doctor.explain", "explain"),
     "plan": ("pdserve.plan.command", "plan"),
     "probe": ("pdserve.doctor.probe", "probe"),
@@ -35,6 +29,7 @@ COMMANDS = {
 }
 #: Commands that replace this process by another program: (module, help text).
 PROGRAMS = {
+    "up": ("launcher", "start prefill nodes, decode nodes and a router on this machine"),
     "prefill": ("prefill_node", "start a prefill node"),
     "decode": ("decode_node", "start a decode node"),
     "serve": ("elastic_node", "start a node that prefills and decodes"),
@@ -51,9 +46,9 @@ def _run(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         # The base layer never imports the programs; -P keeps the current directory off sys.path.
         os.execv(sys.executable, [sys.executable, "-P", "-m", PROGRAMS[argv[0]][0], *argv[1:]])
-    args = make_parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.command is None:
-        make_parser().print_help()
+        _parser().print_help()
         return 2
     module, function = COMMANDS[args.command]
     return int(getattr(import_module(module), function)(args))
@@ -67,7 +62,7 @@ def make_key(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_parser() -> CommandParser:
+def _parser() -> CommandParser:
     parser = CommandParser(
         prog="pdserve",
         description="Serve large language models with prefill and decode on separate machines.",
@@ -75,7 +70,6 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_up(commands.add_parser("up", help="start prefill nodes, decode nodes and a router on this machine"))
     for name, (_, summary) in PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
     explain = commands.add_parser("explain", help="show the resolved configuration without loading weights")
@@ -114,31 +108,3 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="URL of the router")
     parser.add_argument("--api-key", metavar="KEY", help="API key for the router (default: PDSERVE_API_KEY)")
     parser.add_argument("--once", action="store_true", help="print once as plain text (default when piped)")
-
-
-def _add_up(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefill", type=positive_int, default=1, metavar="N", help="prefill nodes (default 1)")
-    parser.add_argument("--decode", type=positive_int, default=1, metavar="N", help="decode nodes (default 1)")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the API (default %(default)s)")
-    parser.add_argument(
-        "--port", type=port_number, default=8000, help="port of the API (default %(default)s; 0: any free one)"
-    )
-    add_drain_flag(parser, "it ends with an error")
-    parser.add_argument("--api-keys", metavar="FILE", help="require an API key of this file (pdserve key NAME)")
-    metrics_port = "serve the router's /metrics without a key at this port, too"
-    parser.add_argument("--metrics-port", type=port_number, metavar="N", help=metrics_port)
-    parser.add_argument("--metrics-host", default="127.0.0.1", help="address of --metrics-port (default %(default)s)")
-    parser.add_argument("--metrics-client-names", action="store_true", help="metrics by name of the API key")
-    defaults = "defaults of sampling parameters; auto: generation_config.json (default %(default)s)"
-    parser.add_argument("--generation-config", choices=["auto", "none"], default="auto", help=defaults)
-    parser.add_argument("--tls-cert", metavar="FILE", help="serve HTTPS with this PEM certificate")
-    parser.add_argument("--tls-key", metavar="FILE", help="private key of the certificate, PEM")
-    parser.add_argument("--log-requests", action="store_true", help="log each request")
-    add_log_flag(parser)
-    add_trace_flag(parser)
-    add_trace_sample_flag(parser)
-    add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
-    for kind in ("prefill", "decode"):
-        ranks = parser.add_argument_group(f"ranks of {kind} nodes")
-        for flag, what in (("pp", "pipeline stages"), ("tp", "tensor shards of each stage")):
-            ranks.add_argument(f"--{kind}-{flag}", type=positive_int, metavar="N", help=f"{what} (default: --{flag})")

@@ -1,6 +1,6 @@
 """The log format of all processes, on stderr: text, or JSON with one object per line.
 
-    21:04:05.678 INFO    decode: request 5f0c…: done after 0.412 s: …
+    2026-11-21 21:04:05.678 INFO    decode: request 5f0c…: done after 0.412 s: …
     {"time":"2026-11-21T21:04:05.678901Z","level":"INFO","logger":"decode_node.request_trace","message":"request …",
      "role":"decode","node":"10.0.0.7:9002","request_id":"5f0c…","trace_id":"4bf92f…"}
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Any
@@ -19,9 +20,14 @@ from typing import Any
 import msgspec
 
 FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "PDSERVE_LOG_FORMAT"
+_LEVEL = "PDSERVE_LOG_LEVEL"
 _FIELDS = "request_fields"  # attribute of a log record, set by ``request_fields``
-_TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s {role}: %(message)s"
+_TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s {name}: %(message)s"
+_TEXT_LINE = re.compile(
+    r"(?P<start>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<level>[A-Z]+) +)(?P<name>[^:]*): (?P<message>.*)", re.DOTALL
+)
 
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _process_fields: dict[str, str] = {}  # JSON fields of every line of this process
@@ -30,6 +36,8 @@ _process_fields: dict[str, str] = {}  # JSON fields of every line of this proces
 def add_log_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     default = chosen_format()
     parser.add_argument("--log-format", choices=FORMATS, default=default, help="log format (default %(default)s)")
+    levels = f"{', '.join(LEVELS)} (default: PDSERVE_LOG_LEVEL, else info)"
+    parser.add_argument("--log-level", choices=LEVELS, default="", metavar="LEVEL", help=levels)
 
 
 def chosen_format() -> str:
@@ -43,18 +51,21 @@ def choose_format(log_format: str) -> None:
     os.environ[_FORMAT] = log_format
 
 
-def setup_logging(role: str, log_format: str, text: str = "") -> None:
-    """Log to stderr at ``PDSERVE_LOG_LEVEL`` (default INFO). Call once, before starting child processes.
+def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -> None:
+    """Log to stderr. Call once, before starting child processes, which inherit format and level.
 
-    ``role`` is empty in a process whose parent relays its lines. ``text`` overrides the format of text lines.
+    ``role`` is empty in a process whose parent relays its lines; ``name`` begins its text lines. Without ``level``,
+    ``PDSERVE_LOG_LEVEL`` decides (default INFO).
     """
     choose_format(log_format)
     if role:
         set_process_fields(role=role)
-    level = os.environ.get("PDSERVE_LOG_LEVEL", "INFO").upper()
+    if level:
+        os.environ[_LEVEL] = level
+    level = os.environ.get(_LEVEL, "INFO").upper()
     known = level in logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
-    text_formatter = logging.Formatter(text or _TEXT.format(role=role), "%H:%M:%S")
+    text_formatter = logging.Formatter(_TEXT.format(name=name or role), "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if log_format == "json" else text_formatter)
     logging.basicConfig(handlers=[handler], level=level if known else logging.INFO)
     if not known:
@@ -89,9 +100,26 @@ def relayed_line(line: str, fields: dict[str, object]) -> str:
 
 
 def message_of(line: str) -> str:
-    """Return the message of a JSON line, or any other line as it is."""
+    """Return the message of a log line, or any other line as it is."""
+    if match := _TEXT_LINE.fullmatch(line):
+        return match["message"].strip()
     found = _parse_json_line(line)
     return line.strip() if found is None else str(found["message"])
+
+
+def relayed_text(line: str, child: str) -> str:
+    """Return a text line of a child process under the name ``child``, which replaces the role in log lines."""
+    match = _TEXT_LINE.fullmatch(line)
+    if match is None:  # a library of the child printed it
+        return f"{child}: {line}"
+    part = "" if child.startswith(match["name"]) else f" {match['name']}"
+    return f"{match['start']}{child}{part}: {match['message']}"
+
+
+def level_of(line: str) -> str:
+    """Return the level of a text log line, empty for any other line."""
+    match = _TEXT_LINE.fullmatch(line)
+    return match["level"] if match else ""
 
 
 def _parse_json_line(line: str) -> dict[str, Any] | None:

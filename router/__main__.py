@@ -22,7 +22,7 @@ def run(options: RouterOptions) -> int:
     """Serve until a signal. A failed start is reported to the parent and raised."""
     status = StatusWriter(options.status_fd)
     watch_lifeline(options.lifeline_fd)
-    setup_logging("router", options.log_format)
+    setup_logging("router", options.log_format, options.log_level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # gRPC reads this at start. The router's child processes exec at once; gRPC's fork handlers sometimes closed the
     # child's pipe (4 of 28 starts on busy cores).

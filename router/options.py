@@ -54,6 +54,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     dashboard: bool = True
     log_requests: bool = False
     log_format: str = "text"
+    log_level: str = ""  # PDSERVE_LOG_LEVEL
     traces: str = ""  # URL of a collector; "": no traces
     trace_sample: float = 1.0  # share of requests without a client's sampling decision
     tls_cert: str | None = None  # PEM file; both or none

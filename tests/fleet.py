@@ -26,9 +26,9 @@ from unittest import mock
 import grpc
 import psutil
 
+from launcher.supervisor import Child, Supervisor
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.launcher.supervisor import Child, Supervisor
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 

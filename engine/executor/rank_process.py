@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     assign = leader.wait_assign()
     name = str(assign.config.position)
     set_process_fields(process=name)
-    setup_logging("", chosen_format(), f"{name}: %(levelname)s %(name)s: %(message)s")
+    setup_logging("", chosen_format(), name=name)
     in_flight: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()  # None: poll the connector
     try:
         rank, kv = build_rank(

@@ -28,6 +28,7 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     status_fd: int | None = None
     lifeline_fd: int | None = None
     log_format: str = "text"
+    log_level: str = ""  # PDSERVE_LOG_LEVEL
     log_requests: bool = False
     traces: str = ""  # URL of a collector; "": no traces
 

@@ -56,7 +56,7 @@ def run_role(parser: argparse.ArgumentParser, argv: Sequence[str] | None, make: 
         args = parser.parse_args(argv)
         role, frontend, options = make(args), frontend_options_from(args), options_from(args)
         local = local_ranks_from(args, options.num_ranks)
-        setup_logging(role.name, frontend.log_format)
+        setup_logging(role.name, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)
         status = StatusWriter(frontend.status_fd)
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.__main__ import main as up_main
 from pdserve.cli import main
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.process import run_command
@@ -24,7 +25,7 @@ def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     """Return the exit status and the single stderr line of a failing command."""
-    status = main(argv)
+    status = up_main(argv[1:]) if argv[0] == "up" else main(argv)  # main would replace this process
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("pdserve: error: ")
@@ -127,6 +128,10 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["up", "--port", "99999"], ["99999", "65535"]),
         (["up", "--device", "cpu", "--decode-tp", "3"], ["tp 3", "heads"]),
         (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),
+        (["up", "--tls-cert", "cert.pem"], ["--tls-cert", "--tls-key"]),
+        (["up", "--api-keys", "/no/such/keys"], ["/no/such/keys"]),
+        (["up", "--tool-call-parser", "bogus"], ["bogus", "hermes"]),
+        (["up", "--max-inflight", "0"], ["--max-inflight", "at least 1"]),
         (["up", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "--host"]),
         (["bogus"], ["bogus", "explain"]),
     ],
@@ -174,9 +179,9 @@ def test_up_refuses_a_used_port_before_loading(capsys: pytest.CaptureFixture[str
     assert "in use" in line
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
 def test_programs_print_help_and_refuse_unknown_flags(role: str) -> None:
-    assert "--status-fd" in run(role, "--help").stdout
+    assert ("--status-fd" in run(role, "--help").stdout) is (role != "up")
     done = run(role, str(EMBEDDED_MODEL), "--no-such-flag")
     assert done.returncode == 2
     assert "--no-such-flag" in done.stderr

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.device_assignment import assign_devices, gpus_of, with_parallel_sizes
 from pdserve.config.node_config import NodeOptions
 from pdserve.errors import ConfigError
-from pdserve.launcher.device_assignment import assign_devices, gpus_of, with_parallel_sizes
 
 ONE = NodeOptions(model="m")
 TWO = NodeOptions(model="m", tp=2)
@@ -48,7 +49,7 @@ def test_assignment_starts_at_the_named_device() -> None:
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"engine": "simulated"}])
-def test_nodes_without_gpus_get_none(options: dict[str, str]) -> None:
+def test_nodes_without_gpus_get_none(options: dict[str, Any]) -> None:
     node = NodeOptions(model="m", threads=1, **options)
     assert assign_devices([node, node], 4, 8) == [node, node]
 

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from pdserve.cli import make_parser
+from launcher import local_fleet
+from launcher.local_fleet import FleetPlan, LocalFleet
+from launcher.restarts import STABLE, Restarts
+from launcher.supervisor import Child, Supervisor
+from launcher.up_flags import make_parser, role_words
+from launcher.welcome import node_table
 from pdserve.config.node_config import DeviceInfo
-from pdserve.launcher import local_fleet
-from pdserve.launcher.local_fleet import FleetPlan, LocalFleet
-from pdserve.launcher.supervisor import Child, Supervisor
-from pdserve.launcher.welcome import node_table
 
 GIB = 1 << 30
 
@@ -37,23 +38,28 @@ def fleet_on(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str) -> tup
     gpus = [DeviceInfo(kind="cuda", index=index, name="GPU", memory=80 * GIB) for index in range(num_gpus)]
     monkeypatch.setattr(local_fleet, "find_gpus", lambda: gpus)
     monkeypatch.setattr(local_fleet, "node_devices", lambda options, count: gpus[:count])
-    args: argparse.Namespace = make_parser().parse_args(["up", *flags])
+    args: argparse.Namespace = make_parser().parse_args(flags)
     starts = Starts()
     return LocalFleet(cast(Supervisor, starts), FleetPlan.of(args), args), starts
 
 
+def settle(fleet: LocalFleet) -> None:
+    for _ in range(3):  # prefill nodes, decode nodes, router
+        fleet.advance()
+
+
 def test_nodes_that_share_a_gpu_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, starts = fleet_on(monkeypatch, 2, "--prefill", "2", "--decode", "2")
-    fleet.advance()
+    settle(fleet)
     assert [child.name for child in starts.children] == ["prefill-0", "prefill-1"]
     starts.children[1].state = "ready"
-    fleet.advance()
+    settle(fleet)
     assert [child.name for child in starts.children][2:] == ["decode-1"]
     starts.children[0].state = "loading"
-    fleet.advance()
+    settle(fleet)
     assert len(starts.children) == 3
     starts.children[0].state = "ready"
-    fleet.advance()
+    settle(fleet)
     assert [child.name for child in starts.children][3:] == ["decode-0", "router"]
     assert "0.45" in starts.flags["decode-0"]
     assert not fleet.advance()
@@ -72,7 +78,31 @@ def test_nodes_that_share_a_gpu_load_one_after_the_other(monkeypatch: pytest.Mon
 
 def test_nodes_with_own_gpus_load_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, starts = fleet_on(monkeypatch, 3, "--device", "cuda", "--decode-tp", "2")
-    fleet.advance()
+    settle(fleet)
     assert [child.name for child in starts.children] == ["prefill", "decode", "router"]
     assert [node.device for node in fleet.nodes] == ["cuda:0", "cuda:1, cuda:2"]
     assert "--gpu-memory-utilization" not in starts.flags["decode"]
+
+
+def test_each_program_gets_its_own_flags_and_the_common_ones() -> None:
+    given = "--policy round-robin --no-dashboard --cors-origin http://a --cors-origin http://b --max-body-bytes 1MiB"
+    nodes = "--lease-seconds 5 --decode-ahead 0 --kv-failure-policy fail --max-num-seqs 7"
+    common = ["--traces", "http://collector:4318/v1/traces", "--log-requests", "--drain-timeout", "3.0"]
+    args = make_parser().parse_args([*given.split(), *nodes.split(), *common, "--port", "9000"])
+    router = (
+        "--policy round-robin --cors-origin http://a --cors-origin http://b --no-dashboard --max-body-bytes 1048576"
+    )
+    assert sorted(role_words("router", args)) == sorted([*router.split(), *common, "--port", "9000"])
+    assert sorted(role_words("prefill", args)) == sorted(["--lease-seconds", "5.0", "--decode-ahead", "0", *common])
+    assert sorted(role_words("decode", args)) == sorted(["--kv-failure-policy", "fail", *common])
+
+
+def test_delays_between_restarts_double_and_end() -> None:
+    restarts = Restarts()
+    delays = []
+    while restarts.died(now=10.0, served=0.0):
+        delays.append(restarts.delay)
+        assert restarts.due == 10.0 + restarts.delay
+    assert delays == [0.5, 1, 2, 4]
+    assert restarts.died(now=10.0, served=STABLE), "an hour of service ends a row of failures"
+    assert restarts.delay == 0.5

@@ -15,7 +15,7 @@ from engine.doctor import make_parser
 from engine.executor.multi_host import local_ranks_from
 from engine.frontend.frontend_flags import frontend_options_from
 from engine.frontend.node_command import role_parser
-from pdserve.cli import _parser as command_parser
+from launcher.up_flags import make_parser as make_up_parser
 from pdserve.config.flags import options_from
 from pdserve.discovery.sources import check_source
 from prefill_node.prefill_role import add_flags as add_prefill_flags
@@ -53,7 +53,7 @@ def check_flags(pod: Pod) -> None:
     if command == "router":
         parse_options(words)
     elif command == "up":
-        options_from(command_parser().parse_args([command, *words]))
+        options_from(make_up_parser().parse_args(words))
     else:
         add, make = {
             "prefill": (add_prefill_flags, make_prefill),

@@ -78,11 +78,16 @@ def test_up_merges_the_json_logs_of_its_processes(tmp_path: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as up,
     ):
         assert up.stdout is not None
-        url = next(word for line in up.stdout for word in line.split() if word.startswith("http://"))
+        welcome = json.loads(up.stdout.readline())
+        url = welcome["url"]
+        assert [(node["name"], node["device"]) for node in welcome["nodes"]] == [
+            ("prefill", "simulated"),
+            ("decode", "simulated"),
+        ]
         body = {"model": EMBEDDED_MODEL.name, "prompt": SECRET * 60, "max_tokens": 3}
         request_id = httpx.post(f"{url}/v1/completions", json=body).headers["x-request-id"]
         up.terminate()
-        up.stdout.read()
+        assert up.stdout.read() == ""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     children = {line["role"]: line["child"] for line in lines if line.get("request_id") == request_id}
     assert children["router"] == "router"

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,17 +205,63 @@ def test_up_serves_a_reranker_without_decode_nodes(tmp_path: Path) -> None:
     assert [each["relevance_score"] for each in results] == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
 
 
-@pytest.mark.parametrize("module", ["router", "engine.process"])
-def test_up_ends_when_a_child_dies(tmp_path: Path, module: str) -> None:
-    with started(tmp_path) as up:
+def tokens_of(url: str, seed: int) -> list[int]:
+    """Return 100 tokens after a prompt of 300, which is long enough for a handoff."""
+    prompt = random.Random(seed).choices(range(3, 128), k=300)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "seed": seed, "ignore_eos": True}
+    tokens: list[int] = post(f"{url}/v1/completions", body | {"return_token_ids": True})["choices"][0]["token_ids"]
+    return tokens
+
+
+def ready_nodes(url: str) -> set[str]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        return set(re.findall(r'^pdserve_nodes_ready\{.*role="(\w+)".*\} 1', response.read().decode(), re.MULTILINE))
+
+
+def test_prefill_node_that_dies_starts_again_and_no_request_notices(tmp_path: Path) -> None:
+    with started(tmp_path, "--engine", "simulated") as up, ThreadPoolExecutor(20) as threads:
+        url = up.wait_served()
+        expected = [tokens_of(url, seed) for seed in range(3)]
+        answers = [threads.submit(tokens_of, url, seed % 3) for seed in range(20)]
+        wait_until(lambda: in_flight(url) > 10)
+        up.child("prefill_node").kill()
+        assert [answer.result(90) for answer in answers] == [expected[seed % 3] for seed in range(20)]
+        wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
+        assert up.process.poll() is None
+        assert "prefill was killed by SIGKILL" in up.err.read_text()
+
+
+def test_router_and_engine_that_die_start_again(tmp_path: Path) -> None:
+    with started(tmp_path, "--engine", "simulated") as up:
+        url = up.wait_served()
+        expected = tokens_of(url, 1)
+        killed = [up.child("router"), up.child("decode_node").children()[0]]
+        for process in killed:
+            process.kill()
+        wait_until(lambda: "decode ended" in up.err.read_text() and "router was killed" in up.err.read_text())
+        wait_until(lambda: up.err.read_text().count("is ready after") == 5)
+        wait_until(lambda: ready_nodes(url) == {"prefill", "decode"})
+        assert tokens_of(url, 1) == expected
+        processes = up.descendants()
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(10) == 0
+        assert_gone(processes)
+
+
+@pytest.mark.slow
+def test_up_ends_when_a_process_dies_again_and_again(tmp_path: Path) -> None:
+    with started(tmp_path, "--engine", "simulated") as up:
         up.wait_served()
         processes = up.descendants()
-        up.child(module).kill()
-        assert up.process.wait(20) != 0
+        while up.process.poll() is None:
+            with suppress(StopIteration, psutil.NoSuchProcess):
+                up.child("prefill_node").kill()
+            time.sleep(0.05)
+        assert up.process.returncode != 0
         assert_gone(processes)
     last = up.err.read_text().strip().splitlines()[-1]
-    assert last.startswith("pdserve: error: ")
-    assert "Hint: " in last
+    assert last.startswith("pdserve: error: prefill was killed by SIGKILL")
+    assert "5 times in a row" in last
 
 
 def test_children_end_when_up_is_killed(tmp_path: Path) -> None:

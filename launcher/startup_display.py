@@ -1,46 +1,50 @@
-"""The output of ``pdserve up`` while its children start: a live table on a terminal, plain or JSON lines elsewhere."""
+"""The output of ``pdserve up``: a live table while processes start on a terminal, else log lines."""
 
 from __future__ import annotations
 
-import re
+import logging
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve.launcher.supervisor import Child
-from pdserve.logs import chosen_format, json_line, relayed_line
+from launcher.supervisor import Child
+from pdserve.logs import chosen_format, level_of, relayed_line, relayed_text, request_fields
 from pdserve.process import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ROUTINE = re.compile(r"\b(INFO|DEBUG) ")  # log lines that the live table leaves out
+_log = logging.getLogger(__name__)
 
 
-def make_display(children: Sequence[Child], live: bool) -> StartupDisplay:
-    """Choose the display for stderr and the log format. ``children`` may grow later; ``live`` allows a table."""
+def starting_display(children: Sequence[Child]) -> Display:
+    """Choose the display of a start, for stderr and the log format. ``children`` may grow later."""
     if chosen_format() == "json":
         return JsonDisplay()
-    return LiveDisplay(children) if live and sys.stderr.isatty() else StartupDisplay()
+    return LiveDisplay(children) if sys.stderr.isatty() else Display(starting=True)
 
 
-class StartupDisplay:
-    """Print one line per loading stage and per ready child, and relay all output."""
+def serving_display() -> Display:
+    """Choose the display after the start."""
+    return JsonDisplay() if chosen_format() == "json" else Display()
 
-    def __init__(self) -> None:
-        self._shown: dict[str, str] = {}
+
+class Display:
+    """Print a line per child that is ready, and relay output without the routine lines of a start."""
+
+    def __init__(self, starting: bool = False) -> None:
+        self._starting = starting
 
     def changed(self, child: Child) -> None:
-        text = child.stage if child.state == "loading" else child.state
         if child.state == "ready":
-            text = f"ready after {time.monotonic() - child.started:.1f} s on {child.address}"
-        if child.state in ("loading", "ready") and self._shown.get(child.name) != text:
-            self._shown[child.name] = text
-            self.printed(child, text)
+            tokens = f", {child.kv_tokens:,} KV tokens" if child.kv_tokens else ""
+            text = f"{child.name} is ready after {child.ready_at - child.started:.1f} s on {child.address}{tokens}"
+            _log.info("%s", text, extra=request_fields("", child=child.name))
 
     def printed(self, child: Child, text: str) -> None:
-        print(f"{child.name}: {text}", file=sys.stderr, flush=True)
+        if not (self._starting or child.state != "ready") or not _is_routine(text):
+            print(relayed_text(text, child.name), file=sys.stderr, flush=True)
 
     def tick(self) -> None:
         """Called periodically."""
@@ -49,25 +53,26 @@ class StartupDisplay:
         """Called once all children are ready or one has failed."""
 
 
-class JsonDisplay(StartupDisplay):
-    """Relay the children's log lines as JSON lines of one log."""
+def _is_routine(text: str) -> bool:
+    """Return whether a log line only says what a start does. ``--log-level debug`` shows these lines, too."""
+    return level_of(text) == "INFO" and not _log.isEnabledFor(logging.DEBUG)
 
-    def changed(self, child: Child) -> None:
-        if child.state == "ready":
-            line = json_line("INFO", "up", f"{child.name} is ready", None, {"child": child.name})
-            print(line, file=sys.stderr, flush=True)
+
+class JsonDisplay(Display):
+    """Relay the children's log lines as JSON lines of one log."""
 
     def printed(self, child: Child, text: str) -> None:
         print(relayed_line(text, {"child": child.name}), file=sys.stderr, flush=True)
 
 
-class LiveDisplay(StartupDisplay):
+class LiveDisplay(Display):
     """Redraw a table in place; warnings and errors of children scroll above it."""
 
     def __init__(self, children: Sequence[Child]) -> None:
         from rich.console import Console
         from rich.live import Live
 
+        super().__init__(starting=True)
         self._children = children
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(self._table(), console=self._console, auto_refresh=False, redirect_stdout=False)
@@ -77,8 +82,8 @@ class LiveDisplay(StartupDisplay):
         self.tick()
 
     def printed(self, child: Child, text: str) -> None:
-        if not _ROUTINE.search(text):
-            self._console.print(f"{child.name}: {text}", markup=False)
+        if not _is_routine(text):
+            self._console.print(relayed_text(text, child.name), markup=False)
 
     def tick(self) -> None:
         self._live.update(self._table(), refresh=True)
@@ -90,7 +95,7 @@ class LiveDisplay(StartupDisplay):
         for child in self._children:
             if child.process.poll() not in (None, 0, EXIT_REFUSED):  # up repeats the one line of a refusal
                 for line in child.last_lines:
-                    self._console.print(f"{child.name}: {line}", markup=False)
+                    self._console.print(relayed_text(line, child.name), markup=False)
 
     def _table(self) -> Table:
         from rich.progress_bar import ProgressBar

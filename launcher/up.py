@@ -4,53 +4,62 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import signal
 import socket
-import subprocess
+import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
+from launcher.local_fleet import FleetPlan, LocalFleet
+from launcher.restarts import MAX_FAILURES
+from launcher.startup_display import Display, serving_display, starting_display
+from launcher.supervisor import Changed, Child, Died, Printed, Supervisor
+from launcher.up_flags import router_options
+from launcher.welcome import print_welcome
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
-from pdserve.launcher.local_fleet import FleetPlan, LocalFleet
-from pdserve.launcher.startup_display import StartupDisplay, make_display
-from pdserve.launcher.supervisor import Changed, Child, Died, Printed, Supervisor
-from pdserve.launcher.welcome import welcome
-from pdserve.logs import choose_format, set_process_fields
-from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, say
+from pdserve.logs import setup_logging
+from pdserve.process import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit
 from pdserve.rpc.address import probe_port
+from pdserve.rpc.tls import load_chain
+from router.gate.keys import KeyFile
+from router.options import RouterOptions
+
+_log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # longest delay until a signal is noticed
 DRAIN_RESERVE = 15.0  # seconds beyond --drain-timeout for leases and process exits
 
 
 def up(args: argparse.Namespace) -> int:
-    """Serve until a signal. Raises NodeError or ConfigError if a child dies. pdserve/cli.py parses ``args``."""
-    choose_format(args.log_format)
-    set_process_fields(role="up")
-    check_port(args.host, args.port)
+    """Serve until a signal. Raises NodeError or ConfigError if a child cannot start, or has died too often."""
+    setup_logging("up", args.log_format, args.log_level)
+    router = router_options(args)
+    check_router(router)
     plan = FleetPlan.of(args)
     with StopSignals() as stop, Supervisor() as children:
         fleet = LocalFleet(children, plan, args)
-        display = make_display(children.children, live=True)
+        display = starting_display(children.children)
         try:
-            watch(children, display, until=lambda: stop.received or fleet.advance())
+            watch(children, display, until=lambda: stop.received or fleet.advance(), died=refuse)
         finally:
             display.close()
         if stop.received:
             return EXIT_INTERRUPTED
-        print(welcome(fleet.url, plan.config, fleet.nodes, True, args.api_keys is not None), flush=True)
-        watch(children, make_display((), live=False), until=lambda: stop.received)
+        print_welcome(fleet.url, plan.config, fleet.nodes, router)
+        watch(children, serving_display(), lambda: over(fleet, stop), died=lambda child: restart_later(fleet, child))
         if not stop.immediate:
-            say("draining; a second signal stops at once", level="INFO")
+            _log.info("draining; a second signal stops at once")
             deadline = time.monotonic() + args.drain_timeout + DRAIN_RESERVE
             children.drain(lambda: stop.immediate or time.monotonic() > deadline)
-        say("stopping", level="INFO")
+        _log.info("stopping")
     return 0
 
 
-def watch(children: Supervisor, display: StartupDisplay, until: Callable[[], bool]) -> None:
-    """Display the children's events until ``until()``. Raises the error of a child that dies."""
+def watch(children: Supervisor, display: Display, until: Callable[[], bool], died: Callable[[Child], None]) -> None:
+    """Display the children's events until ``until()``. Call ``died`` for a child that dies or reports a failure."""
     while not until():
         for event in children.wait(POLL_SECONDS):
             match event:
@@ -59,18 +68,38 @@ def watch(children: Supervisor, display: StartupDisplay, until: Callable[[], boo
                 case Changed(child):
                     display.changed(child)
                     if child.state == "failed":
-                        raise death_of(child)
+                        children.end(child)
                 case Died(child):
-                    raise death_of(child)
+                    died(child)
         display.tick()
+
+
+def refuse(child: Child) -> None:
+    """Raise the error of a child that died before all were ready."""
+    raise death_of(child)
+
+
+def over(fleet: LocalFleet, stop: StopSignals) -> bool:
+    """Start processes whose restart is due. Return whether ``up`` should stop."""
+    if not stop.received:
+        fleet.advance()
+    return stop.received
+
+
+def restart_later(fleet: LocalFleet, child: Child) -> None:
+    """Have a process that died start again. Raises its error if it has failed too often."""
+    error = death_of(child)
+    delay = fleet.restart(child, time.monotonic())
+    if not delay:
+        raise NodeError(f"{error}. It has failed {MAX_FAILURES} times in a row") from error
+    _log.error("%s. It starts again in %g s; the others serve on", error, delay)
 
 
 def death_of(child: Child) -> PdserveError:
     """Return an error with the exit status, the last message of the child and a remedy."""
-    try:
-        status = child.process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        status = 1  # it reported a failure and hangs in its exit
+    status = child.process.returncode
+    if child.error and status < 0:
+        status = EXIT_FAILED  # it reported a failure, hung in its exit and was killed
     if status == EXIT_REFUSED:
         return ConfigError(f"{child.name}: {child.last_error}")
     return NodeError(f"{child.name} {describe_exit(status)}: {child.last_error}. Hint: {_hint(child, status)}")
@@ -79,7 +108,7 @@ def death_of(child: Child) -> PdserveError:
 def _hint(child: Child, status: int) -> str:
     if status == -signal.SIGKILL or "was killed by SIGKILL" in child.last_error:  # it, its engine or a rank
         return "unless a user killed it, the system ran out of memory: set a smaller --kv-cache-memory"
-    if child.state != "ended" or status == 0:
+    if child.error or status == 0:
         return f"run `pdserve {child.module.removesuffix('_node')}` alone to see more"
     return "see its last lines above; set PDSERVE_TRACEBACK=1 for a traceback"
 
@@ -106,7 +135,7 @@ class StopSignals:
         self.received = True
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, flag: str) -> None:
     """Raise CapacityError unless ``host:port`` is free, before a model is loaded."""
     try:
         probe_port(host, port)
@@ -120,3 +149,14 @@ def check_port(host: str, port: int) -> None:
                 f"port {port} on {host} is in use; stop the process that listens there or choose another --port"
             ) from exc
         raise CapacityError(f"cannot listen on {host}:{port}: {exc.strerror}; choose another --host or --port") from exc
+
+
+def check_router(options: RouterOptions) -> None:
+    """Raise ConfigError or CapacityError unless the router's ports are free and its files valid."""
+    check_port(options.host, options.port, "--port")
+    if options.metrics_port is not None:
+        check_port(options.metrics_host, options.metrics_port, "--metrics-port")
+    if options.api_keys is not None:
+        KeyFile(options.api_keys)
+    if options.tls_cert is not None and options.tls_key is not None:
+        load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Path(options.tls_cert), Path(options.tls_key))

@@ -6,13 +6,32 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.local_fleet import Member
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.pooling import EMBED
-from pdserve.launcher.local_fleet import Member
+from pdserve.logs import json_line
+from router.options import RouterOptions
 
 
-def welcome(url: str, config: NodeConfig, nodes: Sequence[Member], dashboard: bool, needs_key: bool) -> str:
-    """Return the URLs, the table of nodes and an example request."""
+def print_welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: RouterOptions) -> None:
+    """Print on stdout where the model is served: text with an example request, or a JSON line."""
+    if router.log_format == "json":
+        print(_json_welcome(url, config, nodes), flush=True)
+    else:
+        print(_welcome(url, config, nodes, router.dashboard, router.api_keys is not None), flush=True)
+
+
+def _json_welcome(url: str, config: NodeConfig, nodes: Sequence[Member]) -> str:
+    fields = [
+        {"name": node.name, "device": node.device, "kv_tokens": node.child.kv_tokens, "address": node.address}
+        for node in nodes
+        if node.child is not None
+    ]
+    message = f"{config.served_model_name} is served at {url}"
+    return json_line("INFO", "up", message, None, {"url": url, "nodes": fields})
+
+
+def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], dashboard: bool, needs_key: bool) -> str:
     path, body = _example_body(config)
     text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False).replace("'", "'\\''")
     key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
@@ -28,7 +47,7 @@ def node_table(nodes: Sequence[Member]) -> str:
     rows = []
     for node in nodes:
         assert node.child is not None
-        rows.append((node.name, node.device, f"{node.child.kv_tokens:,} KV tokens", node.child.address))
+        rows.append((node.name, node.device, f"{node.child.kv_tokens:,} KV tokens", node.address))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(
         f"  {name:<{widths[0]}}  {device:<{widths[1]}}  {tokens:>{widths[2]}}  {address}\n"

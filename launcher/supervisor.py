@@ -1,4 +1,4 @@
-"""Child processes of ``pdserve up``: start, watch and stop them.
+"""Child processes of ``pdserve up``: start, watch, replace and stop them.
 
 Each child leads a session of its own. So Ctrl-C reaches only the parent, which stops the children in order, and the
 parent can kill a child's whole process group (a node's engine too). A child gets
@@ -61,6 +61,7 @@ class Child:
     stage: str = ""
     fraction: float = -1.0  # progress of the stage, 0 … 1; -1 if unknown
     address: str = ""  # host:port, once it listens
+    ready_at: float = 0.0  # monotonic seconds; 0 before
     kv_tokens: int = 0  # size of the KV cache of a ready node
     error: str = ""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
@@ -75,7 +76,7 @@ class Child:
                 self.state, self.stage, self.fraction = "loading", status["stage"], status["fraction"]
             case "ready":
                 self.state, self.stage, self.fraction = "ready", "", -1.0
-                self.kv_tokens = status["kv_tokens"]
+                self.kv_tokens, self.ready_at = status["kv_tokens"], time.monotonic()
             case "failed":
                 self.state, self.error = "failed", status["error"]
 
@@ -126,6 +127,27 @@ class Supervisor:
 
     def spawn(self, name: str, module: str, argv: Sequence[str]) -> Child:
         """Start ``python -m module argv…`` with its status and lifeline fds."""
+        child = self._start(name, module, argv)
+        self.children.append(child)
+        return child
+
+    def replace(self, dead: Child, argv: Sequence[str]) -> Child:
+        """Start a child again, in the place of ``dead`` in the order of stopping."""
+        _kill_group(dead.process.pid)
+        dead.process.wait()
+        self._forget(dead)
+        child = self._start(dead.name, dead.module, argv)
+        self.children[self.children.index(dead)] = child
+        return child
+
+    def end(self, child: Child) -> None:
+        """Have a child end that has reported a failure: kill it if its exit hangs. ``wait`` then returns its death."""
+        try:
+            child.process.wait(timeout=STOP_EACH)
+        except subprocess.TimeoutExpired:
+            _kill_group(child.process.pid)
+
+    def _start(self, name: str, module: str, argv: Sequence[str]) -> Child:
         status_read, status_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
         fds = ["--status-fd", str(status_write), "--lifeline-fd", str(lifeline_read)]
@@ -142,7 +164,6 @@ class Supervisor:
             os.close(status_write)
             os.close(lifeline_read)
         child = Child(name, module, process, lifeline_write)
-        self.children.append(child)
         assert process.stdout is not None
         for fd, kind in ((status_read, "status"), (process.stdout.fileno(), "output")):
             os.set_blocking(fd, False)

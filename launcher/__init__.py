@@ -1,0 +1,1 @@
+"""``pdserve up``: start, watch, restart and stop the processes of one machine. It may import all programs."""

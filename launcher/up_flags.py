@@ -1,0 +1,81 @@
+"""The flags of ``pdserve up``: its own, and those of the programs that it starts, from their parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from decode_node.decode_role import add_flags as add_decode_flags
+from pdserve.config.flags import CommandParser, add_node_flags, positive_int
+from pdserve.config.hub import EMBEDDED_MODEL
+from prefill_node.prefill_role import add_flags as add_prefill_flags
+from router.options import RouterOptions, add_router_flags, router_options_from
+
+#: Flags of programs that ``up`` sets itself, by their names among parsed arguments.
+_OWN = {"model", "model_flags", "served_model_name", "prefill", "decode", "node", "status_fd", "lifeline_fd"}
+#: Flags of the router that nodes have, too.
+_COMMON = {"traces", "log_requests", "drain_timeout"}
+
+
+def _actions(add_flags: Callable[[argparse.ArgumentParser], None]) -> list[argparse.Action]:
+    """Return the flags of a program that users of ``up`` may give."""
+    parser = CommandParser(add_help=False)
+    add_flags(parser)
+    return [action for action in parser._actions if action.dest not in _OWN]
+
+
+_ACTIONS = {
+    "router": _actions(add_router_flags),
+    "prefill": _actions(add_prefill_flags),
+    "decode": _actions(add_decode_flags),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="pdserve up",
+        description="Start prefill nodes, decode nodes and a router on this machine. A process that dies starts again, "
+        "while the others serve on.",
+    )
+    for role in ("prefill", "decode"):
+        help = f"{role} nodes (default %(default)s)"
+        parser.add_argument(f"--{role}", type=positive_int, default=1, metavar="N", help=help)
+    add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
+    for role in ("prefill", "decode"):
+        ranks = parser.add_argument_group(f"ranks of {role} nodes")
+        for flag, what in (("pp", "pipeline stages"), ("tp", "tensor shards of each stage")):
+            ranks.add_argument(f"--{role}-{flag}", type=positive_int, metavar="N", help=f"{what} (default: --{flag})")
+    for role, actions in _ACTIONS.items():
+        group = parser.add_argument_group(role if role == "router" else f"{role} nodes")
+        for action in actions:
+            if action.option_strings[0] not in parser._option_string_actions:
+                group._add_action(action)
+    return parser
+
+
+def role_words(role: str, args: argparse.Namespace) -> list[str]:
+    """Return the command line of a program without its model: the flags that differ from their defaults.
+
+    A node's options (pdserve/config/node_config.py) are not among them.
+    """
+    actions = _ACTIONS[role]
+    if role != "router":
+        actions = [*actions, *(action for action in _ACTIONS["router"] if action.dest in _COMMON)]
+    return [word for action in actions for word in _words(action, getattr(args, action.dest))]
+
+
+def router_options(args: argparse.Namespace) -> RouterOptions:
+    """Return the options of the router before it knows nodes. Raises ConfigError for flags that do not go together."""
+    parser = CommandParser(prog="pdserve up")
+    add_router_flags(parser)
+    return router_options_from(parser.parse_args([args.model, *role_words("router", args)]))
+
+
+def _words(action: argparse.Action, value: object) -> list[str]:
+    flag = action.option_strings[0]
+    if value == action.default:
+        return []
+    if action.nargs == 0:
+        return [flag]
+    values = value if isinstance(value, list) else [value]
+    return [word for each in values for word in (flag, str(each))]

@@ -1,1 +1,0 @@
-"""``pdserve up``: start, watch and stop the processes of one machine."""
