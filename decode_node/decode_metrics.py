@@ -21,6 +21,7 @@ COUNTERS = {
     "pdserve_handoffs_total": "Handoffs begun.",
     "pdserve_handoff_ahead_tokens_total": "Tokens after the first that P decoded ahead while D read the KV.",
     "pdserve_handoff_failures_total": "Handoffs that failed, and requests whose prefill node was not connected.",
+    "pdserve_handoff_refusals_total": "Handoffs that P refused for lack of room.",
     "pdserve_handoff_recomputes_total": "Prompts prefilled on this node after a failed handoff.",
     "pdserve_handoff_recomputed_tokens_total": "Prompt tokens of recomputes whose KV was not on this node.",
 }

@@ -119,7 +119,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         try:
             peer = handoffs.peers.get(prefill_node)
         except PdserveError as exc:
-            if handoffs.recomputes(generation.num_tokens):
+            if handoffs.recomputes(exc, generation.num_tokens):
                 generation.submit(Mode.LOCAL)
             else:
                 generation.fail(exc)

@@ -57,13 +57,15 @@ class HandoffContext:
         self.counters["pdserve_local_prefills_total"] += not worth
         return worth
 
-    def recomputes(self, uncached_tokens: int) -> bool:
-        """Count a failed handoff; return whether the failure policy is to prefill its prompt on D."""
-        self.counters["pdserve_handoff_failures_total"] += 1
+    def recomputes(self, error: PdserveError, uncached_tokens: int) -> bool:
+        """Count a failed or refused handoff; return whether the failure policy is to prefill its prompt on D."""
+        refused = isinstance(error, Overloaded)
+        self.counters["pdserve_handoff_refusals_total" if refused else "pdserve_handoff_failures_total"] += 1
         if self.settings.failure_policy is FailurePolicy.FAIL:
             return False
-        self.counters["pdserve_handoff_recomputes_total"] += 1
-        self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
+        if not refused:
+            self.counters["pdserve_handoff_recomputes_total"] += 1
+            self.counters["pdserve_handoff_recomputed_tokens_total"] += uncached_tokens
         return True
 
 
@@ -189,13 +191,14 @@ class HandoffDriver:
             self._peer.reset(str(error))
         elif isinstance(error, PeerError):
             self._peer.check()
-        if not context.recomputes(self._uncached_tokens):
+        if not context.recomputes(error, self._uncached_tokens):
             # Only an overload is passed on: other errors between nodes are not the client's fault.
             generation.fail(error if isinstance(error, Overloaded) else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()
         name = generation.message.request_id or generation.rid
-        _log.warning("request %s is prefilled on this node: %s", name, error, extra=generation.trace.log_fields)
+        level = logging.INFO if isinstance(error, Overloaded) else logging.WARNING
+        _log.log(level, "request %s is prefilled on this node: %s", name, error, extra=generation.trace.log_fields)
         outputs = self._handoff.outputs if self._handoff is not None else ()
         context.engine.send(PrefillLocally(generation.rid, outputs))
 

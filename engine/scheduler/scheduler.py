@@ -180,7 +180,9 @@ class Scheduler:
         self._num_plans += 1
         builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step, self._fair_share.crowding)
         if self._make_room() and self._add_running(builder):
-            self._admit(builder)
+            has_room = self._admit(builder) and self._free_slots > 0
+            if self._live.loading and self._live.for_peers and not has_room:
+                self._refuse_for_peers()
         self._in_flight.add(self._num_plans, builder.sequences())
         finished = self._live.take_finished()
         return builder.plan(finished, self.connector.take_orders(), self.connector.take_digest_orders())
@@ -343,13 +345,28 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> None:
-        """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step."""
+    def _refuse_for_peers(self) -> None:
+        """Refuse the waiting prompts for peers, as this node lacks room and holds some for prompts at its own peers.
+
+        Each of two such nodes could wait for the other forever. The peer has blocks for its prompt, and computes it.
+        """
+        text = "no room for prompts of peers while prompts of this node wait for peers; compute the prompt yourself"
+        for sequence in [sequence for sequence in self._live.waiting if sequence.for_peer]:
+            self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
+            self.cancel(sequence.rid)
+
+    def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
+        """Allocate blocks for waiting sequences in order, while there are some. Loads take no tokens of the step.
+
+        Return False if the next one lacks blocks.
+        """
         while (sequence := self._head) is not None and accepts(sequence):
             request = sequence.request
             loads = self.connector.loadable(sequence) > 0
-            if not (loads or builder.room(sequence) > 0) or not self._allocate(sequence):
-                return
+            if not (loads or builder.room(sequence) > 0):
+                return True
+            if not self._allocate(sequence):
+                return False
             self._live.waiting.admit(sequence, sequence.num_computed)
             if request.cached_tokens is None:
                 request.cached_tokens = sequence.num_computed
@@ -364,6 +381,7 @@ class Scheduler:
                 self._live.run(sequence)
                 self._add_prompt(builder, sequence)
                 self._prompts.append(sequence)
+        return True
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
         builder.add_prompt(sequence)

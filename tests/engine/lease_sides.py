@@ -13,6 +13,7 @@ from toy_node import BLOCK, Node
 
 from decode_node.handoff import Action, Event, Handoff, HandoffFailed, HandoffPeer, ToPeer
 from engine.ipc.messages import (
+    Batch,
     Cancel,
     Connect,
     Disconnect,
@@ -22,16 +23,17 @@ from engine.ipc.messages import (
     PrefillLocally,
     StartRead,
 )
-from pdserve.errors import PeerError
+from pdserve.errors import Overloaded, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, SamplingParams
+from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from prefill_node.leases import LeaseId, LeaseTable
 
 SECONDS, GUARD = 3.0, 1.0
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
 StreamEvent = pb.PrefillEvent | Tokens | PeerError  # to D; the error ends the stream
-_streams = count(1)
+_streams = count(1_000_001)  # prompts of peers; a node may have requests of its own, too
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,17 @@ class PrefillSide:
         self.expire(now)
 
     def step(self, now: float) -> None:
-        batch = self.node.step()
+        self.take(self.node.step(), now)
+
+    def take(self, batch: Batch, now: float) -> None:
+        """Handle the events of a step."""
+        for refused in batch.refused:
+            if (call := self._calls.pop(refused.rid, None)) is not None:
+                assert self.table.cancel(call.lease), "a prompt was refused after its first part"
+                del self._unleased[refused.rid]
+                error = Overloaded(refused.message) if refused.kind == "Overloaded" else PeerError(refused.message)
+                call.events.append(pb.PrefillEvent(failed=failure_to_pb(error)))
+                self._free(call.lease)
         for rid, _, token_id, *_ in batch.outputs.rows():
             if rid in self._unleased:
                 self._samples[rid] += (token_id,)
@@ -237,7 +249,10 @@ class DecodeSide:
         self._act(call, [*call.handoff.give_up(), HandoffFailed(PeerError("given up"))], now)
 
     def step(self, now: float) -> None:
-        batch = self.node.step()
+        self.take(self.node.step(), now)
+
+    def take(self, batch: Batch, now: float) -> None:
+        """Handle the events of a step."""
         for reserved in batch.reserved:
             if reserved.rid not in self.cancelled:
                 self.start(reserved.rid, reserved.cached_tokens, now)

@@ -76,8 +76,12 @@ def test_a_refused_prefill_is_recomputed_or_fails_by_policy(code: pb.Failure.Cod
     prompt = prompt_of(100, 3)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(40), cache_salt=f"local {code}").tokens
+        before = nodes.counter("handoff_failures"), nodes.counter("handoff_refusals")
         nodes.proxy.before_prefill = refuse(code)
         assert client.generate(prompt, greedy(40), nodes.main, cache_salt=str(code)).tokens == expected
+        refused = code == pb.Failure.OVERLOADED
+        assert nodes.counter("handoff_refusals") == before[1] + refused
+        assert nodes.counter("handoff_failures") == before[0] + (not refused)
     with RouterClient(nodes.strict.address) as client:
         nodes.proxy.before_prefill = refuse(code)
         failure = client.generate(prompt, greedy(40), nodes.main, cache_salt=str(code)).failure
