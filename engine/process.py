@@ -100,6 +100,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
         max_waiting=config.max_waiting,
+        itl_target=config.itl_target,
         stages=config.parallel.pp,
         vocab_size=config.model.vocab_size,
         eos_token_ids=config.model.eos_token_ids,

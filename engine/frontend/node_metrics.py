@@ -20,6 +20,9 @@ _TOTALS = {  # by field
     "steps": "Steps with a forward pass.",
     "step_seconds": "Duration of these steps, each without the time of the step before it.",
     "prompt_seconds": "What prompts added to the duration of these steps.",
+    "mixed_steps": "Steps that computed prompts beside sequences that decode.",
+    "mixed_step_seconds": "Duration of these steps.",
+    "mixed_prompt_tokens": "Prompt tokens computed in these steps.",
     "preemptions": "Sequences preempted because KV blocks were lacking, or for fairness.",
     "fair_preemptions": "Of these, to make room for a client with far fewer sequences.",
     "preempted_tokens": "Tokens whose KV was dropped by preemption.",
@@ -83,6 +86,9 @@ def _load(status: Status) -> Iterator[Metric]:
     yield _gauges("pdserve_node_requests", "Requests on the node.", "state", requests)
     throughput = status.throughput.prompt or TYPICAL.prompt
     seconds = throughput.at(status.backlog) if status.backlog else 0.0
+    yield GaugeMetricFamily(
+        "pdserve_itl_target_seconds", "Gap between tokens that steps with prompts keep; 0: none.", status.itl_target
+    )
     yield GaugeMetricFamily("pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", status.backlog)
     yield GaugeMetricFamily(
         "pdserve_prompt_backlog_seconds", "Estimated time to compute that backlog, in seconds.", seconds

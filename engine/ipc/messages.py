@@ -300,6 +300,9 @@ class Totals(msgspec.Struct, array_like=True):
     step_seconds: float = 0.0  # of steps that computed tokens, without the time of steps before them
     host_seconds: float = 0.0  # of the step loop, without its waits for results
     prompt_seconds: float = 0.0  # of ``step_seconds``, what prompts added to steps that would only have decoded
+    mixed_steps: int = 0  # of ``steps``, those with prompts and decodes
+    mixed_step_seconds: float = 0.0
+    mixed_prompt_tokens: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):

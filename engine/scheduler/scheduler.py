@@ -34,9 +34,10 @@ from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
+from engine.scheduler.itl_target import ItlTarget
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
-from engine.scheduler.step_builder import StepBuilder
+from engine.scheduler.step_builder import CROWDING_PART, StepBuilder
 from engine.throughput_meter import ThroughputMeter
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 
@@ -49,7 +50,7 @@ class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
     Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, microbatch.py
-    ``stages``. ``clock`` returns seconds, and measures how long requests wait.
+    ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and measures how long requests wait.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Scheduler:
         full_step: int,
         max_waiting: int,
         stages: int = 1,
+        itl_target: float | None = 0.0,
         vocab_size: int = 0,
         eos_token_ids: Collection[int] = (),
         connector: ConnectorFactory = KVConnectorScheduler,
@@ -85,6 +87,13 @@ class Scheduler:
         self._live = LiveSequences(self._kv, self.events)
         self._fair_share = FairShare(self._live)
         self._in_flight = StepsInFlight(stages)
+        self._itl_target = ItlTarget(
+            self.meter,
+            itl_target,
+            stages=stages,
+            block_size=block_size,
+            first_chunk=max(1, full_step // CROWDING_PART),
+        )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
         self._num_plans = 0
 
@@ -224,6 +233,7 @@ class Scheduler:
             len(self._live.paused),
             len(self._live.running) - self._num_prompts,
             self._live.for_peers,
+            self._itl_target.seconds,
         )
 
     @property
@@ -272,14 +282,31 @@ class Scheduler:
         builder.add_decodes(runnable.decodes)
         if runnable.ahead:
             builder.add_decodes(self._decode_ahead(runnable))
+        prompts = self._limit_prompts(builder, runnable)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
             self._admit(builder, lambda head: head.request.client not in running and builder.has_room_beside(head))
         self._prompts += runnable.prompts
-        for sequence in runnable.prompts:
+        for sequence in prompts:
             if builder.room(sequence) > 0:
                 self._add_prompt(builder, sequence)
         return True
+
+    def _limit_prompts(self, builder: StepBuilder, runnable: RunnableSequences) -> Collection[Sequence]:
+        """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them.
+
+        Without a limit the oldest one comes first. With one, those that end soon use what the oldest one leaves.
+        """
+        if not runnable.prompts and self._head is None:
+            return ()
+        decoding = sum(each.length > each.prompt_len and not each.for_peer for each in self._live.running.values())
+        decodes, waiting = len(runnable.decodes), len(self._live.waiting)
+        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, waiting)
+        if builder.budget is None or not runnable.prompts:
+            return runnable.prompts
+        oldest, *others = runnable.prompts
+        builder.budget.reserve(oldest)
+        return *sorted(others, key=lambda each: each.missing), oldest
 
     def _decode_ahead(self, runnable: RunnableSequences) -> list[Sequence]:
         """Return the sequences that decode for their peers in this step.
@@ -397,15 +424,24 @@ class Scheduler:
         for sequence, sample in step.decode_samples(samples):
             if self._add_computed(sequence, 1) and not self._choices.take_token(sequence, sample):
                 self._live.finish(sequence)
-        decodes, prompt_tokens = len(step.decodes), 0
+        decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
         for sequence, num_tokens, sampled in step.prompt_samples(scheduled, samples):
             if sequence.num_computed < sequence.prompt_len:
                 prompt_tokens += num_tokens
+                context += num_tokens * (sequence.num_computed + num_tokens / 2)
             else:  # tokens that a peer has sampled for it
                 decodes += 1
             if self._add_computed(sequence, num_tokens):
                 self._apply_prompt(sequence, sampled)
-        self.totals.prompt_seconds += self.meter.add_step(decodes, prompt_tokens, seconds)
+        self._measure(decodes, prompt_tokens, seconds, context / max(prompt_tokens, 1))
+
+    def _measure(self, decodes: int, prompt_tokens: int, seconds: float, context: float) -> None:
+        totals = self.totals
+        totals.prompt_seconds += self.meter.add_step(decodes, prompt_tokens, seconds, context)
+        if decodes and prompt_tokens:
+            totals.mixed_steps += 1
+            totals.mixed_step_seconds += seconds
+            totals.mixed_prompt_tokens += prompt_tokens
 
     def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from engine.request import Sequence
+from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from pdserve.records import DigestOrder, KVConnectorPlan, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
 FULL_STEP = {"cpu": 512, "cuda": 8192, "simulated": 8192}
-_CROWDING_PART = 32  # of a full step, for prompts of a crowding client: 6 ms with an 8B model on an H200
+CROWDING_PART = 32  # of a full step, for prompts of a crowding client: 6 ms with an 8B model on an H200
 
 
 class StepBuilder:
@@ -19,8 +20,9 @@ class StepBuilder:
     The first prompt may use the whole budget. Others only fill the step up to ``full_step`` prompt tokens: with that
     many the device is busy, so one prompt more would not end earlier, but all prompts of the step would get their first
     tokens later. So short prompts share a step, and long ones follow each other. Half of a step is first offered to
-    waiting prompts of clients without a running one. Prompts of a crowding client get a small part of a step, so that
-    the step is not much longer for the clients that decode beside it.
+    waiting prompts of clients without a running one. A ``budget`` limits all prompts beside sequences that decode.
+    Prompts of a crowding client get a small part of a step, so that the step is not much longer for the clients that
+    decode beside it.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class StepBuilder:
         crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is called for the first prompt of a step."""
+        self.budget: ChunkBudget | None = None
         self._step = step
         self._tokens_left = max_tokens
         self._full_step = full_step
@@ -49,13 +52,13 @@ class StepBuilder:
         """Count the tokens of a prompt that fit."""
         if not self._prompt_tokens:
             self._crowding = self._find_crowding(sequence, self._step)
-            self._crowding_tokens = max(1, self._full_step // _CROWDING_PART)
+            self._crowding_tokens = max(1, self._full_step // CROWDING_PART)
         room = self._tokens_left
         if self._prompt_tokens:
             room = min(room, self._full_step - self._prompt_tokens)
         if sequence.request.client == self._crowding:
             room = min(room, self._crowding_tokens)
-        return room
+        return room if self.budget is None else min(room, self.budget.room(sequence))
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""
@@ -79,7 +82,9 @@ class StepBuilder:
     def add_prompt(self, sequence: Sequence) -> None:
         """Add as many of its missing tokens as fit, at least one."""
         missing = sequence.missing
-        num_tokens = min(missing, self.room(sequence))
+        num_tokens = max(1, min(missing, self.room(sequence)))
+        if self.budget is not None:
+            self.budget.spend(sequence, num_tokens)
         num_samples = sequence.samples_due if num_tokens == missing else 0
         self._send_blocks(sequence)
         if num_samples:

@@ -15,7 +15,7 @@ import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.model_config import MODEL_IMPLS
-from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
+from pdserve.config.node_config import AUTO_ITL_STEPS, CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
@@ -113,6 +113,10 @@ def _fraction(text: str) -> float:
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"{value} must be above 0 and at most 1")
     return value
+
+
+def _itl_target(text: str) -> float | None:
+    return None if text == "auto" else _float(text, "auto or a number of milliseconds")
 
 
 def _float(text: str, expected: str = "a number") -> float:
@@ -233,6 +237,13 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "N",
             "tokens per step (default: 2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp)",
             positive_int,
+        ),
+        _Flag(
+            "itl_target",
+            "MS",
+            "gap between tokens of a sequence that prompts computed on the same node keep, in ms; 0: any "
+            f"(default: auto, {AUTO_ITL_STEPS:g} times the measured decode step)",
+            _itl_target,
         ),
         _Flag("max_waiting", "N", "queued requests; further requests are refused (default %(default)s)", positive_int),
         _Flag(

@@ -15,6 +15,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
 CUDA_GRAPHS = ("auto", "on", "off")
+AUTO_ITL_STEPS = 7.5  # default of ``itl_target`` in decode steps; engine/scheduler/itl_target.py says why
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
@@ -45,6 +46,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: str = "auto"  # auto: on if V2 runs on a GPU
     max_num_seqs: int = 256  # sequences that decode at the same time
     max_batch_tokens: int | None = None  # tokens per step
+    itl_target: float | None = None  # ms between tokens that prompts on the same node keep; 0: any; None: auto
     max_waiting: int = 1024  # queued requests; further requests are refused
     threads: int | None = None  # CPU threads of torch
     peer_timeout: float = DEFAULT_TIMING.timeout  # seconds
@@ -101,6 +103,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool
     max_num_seqs: int
     max_batch_tokens: int
+    itl_target: float | None = None  # seconds; None: AUTO_ITL_STEPS decode steps
     max_waiting: int
     threads: int
     peer_timing: PeerTiming
@@ -157,6 +160,8 @@ def check_options(options: NodeOptions) -> None:
             raise ConfigError(f"{name} {getattr(options, name)!r} is not one of {', '.join(allowed)}")
     if options.max_waiting < 0:
         raise ConfigError(f"max_waiting {options.max_waiting} must be at least 0")
+    if options.itl_target is not None and not 0.0 <= options.itl_target <= 60_000.0:
+        raise ConfigError(f"itl_target {options.itl_target:g} is not within 0 … 60000 ms; 0 turns it off")
     if options.max_batch_tokens is not None and options.max_batch_tokens < options.max_num_seqs:
         raise ConfigError(
             f"max_batch_tokens {options.max_batch_tokens} is less than max_num_seqs {options.max_num_seqs}: "

@@ -25,7 +25,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.hub import resolve_model
 from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
-from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
+from pdserve.config.node_config import AUTO_ITL_STEPS, DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
@@ -85,6 +85,7 @@ def resolve(
         cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
         max_num_seqs=options.max_num_seqs,
         max_batch_tokens=_choose_batch_tokens(options, device, parallel, choices),
+        itl_target=_choose_itl_target(options, choices),
         max_waiting=options.max_waiting,
         threads=options.threads or len(os.sched_getaffinity(0)),
         peer_timing=PeerTiming(options.peer_timeout),
@@ -277,6 +278,14 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: Par
         where += ", so that pipeline stages compute parts of one prompt at the same time"
     choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least max_num_seqs")
     return tokens
+
+
+def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None:
+    if options.itl_target is not None:
+        return options.itl_target / 1e3
+    steps = f"{AUTO_ITL_STEPS:g} times the measured decode step"
+    choices.append(f"itl_target=auto: {steps}, so that prompts beside decodes take at most 1.3 times as long")
+    return None
 
 
 def _check_weights(model: ModelConfig, model_dir: Path, dtype: str, choices: list[str]) -> None:

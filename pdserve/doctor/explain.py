@@ -44,6 +44,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "generation_defaults": msgspec.structs.asdict(load_generation_defaults(Path(config.model_dir))),
         "max_model_len": config.max_model_len,
         "max_batch_tokens": config.max_batch_tokens,
+        "itl_target": config.itl_target,
         "kv_layout": {
             "shape": list(layout.shape),
             "strides": list(layout.strides),

@@ -18,6 +18,7 @@ from toy import VOCAB, Slot, ToyRunner
 from connector.backends.local import LocalConnector
 from engine.engine import Engine
 from engine.executor.rank import Rank
+from engine.executor.step_pipeline import StepPipeline
 from engine.ipc.channel import Channel
 from engine.ipc.frames import Frames, framed
 from engine.ipc.messages import Batch, FreeLease, FromEngine, Mode, OutputTokens, Submit, ToEngine
@@ -25,7 +26,7 @@ from engine.kv_cache.connector_scheduler import PeerConnectorScheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.protocols import KVConnector
-from pdserve.records import FinishReason, RankKV, SamplingParams
+from pdserve.records import FinishReason, ModelRunnerOutput, RankKV, SamplingParams, StepPlan
 
 BLOCK = 4
 BATCH_TOKENS = 16
@@ -35,8 +36,24 @@ _names = count()
 DEPTHS = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
 
 
+class ModelledPipeline(StepPipeline):
+    """Steps take as long as a cost model says."""
+
+    def __init__(self, rank: Rank, seconds: Callable[[StepPlan], float]) -> None:
+        super().__init__(rank)
+        self._seconds = seconds
+
+    def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
+        result = super().take(plan)
+        if result is not None:
+            self.step_seconds = self._seconds(result[0])
+        return result
+
+
 class Node:
     """``depth`` is the number of steps that may be in flight. ``step`` is one iteration of the step loop.
+
+    ``seconds`` replaces the measured durations of steps.
 
     After every iteration and command, the counts of its blocks are checked.
     """
@@ -49,10 +66,14 @@ class Node:
         *,
         max_num_seqs: int = 8,
         full_step: int = 12,
+        batch_tokens: int = BATCH_TOKENS,
+        itl_target: float | None = 0.0,
+        seconds: Callable[[StepPlan], float] | None = None,
         kv_checksum: bool = False,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
     ) -> None:
+        self._batch_tokens = batch_tokens
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         self._frames: Frames[FromEngine] = Frames(FromEngine)
@@ -61,10 +82,11 @@ class Node:
             num_blocks=num_blocks,
             block_size=BLOCK,
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=BATCH_TOKENS,
+            max_batch_tokens=batch_tokens,
             full_step=full_step,
             max_waiting=100,
             stages=stages,
+            itl_target=itl_target,
             vocab_size=VOCAB,
             connector=partial(PeerConnectorScheduler, checksum=kv_checksum),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
@@ -75,6 +97,8 @@ class Node:
         self.kv: RankKV = self.connector.register(self.runner.kv_region, self.runner.kv_layout, self._channel.wake)
         self.rank = Rank(self.runner, self.connector)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
+        if seconds is not None:
+            self.engine._pipeline = ModelledPipeline(self.rank, seconds)
         self.tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ranks: dict[int, list[int]] = {}  # of prompt tokens, by rid
         self.finished: dict[tuple[int, int], FinishReason] = {}
@@ -156,7 +180,7 @@ class Node:
         status = self.scheduler.status()
         assert status.free + status.held + status.leased + status.quarantined == status.total
         assert status.leased == len({block for blocks in self.leased.values() for block in blocks})
-        assert all(plan.num_tokens <= BATCH_TOKENS for plan in self.runner.launched[-1:])
+        assert all(plan.num_tokens <= self._batch_tokens for plan in self.runner.launched[-1:])
         blocks = self.runner.writing.keys()
         assert self.scheduler.pool.count_free(blocks) == 0, "a block is free that a step in flight writes to"
         for rid, slots in self._leased_slots.items():

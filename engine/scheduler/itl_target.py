@@ -1,0 +1,116 @@
+"""Limits prompts beside sequences that decode, so that the gaps between their tokens keep a target (``--itl-target``).
+
+With d the measured time of a step that only decodes and S the longest step with prompts:
+
+    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         at most every second step computes prompts
+    prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each
+
+So the median gap is d, the longest S, and the prompts of a busy node take (S + d) / (S - d) times as long as alone.
+The default S = 7.5 d makes that 1.3. There is no pause after a step that prompts prolong by less than d, and none while
+more requests wait than decode: then computing prompts serves most.
+
+Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.request import Sequence
+from engine.throughput_meter import ThroughputMeter
+from pdserve.config.node_config import AUTO_ITL_STEPS
+from pdserve.request_cost import LinearCost
+
+_MANY = 10**9  # tokens
+
+
+class ItlTarget:
+    """Decides how many seconds of prompts a step may compute."""
+
+    def __init__(
+        self, meter: ThroughputMeter, seconds: float | None, *, stages: int, block_size: int, first_chunk: int
+    ) -> None:
+        """``seconds`` None: ``AUTO_ITL_STEPS`` decode steps; 0: no limit.
+
+        ``first_chunk`` is the number of tokens of a chunk while no prompt has been measured. A token passes
+        ``stages`` steps one after the other, so each of them may take only that part of the target.
+        """
+        self._meter, self._seconds, self._stages = meter, seconds, stages
+        self._block_size, self._first_chunk = block_size, first_chunk
+        self._decodes = 1
+        self._last: tuple[int, ChunkBudget] | None = None  # with the number of its step
+
+    @property
+    def seconds(self) -> float:
+        """The target in force; 0: none, or not measured yet."""
+        if self._seconds is not None:
+            return self._seconds
+        return AUTO_ITL_STEPS * self._stages * self._meter.decode.at(self._decodes)
+
+    def budget(self, step: int, decoding: int, decodes: int, waiting: int) -> ChunkBudget | None:
+        """Return the limit of prompts in a step; None: no limit.
+
+        ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``waiting`` requests have no
+        blocks. It is called for every step that has room and prompts.
+        """
+        if not decoding or self._seconds == 0.0:
+            return None
+        self._decodes = -(-decoding // self._stages)
+        measured = self._meter.measures_decodes
+        decode, cost = self._meter.decode.at(self._decodes), self._meter.chunk
+        seconds = max(self.seconds / self._stages - decode, decode)
+        if measured and not seconds:
+            return None
+        number, last = self._last or (0, None)
+        follows = last is not None and number == step - 1 and last.spent > decode and waiting <= decoding
+        budget = ChunkBudget(
+            seconds,
+            cost or LinearCost(seconds / self._first_chunk),
+            least=self._block_size,
+            pauses=decodes > 0 and (follows or not measured),
+        )
+        self._last = step, budget
+        return budget
+
+
+class ChunkBudget:
+    """The seconds of prompts in one step. The oldest prompt keeps half of them, if it needs as much.
+
+    In a pause only sequences that already have output continue, such as after a handoff.
+    """
+
+    def __init__(self, seconds: float, cost: LinearCost, least: int, pauses: bool) -> None:
+        """``cost``: of a token, by its context. ``least``: tokens of the smallest chunk that does not end a prompt."""
+        self._seconds, self._cost, self._least, self._pauses = seconds, cost, least, pauses
+        self._oldest: Sequence | None = None
+        self._reserved = 0.0
+        self.spent = 0.0
+
+    def reserve(self, oldest: Sequence) -> None:
+        self._oldest = oldest
+        self._reserved = min(self._cost_of(oldest, oldest.missing), self._seconds / 2)
+
+    def room(self, sequence: Sequence) -> int:
+        """Count the tokens of ``sequence`` that fit, at least ``least`` for the first prompt of a step."""
+        if self._pauses and sequence.num_launched < sequence.prompt_len:
+            return 0
+        left = self._seconds - self.spent - (0.0 if sequence is self._oldest else self._reserved)
+        tokens = self._tokens_in(max(left, 0.0), sequence.num_launched)
+        if tokens >= min(self._least, sequence.missing):
+            return tokens
+        return 0 if self.spent else self._least
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count a chunk that is about to be added."""
+        self.spent += self._cost_of(sequence, num_tokens)
+        if sequence is self._oldest:
+            self._reserved = 0.0
+
+    def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
+        return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)
+
+    def _tokens_in(self, seconds: float, context: int) -> int:
+        """Solve ``num_tokens · cost.at(context + num_tokens / 2) = seconds``, rounded down."""
+        first = self._cost.at(context)
+        divisor = first + math.sqrt(first * first + 2.0 * self._cost.slope * seconds)
+        return int(min(2.0 * seconds / divisor, _MANY)) if divisor > 0.0 else _MANY
