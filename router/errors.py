@@ -3,6 +3,7 @@
 PdserveError
 ├── Unauthorized               401  no API key, or an unknown one
 ├── RateLimitExceeded          429  a limit of this client
+├── StoreFailed                500  the response store cannot be read
 └── RequestError               400
     ├── BodyTooLarge           413
     ├── ResponseNotStored      404
@@ -41,7 +42,11 @@ class BodyTooLarge(RequestError):
 
 
 class ResponseNotStored(RequestError):
-    """The request names an earlier response; the router stores none."""
+    """The request names a response that is not stored for its client."""
+
+
+class StoreFailed(PdserveError):
+    """The response store cannot be read."""
 
 
 class EndpointDisabled(RequestError):

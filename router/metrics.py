@@ -95,6 +95,11 @@ class RouterMetrics:
         self.key_tokens = counter(
             "pdserve_key_tokens", "Tokens by API key name and kind (prompt, output).", ["key", "kind"]
         )
+        self.stored_responses = gauge("pdserve_stored_responses", "Responses in the store (--response-store).")
+        self.stored_bytes = gauge("pdserve_stored_response_bytes", "Bytes of responses in the store.")
+        self.store_errors = counter(
+            "pdserve_response_store_errors", "Responses that could not be stored, and failed reads of the store."
+        )
         self.migrations = counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "

@@ -64,6 +64,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
+    response_store: str | None = None  # path of an SQLite file, or ":memory:"; None: no response is stored
+    response_store_size: int = 256 * 1024 * 1024
+    response_store_seconds: float = 30 * 86400.0  # as OpenAI keeps them
     generation_config: str = "auto"  # "auto": defaults of generation_config.json; "none"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -127,6 +130,12 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add("--tls-key", "PEM file of the certificate's private key", "FILE")
     add_tls_flag(parser)
     add("--max-body-bytes", "larger request bodies get a 413 (default 32MiB)", "SIZE", parse_size)
+    text = "store responses of /v1/responses: memory, or sqlite:PATH for a file that lasts (default: not stored)"
+    add("--response-store", text, "STORE", _store)
+    size = "oldest stored responses are removed beyond this size (default 256MiB)"
+    add("--response-store-size", size, "SIZE", parse_size)
+    age = "stored responses are removed after so many seconds (default %(default)g)"
+    add("--response-store-seconds", age, "S", _age)
     grace = "after SIGTERM, /health fails this long before new requests are rejected (default %(default)g)"
     add("--drain-grace", grace, "S", seconds)
     add_drain_flag(parser, "it ends with an error; counted from the end of the grace period")
@@ -183,6 +192,22 @@ def _name_and_model(text: str) -> tuple[str, str]:
     if not name or not model:
         raise ConfigError(f"--model {text!r} is incomplete; write --model NAME=MODEL")
     return name, model
+
+
+def _age(text: str) -> float:
+    value = float(text) if re.fullmatch(r"\d{1,9}", text) else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 999999999")
+    return value
+
+
+def _store(text: str) -> str:
+    kind, colon, path = text.partition(":")
+    if kind == "memory" and not colon:
+        return ":memory:"
+    if kind != "sqlite" or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a response store; use memory or sqlite:PATH")
+    return path
 
 
 def _origin(text: str) -> str:

@@ -213,8 +213,8 @@ def check_chat(body: ChatBody) -> None:
         within("top_logprobs", body.top_logprobs, 0, MAX_PROMPT_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.tool_use.must_call and body.structure.text:
-        field = body.structure.field
+    field = body.structure.field
+    if body.tool_use.must_call and field not in ("", "response_format"):  # that one is of messages, not of calls
         raise RequestError(f"{field} excludes a tool_choice that forces calls; leave one out", field)
     if body.continue_final_message and body.opens_message:
         remedy = "set add_generation_prompt to false"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from io import StringIO
 from itertools import chain
 from typing import Any
@@ -139,9 +140,9 @@ class EventStreamResponse(Response):
         self._chunks.append(chunk)
         self._buffered += len(chunk)
 
-    def write_large(self, pieces: Iterator[bytes]) -> None:
+    def write_large(self, make: Callable[[], Iterator[bytes]]) -> None:
         """Write an event of any size. It does not count as buffered: it does not exist yet."""
-        self._large.append(in_chunks(chain(self._chunks, pieces)))
+        self._large.append(in_chunks(chain(self._chunks, make())))
         self._chunks = []
         self.wake.set()
 
@@ -252,7 +253,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         """Write the chunks that precede a choice. They may be larger than the prompt."""
         self._opened.add(index)
         if self._echo or self._return_token_ids:
-            self.write_large(self._opening(index))
+            self.write_large(partial(self._opening, index))
         else:
             self._chunks += self._encoder.first_chunk(index, None, self._usage)
 

@@ -133,6 +133,11 @@ class RequestAdmission:
         self._num_choices = 0
         self._expected_output = 0  # tokens
 
+    @property
+    def owner(self) -> str:
+        """The owner of the responses that the request stores and reads."""
+        return self._limits.client.owner
+
     def clamp_priority(self, priority: int) -> int:
         best = self._limits.client.best_priority
         return priority if best is None else max(priority, best)

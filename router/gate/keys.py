@@ -46,6 +46,11 @@ class Client(Limits, frozen=True):
     name: str = ""
     tenant: str = ""
 
+    @property
+    def owner(self) -> str:
+        """The owner of the client's stored responses: its tenant, else the key. A tenant has no name of a key."""
+        return f"tenant {self.tenant}" if self.tenant else f"key {self.name}"
+
     def cache_salt(self, salt: str) -> str:
         """Return the salt for nodes. No ``salt`` of a client gives that of another tenant, nor the shared one."""
         if not (self.tenant or (self.name and salt)):

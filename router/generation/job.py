@@ -32,6 +32,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     client_tag: int = 0  # opaque; nodes are fair between clients
+    owner: str = ""  # of stored responses
     continues_prompt: bool = True  # true for a completion; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None = ()  # None: all
     span: Span = NO_SPAN  # the request's

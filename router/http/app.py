@@ -11,10 +11,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdserve.errors import PdserveError, cut, shown
+from pdserve.errors import PdserveError, cut
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
-from router.errors import ClientDisconnected, ResponseNotStored
+from router.errors import ClientDisconnected
 from router.gate.keys import fairness_key
 from router.http.authentication import Authentication, address_of, client_of
 from router.http.body_reader import BodyReader
@@ -24,11 +24,14 @@ from router.http.generate_endpoint import GenerateEndpoint
 from router.http.openapi import check_documented, openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.request_ids import send_with_id
+from router.http.responses_endpoint import ResponsesEndpoint, RunningResponses
 from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
+from router.http.stored_responses import add_stored_responses
 from router.messages_api.request import parse_messages
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
-from router.responses_api.request import parse_responses
+from router.responses_api.response_database import StoreLimits
+from router.responses_api.response_store import ResponseStore
 from router.service import Service
 from router.text.fair_slots import CLIENT
 
@@ -60,25 +63,31 @@ class DirectRoutes:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Build the application. Its lifespan starts and stops the service."""
+    """Build the application. Its lifespan starts and stops the service. Raises ConfigError."""
+    store = _open_store(service)
+    running: RunningResponses = {}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        if store is not None:
+            store.start()
         yield
         await service.close()
+        if store is not None:
+            await store.close()
 
     app = FastAPI(title="pdserve", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(service.options.max_body_bytes, service.longest_context, service.metrics)
     endpoints: dict[str, ASGIApp] = {
         "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
         "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
-        "/v1/responses": GenerateEndpoint(service, bodies, "responses", parse_responses),
+        "/v1/responses": ResponsesEndpoint(service, bodies, store, running),
         "/v1/messages": GenerateEndpoint(service, bodies, "messages", parse_messages),
     }
     endpoints |= _pooling_endpoints(service, bodies)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    _add_stored_responses(app)
+    add_stored_responses(app, store, running)
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
@@ -106,7 +115,7 @@ def create_app(service: Service) -> ASGIApp:
         whole = CORSMiddleware(
             whole,
             allow_origins=service.options.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
@@ -123,12 +132,12 @@ def _pooling_endpoints(service: Service, bodies: BodyReader) -> dict[str, ASGIAp
     }
 
 
-def _add_stored_responses(app: FastAPI) -> None:
-    @app.post("/v1/responses/{name}/cancel")
-    @app.get("/v1/responses/{name}/input_items")
-    @app.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])
-    async def stored_response(name: str) -> Response:
-        raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
+def _open_store(service: Service) -> ResponseStore | None:
+    options = service.options
+    if options.response_store is None:
+        return None
+    limits = StoreLimits(options.response_store_size, options.response_store_seconds)
+    return ResponseStore(options.response_store, limits, service.metrics)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

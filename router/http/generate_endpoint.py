@@ -7,6 +7,7 @@ real status. A later failure is an error event without [DONE].
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from starlette.types import Send
 
@@ -19,14 +20,16 @@ from router.fleet.policy import GENERATE
 from router.gate.admission import RequestAdmission, RequestWork
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
-from router.generation.job import GenerationOptions
+from router.generation.job import GenerationOptions, Job
 from router.http.model_endpoint import ModelEndpoint, delivery, send_pieces
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
+from router.service import ServedModel
+from router.text.chat.output_parsing import OutputParsing
 from router.text.stop_strings import StopStrings
 
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # makes nginx forward each chunk
@@ -61,6 +64,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
             cache_salt=admission.cache_salt(body.cache_salt),
             priority=admission.clamp_priority(body.priority),
             client_tag=admission.client_tag,
+            owner=admission.owner,
             continues_prompt=body.continues_prompt,
             visible_special_tokens=visible_special_tokens(body, parsing),
             span=accounting.span,
@@ -74,7 +78,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         headers = await admission.wait_for_slot(options.priority, work, options.remaining, disconnected)
         accounting.admitted()
         headers += accounting.id_headers
-        response = make_response(model, body, jobs, options.request_id, parsing)
+        response = self._make_response(model, body, jobs, parsing, options)
         generation = RequestGeneration(jobs, options, model.tokenizer, response, service.metrics)
         response.generation = generation
         await generation.prepare(model.fleet)
@@ -84,28 +88,36 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         try:
             with service.running(generation):
                 await generation.start(model.fleet)
-                return await _send_response(send, response, options, headers, service.turns)
+                return await self._deliver(send, response, options, headers)
         finally:
             deadline.cancel()
             generation.close()
             accounting.computed(generation.usage, generation.ttft)
             admission.record_output(generation.usage.completion_tokens, generation.usage.cached_tokens)
 
+    def _make_response(
+        self,
+        model: ServedModel,
+        body: GenerateBody,
+        jobs: Sequence[Job],
+        parsing: OutputParsing | None,
+        options: GenerationOptions,
+    ) -> Response:
+        return make_response(model, body, jobs, options.request_id, parsing)
+
+    async def _deliver(self, send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
+        """Send the response and return the outcome."""
+        turns = self._service.turns
+        async with delivery(options.remaining, options.request_id, options.log_fields):
+            if isinstance(response, EventStreamResponse):
+                return await _send_stream(send, response, headers, turns)
+            assert isinstance(response, BodyResponse)
+            return await _send_body(send, response, headers, turns)
+
 
 def _expire(generation: RequestGeneration) -> None:
     timeout = generation.options.timeout
     generation.fail(DeadlineExceeded(f"the request exceeded its time limit of {timeout:g} s; request fewer tokens"))
-
-
-async def _send_response(
-    send: Send, response: Response, options: GenerationOptions, headers: Headers, turns: asyncio.Lock
-) -> str:
-    """Send the response and return the outcome."""
-    async with delivery(options.remaining, options.request_id, options.log_fields):
-        if isinstance(response, EventStreamResponse):
-            return await _send_stream(send, response, headers, turns)
-        assert isinstance(response, BodyResponse)
-        return await _send_body(send, response, headers, turns)
 
 
 async def _send_body(send: Send, response: BodyResponse, headers: Headers, turns: asyncio.Lock) -> str:
@@ -124,7 +136,7 @@ async def _send_stream(send: Send, response: EventStreamResponse, headers: Heade
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error
-    await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *headers]})
+    await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
     while not response.disconnected:
         data = response.take()
         last = response.ended and not response.has_more

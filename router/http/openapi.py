@@ -24,12 +24,13 @@ from router.http.small_endpoints import (
     TokenizeResponse,
     VersionInfo,
 )
+from router.http.stored_responses import ItemsQuery, RetrieveQuery
 from router.messages_api.errors import MessagesErrorResponse
 from router.messages_api.request import EXTENSIONS, CountTokensRequest, MessagesRequest
 from router.messages_api.response_objects import Message, MessageTokensCount
 from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.response_objects import EmbeddingList, Ranking, ScoreList
-from router.responses_api.output_objects import ResponseObject
+from router.responses_api.output_objects import DeletedResponse, InputItemList, ResponseObject
 from router.responses_api.request import CHAT_ONLY, ResponsesRequest
 
 Fields = dict[str, Any]
@@ -56,7 +57,7 @@ _STATUSES = {
 _ANY = (401, 500)  # every route
 _BODY = (*_ANY, 400, 404, 413, 504)
 _GENERATES = (*_BODY, 429, 502, 503)
-_NOT_STORED = "Not supported: responses are not stored"
+_STORED = (*_ANY, 400, 404)
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ class Operation(msgspec.Struct, frozen=True):
     statuses: Sequence[int] = _ANY
     body: type | None = None
     streams: bool = False
-    succeeds: bool = True
+    query: type | None = None
     error: type = ErrorResponse
 
 
@@ -105,10 +106,15 @@ OPERATIONS = (
         Operation("post", path, "Rank documents by their relevance to a query", Ranking, _GENERATES, RerankBody)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
-    Operation("get", "/v1/responses/{id}", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
-    Operation("delete", "/v1/responses/{id}", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
-    Operation("post", "/v1/responses/{id}/cancel", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
-    Operation("get", "/v1/responses/{id}/input_items", _NOT_STORED, None, (*_ANY, 404), succeeds=False),
+    Operation(
+        "get", "/v1/responses/{id}", "Show a stored response", ResponseObject, _STORED, None, True, RetrieveQuery
+    ),
+    Operation("delete", "/v1/responses/{id}", "Delete a stored response", DeletedResponse, _STORED),
+    Operation("post", "/v1/responses/{id}/cancel", "Cancel a background response", ResponseObject, _STORED),
+    Operation(
+        *("get", "/v1/responses/{id}/input_items", "List the input of a stored response", InputItemList, _STORED),
+        query=ItemsQuery,
+    ),
     Operation("get", "/v1/models", "List models", ModelList),
     Operation("get", "/v1/models/{id}", "Show a model", ModelCard, (*_ANY, 404)),
     Operation("post", "/tokenize", "Tokenize a text or chat", TokenizeResponse, (*_BODY, 503), TokenizeBody),
@@ -182,16 +188,21 @@ def _or_null(field: Fields) -> Fields:
 
 def _operation(operation: Operation) -> Fields:
     described: Fields = {"summary": operation.summary, "security": [{"key": []}, {"header": []}, {}]}
+    described["parameters"] = _query_parameters(operation.query) if operation.query is not None else []
     if "{id}" in operation.path:
-        name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [name]
+        described["parameters"] += [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is not None:
         schema = _reference(operation.body)
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     described["responses"] = {str(status): _failure(status, operation.error) for status in sorted(operation.statuses)}
-    if operation.succeeds:
-        described["responses"]["200"] = {"description": "Success.", "content": _success(operation)}
+    described["responses"]["200"] = {"description": "Success.", "content": _success(operation)}
     return described
+
+
+def _query_parameters(query: type) -> list[Fields]:
+    _, components = msgspec.json.schema_components([query])
+    fields = components[query.__name__]["properties"]
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
 
 
 def _success(operation: Operation) -> Fields:

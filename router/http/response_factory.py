@@ -11,7 +11,6 @@ from router.completions_api.response_writers import FullResponse, Response, Stre
 from router.generation.job import Job
 from router.messages_api.message_writers import FullMessage, StreamedMessage
 from router.messages_api.request import MessagesBody
-from router.responses_api.output_writers import FullOutputItems, StreamedOutputItems, new_response
 from router.responses_api.request import ResponsesBody
 from router.service import ServedModel
 from router.text.chat.messages import join_parts
@@ -25,12 +24,13 @@ from router.text.structured.structured_outputs import OutputGrammar
 
 async def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
     """The grammar of the output: of the request's fields, or of forced tool calls. Reasoning may come first."""
-    grammar = await model.grammars.translated(body.structure)
-    if not isinstance(body, ChatBody):
-        return grammar
-    if body.tool_use.must_call:
+    if isinstance(body, ChatBody) and body.tool_use.must_call:
         grammar = OutputGrammar(tool_call_grammar(body.tool_use), "tools")
         grammar.check_size()
+    else:
+        grammar = await model.grammars.translated(body.structure)
+    if not isinstance(body, ChatBody):
+        return grammar
     state = _reasoning_state(model, body, prompt)
     if not grammar.text or state.markers is None:
         return grammar
@@ -44,7 +44,9 @@ def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt
     """Select the parsing of reasoning and tool calls; None for plain text."""
     if not isinstance(body, ChatBody):
         return None
-    use = ToolUse() if body.structure.text else body.tool_use  # output under another grammar holds no calls
+    use = body.tool_use
+    if body.structure.text and not use.must_call:  # output under another grammar holds no calls
+        use = ToolUse()
     found = select_parsing(use, model.parsers, _reasoning_state(model, body, prompt), body.include_reasoning)
     if found is None and isinstance(body, ResponsesBody | MessagesBody):
         return plain_text_parsing(model.parsers)
@@ -67,10 +69,6 @@ def make_response(
     model: ServedModel, body: GenerateBody, jobs: Sequence[Job], request_id: str, parsing: OutputParsing | None
 ) -> Response:
     name = model.name
-    if isinstance(body, ResponsesBody):
-        assert parsing is not None
-        items = StreamedOutputItems if body.stream else FullOutputItems
-        return items(new_response(body, name, request_id, jobs[0].sampling), jobs, body, parsing, model.tokenizer)
     if isinstance(body, MessagesBody):
         assert parsing is not None
         message = StreamedMessage if body.stream else FullMessage

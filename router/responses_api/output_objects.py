@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from router.completions_api.response_objects import ChatTokenLogprob, CompletionTokensDetails
 from router.generation.usage import Usage
@@ -80,30 +80,69 @@ class ResponseError(Struct):
     message: str
 
 
-class ResponseObject(Struct):
+class FunctionTool(Struct, tag="function"):
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class ReasoningConfig(Struct):
+    effort: str | None
+    summary: str | None
+
+
+class TextConfig(Struct):
+    format: dict[str, Any]
+    verbosity: str
+
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseObject(Struct, tag_field="object", tag="response"):
     id: str
-    object: Literal["response"]
     created_at: int
-    model: str
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, str | None]
-    background: Literal[False]
-    store: Literal[False]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: str
-    user: str | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
+    completed_at: int | None
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
     output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    conversation: None
+    prompt: None
+    prompt_cache_key: str | None
+    reasoning: ReasoningConfig
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    presence_penalty: float
+    frequency_penalty: float
+    text: TextConfig
+    tool_choice: str | dict[str, Any]
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
-    completed_at: int | UnsetType = UNSET
+    user: str | None
+    metadata: dict[str, str]
+
+
+class DeletedResponse(Struct, tag_field="object", tag="response"):
+    id: str
+    deleted: Literal[True]
+
+
+class InputItemList(Struct, tag_field="object", tag="list"):
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool

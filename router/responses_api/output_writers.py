@@ -1,10 +1,7 @@
 """The response of /v1/responses, in full and as a stream of events:
 
 response.created, response.in_progress
-  for each item:  response.output_item.added
-                    response.content_part.added, deltas, done, response.content_part.done    (text and reasoning)
-                    response.function_call_arguments.delta …, response.function_call_arguments.done       (calls)
-                  response.output_item.done
+  events of each item (item_writer.py)
 response.completed | response.incomplete | response.failed
 """
 
@@ -12,67 +9,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any, Literal, Protocol, TypeVar
-from uuid import uuid4
+from typing import Any
 
 import msgspec
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
-from router.completions_api.json_pieces import json_chunks, json_pieces
+from router.completions_api.json_pieces import json_chunks
 from router.completions_api.parsed_chat import ChoiceParser
-from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
-from router.errors import status_and_type
 from router.generation.choice import Choice
 from router.generation.job import Job
-from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
+from router.responses_api.item_writer import OutputItemWriter
 from router.responses_api.output_objects import (
-    FunctionCallItem,
+    FunctionTool,
     IncompleteDetails,
-    OutputItem,
-    OutputMessage,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
+    ReasoningConfig,
     ResponseError,
     ResponseObject,
+    ResponseStatus,
     ResponseUsage,
+    TextConfig,
 )
 from router.responses_api.request import ResponsesBody
-from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.chat.output_parsing import OutputParsing
 from router.text.tokenizer import Tokenizer
 
 _CUT = "length"  # the finish reason of an incomplete response
 # Fields that a response repeats from its request.
-_REPEATED = ("instructions", "max_output_tokens", "metadata", "tool_choice", "tools", "top_logprobs", "truncation")
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "top_logprobs"),
+    *("truncation", "safety_identifier", "prompt_cache_key", "background"),
+)
+_FORMAT = {"name": None, "description": None, "schema": None, "strict": False}  # of a JSON schema
 
-Part = TypeVar("Part", OutputText, ReasoningText)
 
-
-def new_response(body: ResponsesBody, model: str, request_id: str, sampling: SamplingParams) -> ResponseObject:
+def new_response(
+    body: ResponsesBody, model: str, response_id: str, sampling: SamplingParams, stored: bool
+) -> ResponseObject:
     """A response in progress, without output."""
     request = body.request
     return ResponseObject(
-        id="resp_" + request_id,
-        object="response",
+        id=response_id,
         created_at=int(time.time()),
         model=model,
         **{name: getattr(request, name) for name in _REPEATED},
         parallel_tool_calls=body.parallel_tool_calls,
-        previous_response_id=None,
-        reasoning={"effort": request.reasoning.effort, "summary": None},
-        background=False,
-        store=False,
+        conversation=None,
+        prompt=None,
+        reasoning=ReasoningConfig(request.reasoning.effort, request.reasoning.summary),
+        service_tier="default",
+        store=stored,
         temperature=sampling.temperature,
-        text={"format": request.text.format or {"type": "text"}},
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        text=TextConfig(_shown_format(request.text.format), request.text.verbosity or "medium"),
+        tool_choice=_shown_choice(request.tool_choice),
+        tools=[_shown_tool(tool) for tool in request.tools],
         top_p=sampling.top_p,
         user=body.user,
         status="in_progress",
+        completed_at=None,
         error=None,
         incomplete_details=None,
         output=[],
@@ -80,135 +79,20 @@ def new_response(body: ResponsesBody, model: str, request_id: str, sampling: Sam
     )
 
 
-class EventStream(Protocol):
-    def write(self, chunk: bytes) -> None:
-        """Write an event."""
-
-    def write_large(self, pieces: Iterator[bytes]) -> None:
-        """Write an event that is encoded as it is sent."""
+def _shown_format(form: dict[str, Any]) -> dict[str, Any]:
+    if form.get("type") != "json_schema":
+        return form or {"type": "text"}
+    return {**_FORMAT, **form, "strict": bool(form.get("strict"))}
 
 
-class OutputItemWriter:
-    """Build ``items`` from parsed deltas. Events go to ``stream``, if any."""
+def _shown_tool(tool: dict[str, Any]) -> FunctionTool:
+    return FunctionTool(tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
-    def __init__(self, new_call_id: Callable[[], str], tokenizer: Tokenizer, num_top: int) -> None:
-        self.items: list[OutputItem] = []
-        self.stream: EventStream | None = None
-        self._new_call_id = new_call_id
-        self._tokenizer = tokenizer
-        self._num_top = num_top  # alternatives per token
-        self._sequence_number = 0
-        self._open: OutputItem | None = None  # the last item, while it grows
-        self._texts: list[str] = []  # text or arguments of the open item
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
-        self._table = LogprobTable()  # of the latest message
 
-    def event(self, kind: str, **fields: Any) -> None:
-        if self.stream is not None:
-            data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
-            self._sequence_number += 1
-            self.stream.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
-
-    def large_event(self, kind: str, **fields: Any) -> None:
-        """Write an event whose fields may be large; they must not change any more."""
-        if self.stream is not None:
-            data = json_pieces({"type": kind, "sequence_number": self._sequence_number, **fields})
-            self._sequence_number += 1
-            self.stream.write_large(chain([b"event: %b\ndata: " % kind.encode()], data, [b"\n\n"]))
-
-    def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        self._logprobs += logprobs
-        for delta in deltas:
-            match delta.kind:
-                case DeltaKind.CALL:
-                    self._logprobs = []
-                    self._add_item(FunctionCallItem(_new_id("fc"), self._new_call_id(), delta.text, "", "in_progress"))
-                case DeltaKind.ARGUMENTS:
-                    self._texts.append(delta.text)
-                    self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
-                case DeltaKind.CONTENT:
-                    self._add_text(delta.text)
-                case DeltaKind.REASONING:
-                    self._add_reasoning(delta.text)
-
-    def end(self, complete: bool) -> None:
-        """Close the last item; ``complete`` is False for output cut by its limit. Empty output is an empty message."""
-        if not self.items:
-            self._add_message()
-        self._close("completed" if complete else "incomplete")
-
-    def settle(self) -> None:
-        """Put the text so far into the open item."""
-        text = "".join(self._texts)
-        match self._open:
-            case FunctionCallItem() as call:
-                call.arguments = text
-            case ReasoningItem(content=[part]):
-                part.text = text
-            case OutputMessage(content=[part]):
-                part.text = text
-                if self._table.token_ids:
-                    part.logprobs = lazy_chat_logprobs(self._tokenizer, [self._table], self._num_top).content
-
-    def _add_item(self, item: OutputItem) -> None:
-        self._close("completed")
-        self._open = item
-        self.items.append(item)
-        self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
-
-    def _close(self, status: Literal["completed", "incomplete"]) -> None:
-        self.settle()
-        item, self._open = self._open, None
-        self._texts = []
-        match item:
-            case None:
-                return
-            case FunctionCallItem():
-                done = "response.function_call_arguments.done"
-                self.large_event(done, **self._position(), name=item.name, arguments=item.arguments)
-            case OutputMessage(content=[part]):
-                done = "response.output_text.done"
-                self.large_event(done, **self._content_position(), text=part.text, logprobs=part.logprobs)
-                self.large_event("response.content_part.done", **self._content_position(), part=part)
-            case ReasoningItem(content=[part]):
-                self.large_event("response.reasoning_text.done", **self._content_position(), text=part.text)
-                self.large_event("response.content_part.done", **self._content_position(), part=part)
-        item.status = status
-        self.large_event("response.output_item.done", output_index=len(self.items) - 1, item=item)
-
-    def _position(self) -> dict[str, Any]:
-        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
-
-    def _content_position(self) -> dict[str, Any]:
-        return {**self._position(), "content_index": 0}
-
-    def _add_message(self) -> None:
-        self._table = LogprobTable()
-        message = OutputMessage(_new_id("msg"), "assistant", [], "in_progress")
-        self._add_text_item(message, message.content, OutputText("", [], []))
-
-    def _add_text_item(self, item: OutputMessage | ReasoningItem, content: list[Part], part: Part) -> None:
-        self._add_item(item)
-        content.append(part)
-        self.event("response.content_part.added", **self._content_position(), part=part)
-
-    def _add_text(self, text: str) -> None:
-        if not isinstance(self._open, OutputMessage):
-            self._add_message()
-        self._texts.append(text)
-        for token in self._logprobs:
-            self._table.add(token)
-        logprobs = chat_logprobs(self._tokenizer, self._logprobs, self._num_top).content
-        self._logprobs = []
-        self.event("response.output_text.delta", **self._content_position(), delta=text, logprobs=logprobs)
-
-    def _add_reasoning(self, text: str) -> None:
-        if not isinstance(self._open, ReasoningItem):
-            item = ReasoningItem(_new_id("rs"), [], [], "in_progress")
-            self._add_text_item(item, item.content, ReasoningText(""))
-        self._texts.append(text)
-        self._logprobs = []
-        self.event("response.reasoning_text.delta", **self._content_position(), delta=text)
+def _shown_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return {"mode": "auto", **choice}
+    return choice
 
 
 class OutputItemsResponse(Response):
@@ -223,7 +107,8 @@ class OutputItemsResponse(Response):
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(jobs)
-        self._response = response
+        self.response = response  # as it began; complete after the end
+        self.on_final: Callable[[ResponseObject], None] = lambda response: None
         self._num_logprobs = body.num_logprobs
         self._parser = ChoiceParser(parsing)
         self._writer = OutputItemWriter(parsing.new_call_id, tokenizer, max(body.num_logprobs, 0))
@@ -236,21 +121,41 @@ class OutputItemsResponse(Response):
         if choice.finish_reason:
             self._writer.end(choice.finish_reason != _CUT)
 
+    def on_end(self, error: PdserveError | None) -> None:
+        if error is None or self.started:
+            self._set_final(self._finished() if error is None else self._failed(error))
+        super().on_end(error)
+
     def _logprobs(self, choice: Choice, output: pb.Output) -> list[TokenLogprob]:
         if self._num_logprobs < 0 or not output.has_token:
             return []
         return [TokenLogprob.of_output(output, choice.token_offset)]
 
+    def _write_start(self) -> None:
+        for state in ("created", "in_progress"):
+            self._writer.large_event(f"response.{state}", response=self.response)
+
+    def _set_final(self, response: ResponseObject) -> None:
+        """Write the last event of a response that was not cancelled."""
+        self.response = response
+        if response.status != "cancelled":
+            self._writer.large_event(f"response.{response.status}", response=response)
+        self.on_final(response)
+
     def _finished(self) -> ResponseObject:
         cut = self._finish_reason == _CUT
-        return msgspec.structs.replace(
-            self._response,
-            status="incomplete" if cut else "completed",
-            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
-            output=self._writer.items,
-            usage=ResponseUsage.of(self.generation.usage),
-            completed_at=int(time.time()),
-        )
+        details = IncompleteDetails("max_output_tokens") if cut else None
+        ended = None if cut else int(time.time())
+        return self._ended("incomplete" if cut else "completed", incomplete_details=details, completed_at=ended)
+
+    def _failed(self, error: PdserveError) -> ResponseObject:
+        return self._ended("failed", error=ResponseError("server_error", str(error)))
+
+    def _ended(self, status: ResponseStatus, **fields: Any) -> ResponseObject:
+        self._writer.abandon()
+        usage = ResponseUsage.of(self.generation.usage)
+        items = self._writer.items
+        return msgspec.structs.replace(self.response, status=status, output=items, usage=usage, **fields)
 
 
 class FullOutputItems(OutputItemsResponse, BodyResponse):
@@ -259,30 +164,13 @@ class FullOutputItems(OutputItemsResponse, BodyResponse):
         self.hold(text, self._num_logprobs)
 
     def body(self) -> Iterator[bytes]:
-        return json_chunks(self._finished())
+        return json_chunks(self.response)
 
 
 class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if not self.started:
             self._writer.stream = self
-            for state in ("created", "in_progress"):
-                self._writer.large_event(f"response.{state}", response=self._response)
+            self._write_start()
             self._start()
         super().on_delta(choice, text, output)
-
-    def on_end(self, error: PdserveError | None) -> None:
-        self._writer.settle()
-        if error is None:
-            response = self._finished()
-            self._writer.large_event(f"response.{response.status}", response=response)
-        elif self.started:
-            failure = ResponseError(status_and_type(error)[1], str(error))
-            items = self._writer.items
-            response = msgspec.structs.replace(self._response, status="failed", error=failure, output=items)
-            self._writer.large_event("response.failed", response=response)
-        super().on_end(error)
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid4().hex}"

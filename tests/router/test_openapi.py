@@ -29,7 +29,7 @@ def fleet() -> Iterator[Fleet]:
         fleet.start_prefill(EMBEDDED_MODEL, SIMULATED)
         fleet.start_decode(EMBEDDED_MODEL, SIMULATED)
         flags = ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--request-timeout", "30")
-        fleet.start_router(EMBEDDED_MODEL, flags)
+        fleet.start_router(EMBEDDED_MODEL, (*flags, "--response-store", "memory"))
         fleet.wait_ready()
         yield fleet
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,13 +12,16 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from router_process import RouterProcess
 from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
-from router.responses_api.output_writers import OutputItemWriter
-from router.responses_api.request import input_messages, parse_responses
+from router.responses_api.input_items import input_messages
+from router.responses_api.item_writer import OutputItemWriter
+from router.responses_api.request import parse_responses
 from router.text.chat.output_parser import DeltaKind, OutputDelta
 from router.text.tokenizer import Tokenizer
 
@@ -73,6 +76,78 @@ def test_sdk_stream_helper_works(sdk: openai.OpenAI, say_text: Any) -> None:
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
 
 
+# As the Open Responses specification requires them, beside the fields that OpenAI's SDK requires.
+REQUIRED = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
+    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "top_logprobs",
+        "temperature",
+        "reasoning",
+        "usage",
+        "safety_identifier",
+    ),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "prompt_cache_key"),
+}
+ECHOED: dict[str, Any] = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.25,
+    "max_tool_calls": 3,
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "truncation": "auto",
+    "user": "u",
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+}
+
+
+def test_responses_and_events_have_all_fields_of_the_schemas(reading_router: RouterProcess, say_text: Any) -> None:
+    extra = say_text(f"<think>Hm.</think>Sure.{CALL}")["extra_body"]
+    body = {"input": "Hi", "tools": [{"type": "function", "name": "f"}], "service_tier": "auto", **ECHOED, **extra}
+    url = f"{reading_router.url}/v1/responses"
+    response = httpx.post(url, json=body, trust_env=False).json()
+    events = httpx.post(url, json={**body, "stream": True}, trust_env=False).text.split("\n\n")
+    for event in events[:-1]:
+        TypeAdapter[Any](ResponseStreamEvent).validate_json(event.partition("data: ")[2])
+    completed = json.loads(events[-2].partition("data: ")[2])["response"]
+    for each in (response, completed):
+        Response.model_validate(each)
+        assert each.keys() >= REQUIRED
+        assert each["tools"] == [
+            {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+        ]
+        assert {name: each[name] for name in ECHOED} == ECHOED
+        assert each["service_tier"] == "default"
+
+
+def test_allowed_tools_are_the_only_tools(
+    sdk: openai.OpenAI, say_text: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
+) -> None:
+    other = {"type": "function", "name": "other"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    fields = say_text('[{"name": "f", "parameters": {"a": 1}}]', tools=[*TOOLS, other], tool_choice=choice)
+    response: Any = sdk.responses.create(input="Hi", **fields)
+    assert response.output[0].name == "f"
+    assert [tool.name for tool in response.tools] == ["f", "other"]
+    seen = scripted_node.seen["test_allowed_tools_are_the_only_tools"]
+    assert "other" not in reading_tokenizer.decode(seen.prompt)
+    assert "other" not in seen.message.sampling.grammar
+
+
+def test_format_of_messages_does_not_hold_for_forced_calls(sdk: openai.OpenAI, say_text: Any) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
+    said = '[{"name": "f", "parameters": {"a": 1}}]'
+    fields = say_text(said)
+    response: Any = sdk.responses.create(input="Hi", tools=TOOLS, tool_choice="required", text=form, **fields)
+    assert (response.output[0].type, response.output[0].arguments) == ("function_call", '{"a": 1}')
+    assert response.to_dict()["text"]["format"] == {**form["format"], "description": None, "strict": False}
+
+
 def test_truncated_text_is_incomplete(sdk: openai.OpenAI, say_text: Any) -> None:
     fields = say_text("Hello", finish="length")
     response = sdk.responses.create(input="Hi", **fields)
@@ -117,7 +192,7 @@ def test_consecutive_assistant_items_are_one_message() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Sure."}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
         {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "one"}]},
         {"type": "message", "role": "assistant", "content": "a"},
         {"type": "message", "role": "assistant", "content": "b"},
     ]
@@ -125,7 +200,7 @@ def test_consecutive_assistant_items_are_one_message() -> None:
     assert user == conversation[0]
     assert (assistant["reasoning"], assistant["content"]) == ("Hm.", [{"type": "output_text", "text": "Sure."}])
     assert [call["id"] for call in assistant["tool_calls"]] == ["1", "2"]
-    assert tool == {"role": "tool", "tool_call_id": "1", "content": "one"}
+    assert tool == {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_text", "text": "one"}]}
     assert rest == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -133,7 +208,8 @@ def test_output_items_can_be_sent_back(sdk: openai.OpenAI, say_text: Any) -> Non
     fields = say_text(f"<think>Hm.</think>Sure.{CALL}")
     first = sdk.responses.create(input="Hi", tools=TOOLS, **fields)
     output: Any = [item.to_dict() for item in first.output]
-    output.append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "42"})
+    texts = [{"type": "input_text", "text": "42"}]
+    output.append({"type": "function_call_output", "call_id": output[-1]["call_id"], "output": texts})
     assert sdk.responses.create(input=output, tools=TOOLS, **fields).status == "completed"
 
 
@@ -141,14 +217,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input is missing"),
     ({"input": []}, "input is empty"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "not stored"),
+    ({"input": [{"type": "item_reference"}]}, "needs the id"),
+    ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "no function_call before input[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input_image"),
     ({"input": [{"type": "computer_call"}]}, "computer_call"),
     ({"input": [{"role": "robot", "content": ""}]}, "role must be"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "not valid JSON"),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "not valid JSON"),
     ({"input": [{"type": "reasoning", "content": [{}]}]}, "reasoning must be"),
     ({"input": "a", "previous_response_id": "resp_1"}, "not stored"),
-    ({"input": "a", "conversation": "conv_1"}, "not stored"),
+    ({"input": "a", "conversation": "conv_1"}, "conversation is not supported"),
     ({"input": "a", "background": True}, "background"),
-    ({"input": "a", "truncation": "auto"}, "truncation"),
+    ({"input": "a" * 5000, "truncation": "auto"}, "shorten the prompt"),
+    ({"input": "a", "metadata": {"a": 1}}, "metadata"),
+    (
+        {"input": "a", "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "at least one",
+    ),
+    (
+        {
+            "input": "a",
+            "tools": TOOLS,
+            "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]},
+        },
+        "'g'",
+    ),
     ({"input": "a", "prompt": {"id": "x"}}, "prompt is not supported"),
     ({"input": "a", "include": ["file_search_call.results"]}, "file_search_call"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
@@ -187,8 +279,8 @@ class EventRecorder:
     def write(self, chunk: bytes) -> None:
         self.events.append(json.loads(chunk.partition(b"data: ")[2]))
 
-    def write_large(self, pieces: Iterable[bytes]) -> None:
-        self.write(b"".join(pieces))
+    def write_large(self, make: Callable[[], Iterator[bytes]]) -> None:
+        self.write(b"".join(make()))
 
 
 @given(pieces, st.booleans())

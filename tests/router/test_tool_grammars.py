@@ -115,7 +115,7 @@ def test_grammar_begins_after_reasoning(
 
 
 def test_forced_calls_exclude_other_structures() -> None:
-    body = {"messages": [], "tools": [PAINT], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    body = {"messages": [], "tools": [PAINT], "tool_choice": "required", "guided_regex": "a"}
     with pytest.raises(RequestError, match="excludes a tool_choice"):
         parse_chat(json.dumps(body).encode())
 

@@ -40,6 +40,9 @@ def tool_use(tools: list[dict[str, Any]], choice: str | dict[str, Any], parallel
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"two tools have the name {twice!r}; rename one", "tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(choice, dict(zip(names, tools, strict=True)))
+        names = [tool["function"]["name"] for tool in tools]
     named = _named(choice)
     if not tools and (named or choice == "required"):
         raise RequestError("tool_choice needs tools; give at least one", "tool_choice")
@@ -68,6 +71,20 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
     if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
         raise RequestError(f"{where}.function.parameters must be the JSON schema of an object", where)
     return name
+
+
+def _allowed(choice: dict[str, Any], tools: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the tools, of ``tools`` by name, that an allowed_tools choice lists, and its mode. Raises RequestError."""
+    allowed = choice.get("allowed_tools")
+    mode, listed = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        text = "an allowed_tools choice needs the mode 'auto' or 'required' and a list of at least one tool"
+        raise RequestError(text, "tool_choice")
+    names = [_named(tool if isinstance(tool, dict) else {}) for tool in listed]
+    unknown = next((name for name in names if name not in tools), None)
+    if unknown is not None:
+        raise RequestError(f"tool_choice allows {shown(unknown)}, which is not in tools", "tool_choice")
+    return [tool for name, tool in tools.items() if name in names], mode
 
 
 def _named(choice: str | dict[str, Any]) -> str:

@@ -1,0 +1,136 @@
+"""/v1/responses: like a chat, with earlier responses read from the store and this one written to it.
+
+A background response is answered when it has been admitted. It goes on here until its end, with or without its client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from uuid import uuid4
+
+from starlette.types import Send
+
+from pdserve.errors import RequestError
+from router.completions_api.request_bodies import GenerateBody
+from router.completions_api.response_writers import Response
+from router.errors import status_and_type
+from router.gate.admission import RequestAdmission
+from router.gate.rate_limits import Headers
+from router.generation.job import GenerationOptions, Job
+from router.http.body_reader import BodyReader
+from router.http.generate_endpoint import STREAM_HEADERS, GenerateEndpoint
+from router.http.model_endpoint import delivery, send_pieces
+from router.http.request_accounting import RequestAccounting
+from router.responses_api.background import BackgroundItems, EventLog
+from router.responses_api.input_items import input_items, reference_of
+from router.responses_api.output_objects import ResponseObject
+from router.responses_api.output_writers import FullOutputItems, OutputItemsResponse, StreamedOutputItems, new_response
+from router.responses_api.request import ResponsesBody, parse_responses
+from router.responses_api.response_store import ResponseStore, find_conversation
+from router.service import ServedModel, Service
+from router.text.chat.output_parsing import OutputParsing
+
+RunningResponses = dict[tuple[str, str], BackgroundItems]  # by owner and id
+
+
+class ResponsesEndpoint(GenerateEndpoint):
+    """``store`` None: responses are not stored. ``running``: background responses, until their end."""
+
+    def __init__(
+        self, service: Service, bodies: BodyReader, store: ResponseStore | None, running: RunningResponses
+    ) -> None:
+        super().__init__(service, bodies, "responses", parse_responses)
+        self._store = store
+        self._running = running
+
+    async def _respond(
+        self,
+        body: GenerateBody,
+        send: Send,
+        admission: RequestAdmission,
+        accounting: RequestAccounting,
+        disconnected: asyncio.Future[None],
+    ) -> str:
+        assert isinstance(body, ResponsesBody)
+        if self._store is None:
+            _check_needs_no_store(body)
+        elif body.request.needs_store:
+            body = await _with_stored_items(body, admission.owner, self._store)
+        return await super()._respond(body, send, admission, accounting, disconnected)
+
+    def _make_response(
+        self,
+        model: ServedModel,
+        body: GenerateBody,
+        jobs: Sequence[Job],
+        parsing: OutputParsing | None,
+        options: GenerationOptions,
+    ) -> OutputItemsResponse:
+        assert isinstance(body, ResponsesBody)
+        assert parsing is not None
+        store = self._store if body.request.store else None
+        # A client may choose the id of its request, so that does not name what is stored.
+        response_id = f"resp_{options.request_id if store is None else uuid4().hex}"
+        started = new_response(body, model.name, response_id, jobs[0].sampling, store is not None)
+        arguments = (started, jobs, body, parsing, model.tokenizer)
+        if body.request.background:
+            return BackgroundItems(*arguments)
+        response = StreamedOutputItems(*arguments) if body.stream else FullOutputItems(*arguments)
+        if store is not None:
+            response.on_final = lambda final: store.put(options.owner, final, body.items)
+        return response
+
+    async def _deliver(self, send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
+        if not isinstance(response, BackgroundItems):
+            return await super()._deliver(send, response, options, headers)
+        assert self._store is not None
+        key = (options.owner, response.response.id)
+        self._store.put(options.owner, response.response, response.items)
+        response.on_final = partial(self._finish, options.owner, response)
+        self._running[key] = response
+        try:
+            async with delivery(options.remaining, options.request_id, options.log_fields):
+                if response.log is None:
+                    await send_pieces(send, response.body(), headers, self._service.turns, lambda: False)
+                else:
+                    await _send_events(send, response.log, headers)
+            while not response.ended:
+                response.wake.clear()
+                await response.wake.wait()
+        finally:
+            del self._running[key]
+        return "ok" if response.error is None else status_and_type(response.error)[1]
+
+    def _finish(self, owner: str, response: BackgroundItems, final: ResponseObject) -> None:
+        assert self._store is not None
+        self._store.finish(owner, final, () if response.log is None else response.log.pieces())
+
+
+async def _send_events(send: Send, log: EventLog, headers: Headers) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
+    async for chunk in log.read(after=-1):
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _check_needs_no_store(body: ResponsesBody) -> None:
+    request = body.request
+    needing = {"previous_response_id": request.previous_response_id is not None, "background": request.background}
+    name = next((name for name, given in needing.items() if given), "input" if request.needs_store else None)
+    if name is not None:
+        remedy = "send the whole conversation as input, or start the router with --response-store"
+        raise RequestError(f"{name} needs stored responses, which are not stored here; {remedy}", name)
+
+
+async def _with_stored_items(body: ResponsesBody, owner: str, store: ResponseStore) -> ResponsesBody:
+    """Return the body with the items that it names. Raises RequestError."""
+    own = input_items(body.request.input)
+    references = [name for item in own if (name := reference_of(item)) is not None]
+    previous_id = body.request.previous_response_id
+    before, found = await store.run(
+        partial(find_conversation, owner=owner, previous_id=previous_id, references=references)
+    )
+    items = [*before, *(found.get(str(item.get("id")), item) if reference_of(item) else item for item in own)]
+    return await asyncio.to_thread(body.with_items, items)

@@ -1,0 +1,119 @@
+"""Stored responses: GET and DELETE /v1/responses/{id}, its input items, and the end of a background response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from pdserve.errors import RequestError, cut, shown
+from router.errors import ResponseNotStored
+from router.http.authentication import client_of
+from router.http.responses_endpoint import RunningResponses
+from router.responses_api.output_objects import DeletedResponse, InputItemList
+from router.responses_api.response_store import ResponseStore
+
+_CHUNK_BYTES = 64 * 1024
+
+
+class RetrieveQuery(msgspec.Struct, frozen=True):
+    stream: bool = False
+    starting_after: int = -1  # sequence number of the last event that the client has
+
+
+class ItemsQuery(msgspec.Struct, frozen=True):
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str = ""  # id of the last item that the client has
+
+
+Query = TypeVar("Query", RetrieveQuery, ItemsQuery)
+
+
+def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: RunningResponses) -> None:
+    """``running``: background responses, until their end."""
+
+    def opened(name: str) -> ResponseStore:
+        if store is None:
+            raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
+        return store
+
+    @app.get("/v1/responses/{name}")
+    async def retrieve(name: str, request: Request) -> Response:
+        query, owner = _query(request, RetrieveQuery), client_of(request.scope).owner
+        data = await opened(name).response(owner, name)
+        if not query.stream:
+            return _json(data)
+        going = running.get((owner, name))
+        if going is not None and going.log is not None:
+            return StreamingResponse(going.log.read(query.starting_after), media_type="text/event-stream")
+        events = b"" if going is not None else await opened(name).events(owner, name)
+        if not events:
+            text = f"response {shown(name)} has no events: it was not created with background and stream"
+            raise RequestError(text, "stream")
+        later = events.split(b"\n\n")[max(query.starting_after, -1) + 1 : -1]
+        return StreamingResponse(_chunks(b"".join(event + b"\n\n" for event in later)), media_type="text/event-stream")
+
+    @app.delete("/v1/responses/{name}")
+    async def delete(name: str, request: Request) -> Response:
+        owner = client_of(request.scope).owner
+        if going := running.get((owner, name)):
+            going.cancel()
+        await opened(name).delete(owner, name)
+        return _json(msgspec.json.encode(DeletedResponse(name, True)))
+
+    @app.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str, request: Request) -> Response:
+        owner = client_of(request.scope).owner
+        if going := running.get((owner, name)):
+            going.cancel()
+        data = await opened(name).response(owner, name)
+        if not msgspec.json.decode(data, type=_Background).background:
+            text = f"response {shown(name)} cannot be cancelled: it was created without background"
+            raise RequestError(text, "response_id")
+        return _json(data)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(name: str, request: Request) -> Response:
+        query = _query(request, ItemsQuery)
+        items = await opened(name).input_items(client_of(request.scope).owner, name)
+        return _json(msgspec.json.encode(_page(items, query)))
+
+
+class _Background(msgspec.Struct):
+    background: bool
+
+
+def _query(request: Request, kind: type[Query]) -> Query:
+    """Raises RequestError. Other parameters have no effect."""
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as exc:
+        raise RequestError(f"the query is not valid: {cut(str(exc))}", "query") from exc
+
+
+def _page(items: list[dict[str, Any]], query: ItemsQuery) -> InputItemList:
+    if query.order == "desc":
+        items = items[::-1]
+    if query.after:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            raise RequestError(f"after names {shown(query.after)}, which is not an item of this response", "after")
+        items = items[ids.index(query.after) + 1 :]
+    page = items[: query.limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    return InputItemList(page, first, last, len(items) > len(page))
+
+
+def _json(data: bytes) -> Response:
+    if len(data) <= _CHUNK_BYTES:
+        return Response(data, media_type="application/json")
+    return StreamingResponse(_chunks(data), media_type="application/json")
+
+
+async def _chunks(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]

@@ -1,0 +1,116 @@
+"""The input items of /v1/responses and the chat messages that they become."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from pdserve.errors import RequestError, shown
+
+Message = dict[str, Any]
+Item = dict[str, Any]
+
+MAX_INPUT_ITEMS = 10_000
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def input_items(source: str | list[Item]) -> list[Item]:
+    return [{"role": "user", "content": source}] if isinstance(source, str) else source
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid4().hex}"
+
+
+def stored_item(item: Item) -> Item:
+    """Return an item as clients read it: with an id, a status, and content in parts."""
+    kind = item.get("type", "message")
+    given = item.get("id")
+    known = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
+    stored = {"status": "completed", **item, "type": kind, "id": known}
+    if kind == "message" and isinstance(item.get("content"), str):
+        text = {"type": "input_text", "text": item["content"]}
+        if item.get("role") == "assistant":
+            text = {"type": "output_text", "text": item["content"], "annotations": []}
+        stored["content"] = [text]
+    return stored
+
+
+def reference_of(item: Item) -> str | None:
+    """Return the id of the stored item that ``item`` stands for. Raises RequestError."""
+    if item.get("type") != "item_reference" and not ("id" in item and len(item) == 1):
+        return None
+    if not isinstance(item.get("id"), str):
+        raise RequestError("an item_reference needs the id of an item", "input")
+    return str(item["id"])
+
+
+def input_messages(items: list[Item], instructions: str | None) -> list[Message]:
+    """Convert items to messages; consecutive items of the assistant become one message. Raises RequestError."""
+    if not items:
+        raise RequestError("input is empty; give a text or at least one item", "input")
+    if len(items) > MAX_INPUT_ITEMS:
+        raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
+    messages: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    call_ids: set[str] = set()
+    for index, item in enumerate(items):
+        _add(messages, call_ids, item, f"input[{index}]")
+    return messages
+
+
+def _add(messages: list[Message], call_ids: set[str], item: Item, where: str) -> None:
+    kind = item.get("type", "message" if "role" in item else None)
+    match kind:
+        case "message":
+            _add_message(messages, item, where)
+        case "reasoning":
+            _assistant(messages, "reasoning")["reasoning"] = _reasoning(item, where)
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call_ids.add(call_id := _call_id(item, where))
+            _assistant(messages).setdefault("tool_calls", []).append(
+                {"id": call_id, "type": "function", "function": function}
+            )
+        case "function_call_output":
+            if (call_id := _call_id(item, where)) not in call_ids:
+                text = f"no function_call before {where} has its call_id {shown(call_id)}; send that call, too"
+                raise RequestError(text, where)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
+        case _:
+            kinds = "message, reasoning, function_call, function_call_output, item_reference"
+            raise RequestError(f"{where} has type {shown(kind)}; use one of {kinds}", where)
+
+
+def _add_message(messages: list[Message], item: Item, where: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise RequestError(f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", where)
+    if role == "assistant":
+        _assistant(messages, "content", "tool_calls")["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
+
+
+def _call_id(item: Item, where: str) -> str:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str):
+        raise RequestError(f"{where}.call_id must be a string", where)
+    return call_id
+
+
+def _assistant(messages: list[Message], *unset: str) -> Message:
+    """The last message if it is the assistant's and has none of the fields ``unset``, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or any(name in messages[-1] for name in unset):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _reasoning(item: Item, where: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    texts = []
+    for part in parts if isinstance(parts, list) else [parts]:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}: reasoning must be a list of parts with text", where)
+        texts.append(part["text"])
+    return "".join(texts)

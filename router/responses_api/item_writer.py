@@ -1,0 +1,170 @@
+"""Output items from parsed deltas, and their events:
+
+for each item:  response.output_item.added
+                  response.content_part.added, deltas, done, response.content_part.done    (text and reasoning)
+                  response.function_call_arguments.delta …, response.function_call_arguments.done       (calls)
+                response.output_item.done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from router.completions_api.json_pieces import json_pieces
+from router.completions_api.response_objects import chat_logprobs, lazy_chat_logprobs
+from router.generation.logprob_table import LogprobTable
+from router.generation.token_logprob import TokenLogprob
+from router.responses_api.input_items import new_id
+from router.responses_api.output_objects import (
+    FunctionCallItem,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
+from router.text.chat.output_parser import DeltaKind, OutputDelta
+from router.text.tokenizer import Tokenizer
+
+Part = TypeVar("Part", OutputText, ReasoningText)
+
+
+class EventStream(Protocol):
+    def write(self, chunk: bytes) -> None:
+        """Write an event."""
+
+    def write_large(self, make: Callable[[], Iterator[bytes]]) -> None:
+        """Write an event that is encoded as it is sent. ``make`` returns its pieces, each time anew."""
+
+
+class OutputItemWriter:
+    """Build ``items`` from parsed deltas. Events go to ``stream``, if any."""
+
+    def __init__(self, new_call_id: Callable[[], str], tokenizer: Tokenizer, num_top: int) -> None:
+        self.items: list[OutputItem] = []
+        self.stream: EventStream | None = None
+        self._new_call_id = new_call_id
+        self._tokenizer = tokenizer
+        self._num_top = num_top  # alternatives per token
+        self._sequence_number = 0
+        self._open: OutputItem | None = None  # the last item, while it grows
+        self._texts: list[str] = []  # text or arguments of the open item
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is held back
+        self._table = LogprobTable()  # of the latest message
+
+    def event(self, kind: str, **fields: Any) -> None:
+        if self.stream is not None:
+            data = msgspec.json.encode({"type": kind, "sequence_number": self._sequence_number, **fields})
+            self._sequence_number += 1
+            self.stream.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+
+    def large_event(self, kind: str, **fields: Any) -> None:
+        """Write an event whose fields may be large; they must not change any more."""
+        if self.stream is not None:
+            data = {"type": kind, "sequence_number": self._sequence_number, **fields}
+            self._sequence_number += 1
+            self.stream.write_large(lambda: chain([b"event: %b\ndata: " % kind.encode()], json_pieces(data), [b"\n\n"]))
+
+    def write(self, deltas: Sequence[OutputDelta], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        self._logprobs += logprobs
+        for delta in deltas:
+            match delta.kind:
+                case DeltaKind.CALL:
+                    self._logprobs = []
+                    self._add_item(FunctionCallItem(new_id("fc"), self._new_call_id(), delta.text, "", "in_progress"))
+                case DeltaKind.ARGUMENTS:
+                    self._texts.append(delta.text)
+                    self.event("response.function_call_arguments.delta", **self._position(), delta=delta.text)
+                case DeltaKind.CONTENT:
+                    self._add_text(delta.text)
+                case DeltaKind.REASONING:
+                    self._add_reasoning(delta.text)
+
+    def end(self, complete: bool) -> None:
+        """Close the last item; ``complete`` is False for output cut by its limit. Empty output is an empty message."""
+        if not self.items:
+            self._add_message()
+        self._close("completed" if complete else "incomplete")
+
+    def abandon(self) -> None:
+        """End after a failure: the open item keeps its text so far."""
+        self.settle()
+        if self._open is not None:
+            self._open.status = "incomplete"
+
+    def settle(self) -> None:
+        """Put the text so far into the open item."""
+        text = "".join(self._texts)
+        match self._open:
+            case FunctionCallItem() as call:
+                call.arguments = text
+            case ReasoningItem(content=[part]):
+                part.text = text
+            case OutputMessage(content=[part]):
+                part.text = text
+                if self._table.token_ids:
+                    part.logprobs = lazy_chat_logprobs(self._tokenizer, [self._table], self._num_top).content
+
+    def _add_item(self, item: OutputItem) -> None:
+        self._close("completed")
+        self._open = item
+        self.items.append(item)
+        self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
+
+    def _close(self, status: Literal["completed", "incomplete"]) -> None:
+        self.settle()
+        item, self._open = self._open, None
+        self._texts = []
+        match item:
+            case None:
+                return
+            case FunctionCallItem():
+                done = "response.function_call_arguments.done"
+                self.large_event(done, **self._position(), name=item.name, arguments=item.arguments)
+            case OutputMessage(content=[part]):
+                done = "response.output_text.done"
+                self.large_event(done, **self._content_position(), text=part.text, logprobs=part.logprobs)
+                self.large_event("response.content_part.done", **self._content_position(), part=part)
+            case ReasoningItem(content=[part]):
+                self.large_event("response.reasoning_text.done", **self._content_position(), text=part.text)
+                self.large_event("response.content_part.done", **self._content_position(), part=part)
+        item.status = status
+        self.large_event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _position(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+    def _content_position(self) -> dict[str, Any]:
+        return {**self._position(), "content_index": 0}
+
+    def _add_message(self) -> None:
+        self._table = LogprobTable()
+        message = OutputMessage(new_id("msg"), "assistant", [], "in_progress")
+        self._add_text_item(message, message.content, OutputText("", [], []))
+
+    def _add_text_item(self, item: OutputMessage | ReasoningItem, content: list[Part], part: Part) -> None:
+        self._add_item(item)
+        content.append(part)
+        self.event("response.content_part.added", **self._content_position(), part=part)
+
+    def _add_text(self, text: str) -> None:
+        if not isinstance(self._open, OutputMessage):
+            self._add_message()
+        self._texts.append(text)
+        for token in self._logprobs:
+            self._table.add(token)
+        logprobs = chat_logprobs(self._tokenizer, self._logprobs, self._num_top).content
+        self._logprobs = []
+        self.event("response.output_text.delta", **self._content_position(), delta=text, logprobs=logprobs)
+
+    def _add_reasoning(self, text: str) -> None:
+        if not isinstance(self._open, ReasoningItem):
+            item = ReasoningItem(new_id("rs"), [], [], "in_progress")
+            self._add_text_item(item, item.content, ReasoningText(""))
+        self._texts.append(text)
+        self._logprobs = []
+        self.event("response.reasoning_text.delta", **self._content_position(), delta=text)

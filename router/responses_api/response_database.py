@@ -1,0 +1,207 @@
+"""The SQLite database of stored responses, with bounds on entries, bytes and age. Used by one thread.
+
+When an entry does not fit, the owner with the most bytes loses its oldest one.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+StoreError = sqlite3.Error
+
+_VERSION = 1  # of the tables
+_MAX_ENTRIES = 100_000
+_ENTRY_SHARE = 4  # an entry may have this part of all bytes
+_OVERHEAD = 256  # bytes of an entry or item beside its content
+_INTERRUPTED = {"code": "server_error", "message": "the router ended before the response was complete"}
+_TABLES = """
+CREATE TABLE responses (
+  number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
+  done INTEGER NOT NULL, response BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL, UNIQUE (owner, id));
+CREATE INDEX by_owner ON responses (owner, number);
+CREATE TABLE items (
+  owner TEXT NOT NULL, id TEXT NOT NULL, response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
+  PRIMARY KEY (owner, id)) WITHOUT ROWID;
+CREATE INDEX by_response ON items (response);
+"""
+
+
+class StoreLimits(msgspec.Struct, frozen=True):
+    max_bytes: int
+    max_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"the router keeps up to {self.max_bytes} bytes, at most {self.max_bytes // _ENTRY_SHARE} per response, "
+            f"for {self.max_seconds:g} s"
+        )
+
+
+class Entry(msgspec.Struct, frozen=True):
+    owner: str
+    id: str
+    response: bytes  # JSON
+    input: bytes  # JSON, a list of items
+    item_ids: list[str]  # of both; an id that is stored already keeps its response
+
+
+class ResponseDatabase:
+    """``num_entries`` and ``num_bytes`` may be read from any thread."""
+
+    def __init__(self, path: str, limits: StoreLimits) -> None:
+        """Raises ConfigError."""
+        self.limits = limits
+        self.num_entries = self.num_bytes = 0
+        self._bytes_of: dict[str, int] = {}  # by owner
+        try:
+            self._open(path)
+        except (sqlite3.Error, OSError) as exc:
+            raise ConfigError(f"--response-store sqlite:{path} cannot be used: {exc}") from exc
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry, or replace it. Raises StoreError."""
+        done = msgspec.json.decode(entry.response, type=_Status).status != "in_progress"
+        size = len(entry.response) + len(entry.input) + _OVERHEAD * (1 + len(entry.item_ids))
+        self._check_size(size)
+        with self._transaction() as db:
+            self._remove(entry.owner, entry.id)
+            row = (entry.owner, entry.id, time.time(), size, done, entry.response, entry.input, b"")
+            columns = "owner, id, created, bytes, done, response, input, events"
+            added = db.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            self._add_items(entry.owner, entry.item_ids, added.lastrowid or 0)
+            self._count(entry.owner, 1, size)
+            self._evict()
+
+    def finish(self, owner: str, response_id: str, response: bytes, item_ids: Sequence[str], events: bytes) -> None:
+        """Replace the response of an entry, unless it was deleted. Raises StoreError."""
+        row = self._row("number, bytes", owner, response_id)
+        if row is None:
+            return
+        number, size = row
+        added = len(response) + len(events) + _OVERHEAD * len(item_ids)
+        self._check_size(size + added)
+        with self._transaction() as db:
+            sql = "UPDATE responses SET response = ?, events = ?, bytes = bytes + ?, done = 1 WHERE number = ?"
+            db.execute(sql, (response, events, added, number))
+            self._add_items(owner, item_ids, number)
+            self._count(owner, 0, added)
+            self._evict()
+
+    def read(self, column: str, owner: str, response_id: str) -> bytes | None:
+        """Return one of the columns response, input and events; None if there is no such entry."""
+        row = self._row(column, owner, response_id)
+        return None if row is None else bytes(row[0])
+
+    def response_of(self, owner: str, item_id: str) -> str | None:
+        """Return the id of the response that holds an item."""
+        sql = "SELECT r.id FROM items i JOIN responses r ON r.number = i.response WHERE i.owner = ? AND i.id = ?"
+        row = self._connection.execute(f"{sql} AND r.created > ?", (owner, item_id, self._oldest)).fetchone()
+        return None if row is None else str(row[0])
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Return whether there was such an entry."""
+        with self._transaction():
+            return self._row("number", owner, response_id) is not None and self._remove(owner, response_id)
+
+    def expire(self) -> None:
+        with self._transaction() as db:
+            sql = "SELECT owner, id FROM responses WHERE created <= ? ORDER BY number"
+            for owner, response_id in db.execute(sql, (self._oldest,)).fetchall():
+                self._remove(owner, response_id)
+
+    @property
+    def _oldest(self) -> float:
+        return time.time() - self.limits.max_seconds
+
+    def _open(self, path: str) -> None:
+        if path != ":memory:":
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._connection = db = sqlite3.connect(path, timeout=0.0)
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # no other process uses the file
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA secure_delete = ON")
+        db.execute("PRAGMA foreign_keys = ON")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
+        elif version != _VERSION:
+            raise sqlite3.DatabaseError(f"its tables have version {version}, not {_VERSION}; choose another file")
+        with self._transaction():
+            self._fail_interrupted()
+        self._recount()
+        self.expire()
+        with self._transaction():
+            self._evict()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._connection as db:
+                yield db
+        except sqlite3.Error:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        self.num_entries = self.num_bytes = 0
+        self._bytes_of.clear()
+        sql = "SELECT owner, COUNT(*), SUM(bytes) FROM responses GROUP BY owner"
+        for owner, entries, size in self._connection.execute(sql):
+            self._count(owner, entries, size)
+
+    def _fail_interrupted(self) -> None:
+        db = self._connection
+        for number, data in db.execute("SELECT number, response FROM responses WHERE done = 0").fetchall():
+            failed = {**msgspec.json.decode(data), "status": "failed", "error": _INTERRUPTED}
+            sql = "UPDATE responses SET response = ?, done = 1 WHERE number = ?"
+            db.execute(sql, (msgspec.json.encode(failed), number))
+
+    def _check_size(self, size: int) -> None:
+        limit = self.limits.max_bytes // _ENTRY_SHARE
+        if size > limit:
+            raise sqlite3.DataError(f"it has {size} bytes; --response-store-size allows {limit} per response")
+
+    def _row(self, columns: str, owner: str, response_id: str) -> tuple[int, int] | None:
+        sql = f"SELECT {columns} FROM responses WHERE owner = ? AND id = ? AND created > ?"
+        found: tuple[int, int] | None = self._connection.execute(sql, (owner, response_id, self._oldest)).fetchone()
+        return found
+
+    def _add_items(self, owner: str, item_ids: Sequence[str], number: int) -> None:
+        rows = [(owner, item_id, number) for item_id in item_ids]
+        self._connection.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", rows)
+
+    def _remove(self, owner: str, response_id: str) -> bool:
+        sql = "DELETE FROM responses WHERE owner = ? AND id = ? RETURNING bytes"
+        removed = self._connection.execute(sql, (owner, response_id)).fetchall()
+        for (size,) in removed:
+            self._count(owner, -1, -size)
+        return bool(removed)
+
+    def _evict(self) -> None:
+        while self.num_bytes > self.limits.max_bytes or self.num_entries > _MAX_ENTRIES:
+            owner = max(self._bytes_of, key=self._bytes_of.__getitem__)
+            sql = "SELECT id FROM responses WHERE owner = ? ORDER BY number LIMIT 1"
+            self._remove(owner, self._connection.execute(sql, (owner,)).fetchone()[0])
+
+    def _count(self, owner: str, entries: int, size: int) -> None:
+        self.num_entries += entries
+        self.num_bytes += size
+        self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size
+        if not self._bytes_of[owner]:
+            del self._bytes_of[owner]
+
+
+class _Status(msgspec.Struct):
+    status: str
