@@ -39,13 +39,19 @@ def assign_devices(nodes: Sequence[NodeOptions], num_gpus: int, num_threads: int
 
 def gpus_of(node: NodeOptions) -> range:
     """Return the GPUs of a node's ranks; none unless its device is ``cuda:N``."""
-    first = int(node.device.partition(":")[2] or 0)
+    first = _first_gpu(node)
     return range(first, first + node.num_ranks if node.device.startswith("cuda:") else first)
+
+
+def num_elastic(options: NodeOptions, num_gpus: int) -> int:
+    """Return the default number of nodes of both roles: one per GPU, 2 without GPUs."""
+    on_cpu = options.simulated or options.device == "cpu" or not num_gpus
+    return 2 if on_cpu else max(1, (num_gpus - _first_gpu(options)) // options.num_ranks)
 
 
 def _assign_gpus(nodes: Sequence[NodeOptions], num_gpus: int) -> list[range]:
     """Return the GPUs of each node: the first adjacent ones with the fewest other nodes; none if the CPU runs it."""
-    first = int(nodes[0].device.partition(":")[2] or 0)
+    first = _first_gpu(nodes[0])
     used: Counter[int] = Counter()
     chosen = []
     for node in nodes:
@@ -59,6 +65,11 @@ def _assign_gpus(nodes: Sequence[NodeOptions], num_gpus: int) -> list[range]:
         used.update(best)
         chosen.append(best)
     return chosen
+
+
+def _first_gpu(options: NodeOptions) -> int:
+    """Return N of ``cuda:N``, else 0."""
+    return int(options.device.partition(":")[2] or 0)
 
 
 def _memory_share(node: NodeOptions, gpus: range, num_nodes: int) -> float | None:

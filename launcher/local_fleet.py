@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from launcher.device_assignment import assign_devices, gpus_of, with_parallel_sizes
+from launcher.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
 from launcher.restarts import Restarts
 from launcher.supervisor import Child, Supervisor
 from launcher.up_flags import role_words
@@ -28,23 +29,28 @@ class FleetPlan(NamedTuple):
 
     prefill: list[NodeOptions]
     decode: list[NodeOptions]
+    elastic: list[NodeOptions]  # nodes of both roles
     config: NodeConfig
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> FleetPlan:
         """Raises ConfigError or CapacityError if some node could not run with these flags."""
-        options = options_from(args)
-        prefill = with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)
-        decode = with_parallel_sizes(options, args.decode_pp, args.decode_tp)
-        config = _resolve(prefill)
-        model = {"model": config.model_dir, "served_model_name": config.served_model_name}
-        nodes = [msgspec.structs.replace(each, **model) for each in [prefill] * args.prefill + [decode] * args.decode]
+        options, gpus = options_from(args), len(find_gpus())
+        prefill = [with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)] * (args.prefill or 1)
+        decode = [with_parallel_sizes(options, args.decode_pp, args.decode_tp)] * (args.decode or 1)
+        elastic = [options] * (args.nodes or num_elastic(options, gpus)) if args.elastic else []
+        config = _resolve(elastic[0] if elastic else prefill[0])
         if config.pooling is not None:  # prefill nodes alone serve it
-            nodes = nodes[: args.prefill]
-        nodes = assign_devices(nodes, len(find_gpus()), len(os.sched_getaffinity(0)))
+            prefill, decode, elastic = elastic or prefill, [], []
+        elif elastic:
+            prefill, decode = [], []
+        model = {"model": config.model_dir, "served_model_name": config.served_model_name}
+        nodes = [msgspec.structs.replace(node, **model) for node in (*prefill, *decode, *elastic)]
+        nodes = assign_devices(nodes, gpus, len(os.sched_getaffinity(0)))
         for node in nodes:
             _resolve(node)
-        return cls(nodes[: args.prefill], nodes[args.prefill :], config)
+        first, last = len(prefill), len(prefill) + len(decode)
+        return cls(nodes[:first], nodes[first:last], nodes[last:], config)
 
 
 def _resolve(options: NodeOptions) -> NodeConfig:
@@ -76,6 +82,8 @@ class Member:
 class LocalFleet:
     """Start each process as soon as the addresses it needs are known, and again after it has died.
 
+    Ports of nodes of both roles are chosen before they start, because each needs the addresses of all.
+
     Nodes that share a GPU start one after the other, so that each measures its own memory only.
     """
 
@@ -85,11 +93,14 @@ class LocalFleet:
         self._prefill = _members("prefill", plan.prefill, args)
         self._decode = _members("decode", plan.decode, args)
         model = [plan.config.model_dir, "--served-model-name", plan.config.served_model_name]
+        self._elastic = _members("elastic", plan.elastic, args)
+        for node in self._elastic:
+            node.address = f"{LOCAL}:{_free_port()}"
         self._router = Member("router", "router", [*model, *role_words("router", args)])
 
     @property
     def nodes(self) -> list[Member]:
-        return [*self._prefill, *self._decode]
+        return [*self._prefill, *self._decode, *self._elastic]
 
     @property
     def url(self) -> str:
@@ -106,8 +117,10 @@ class LocalFleet:
         self._start(self._prefill, [])
         if _listening(self._prefill):
             self._start(self._decode, _flags("--prefill", self._prefill))
+        self._start(self._elastic, _flags("--prefill", self._elastic))
         if _listening(self.nodes):
-            self._start([self._router], _flags("--prefill", self._prefill) + _flags("--decode", self._decode))
+            roles = {"--prefill": self._prefill, "--decode": self._decode, "--node": self._elastic}
+            self._start([self._router], [word for flag, nodes in roles.items() for word in _flags(flag, nodes)])
         return all(member.is_ready for member in members)
 
     def restart(self, child: Child, now: float) -> float:
@@ -120,11 +133,11 @@ class LocalFleet:
         for member in members:
             if self._waits_for_gpu(member):
                 continue
-            words = [*member.flags, *peers]
+            words = [*member.flags, *peers, *_port_of(member)]
             if member.child is None:
                 member.child = self._children.spawn(member.name, member.module, words)
             elif member.child.state == "ended" and time.monotonic() >= member.restarts.due:
-                member.child = self._children.replace(member.child, [*words, *_port_of(member)])
+                member.child = self._children.replace(member.child, words)
 
     def _waits_for_gpu(self, member: Member) -> bool:
         """Return whether another node on one of its GPUs loads."""
@@ -133,7 +146,8 @@ class LocalFleet:
 
 def _members(role: str, nodes: list[NodeOptions], args: argparse.Namespace) -> list[Member]:
     flags = ["--host", LOCAL, *role_words(role, args)]
-    names = [role] if len(nodes) == 1 else [f"{role}-{index}" for index in range(len(nodes))]
+    name = "node" if role == "elastic" else role
+    names = [name] if len(nodes) == 1 else [f"{name}-{index}" for index in range(len(nodes))]
     return [
         Member(name, f"{role}_node", [*node_flags_of(options), *flags], _device(options), gpus_of(options))
         for name, options in zip(names, nodes, strict=True)
@@ -146,6 +160,12 @@ def _device(options: NodeOptions) -> str:
         return "simulated"
     share = f" ({options.gpu_memory_utilization:.0%} of the memory)" if options.gpu_memory_utilization else ""
     return ", ".join(f"cuda:{gpu}{share}" for gpu in gpus_of(options)) or "cpu"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOCAL, 0))
+        return int(probe.getsockname()[1])
 
 
 def _port_of(member: Member) -> list[str]:

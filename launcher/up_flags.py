@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Callable
 
 from decode_node.decode_role import add_flags as add_decode_flags
+from elastic_node.elastic_role import add_flags as add_elastic_flags
 from pdserve.config.flags import CommandParser, add_node_flags, positive_int
 from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.errors import ConfigError
 from prefill_node.prefill_role import add_flags as add_prefill_flags
 from router.options import RouterOptions, add_router_flags, router_options_from
 
@@ -28,6 +30,7 @@ _ACTIONS = {
     "router": _actions(add_router_flags),
     "prefill": _actions(add_prefill_flags),
     "decode": _actions(add_decode_flags),
+    "elastic": _actions(add_elastic_flags),
 }
 
 
@@ -38,8 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
         "while the others serve on.",
     )
     for role in ("prefill", "decode"):
-        help = f"{role} nodes (default %(default)s)"
-        parser.add_argument(f"--{role}", type=positive_int, default=1, metavar="N", help=help)
+        parser.add_argument(f"--{role}", type=positive_int, metavar="N", help=f"{role} nodes (default 1)")
+    parser.add_argument("--elastic", action="store_true", help="start nodes that prefill and decode instead")
+    nodes = "nodes of --elastic (default: one per GPU, 2 without GPUs)"
+    parser.add_argument("--nodes", type=positive_int, metavar="N", help=nodes)
     add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
     for role in ("prefill", "decode"):
         ranks = parser.add_argument_group(f"ranks of {role} nodes")
@@ -51,6 +56,17 @@ def make_parser() -> argparse.ArgumentParser:
             if action.option_strings[0] not in parser._option_string_actions:
                 group._add_action(action)
     return parser
+
+
+def check_roles(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse."""
+    split = ("prefill", "decode", *(f"{role}_{size}" for role in ("prefill", "decode") for size in ("pp", "tp")))
+    given = next((name for name in split if getattr(args, name) is not None), None)
+    if args.elastic and given is not None:
+        flag = "--" + given.replace("_", "-")
+        raise ConfigError(f"--elastic starts nodes of both roles, {flag} is for others; use --nodes, --pp and --tp")
+    if args.nodes is not None and not args.elastic:
+        raise ConfigError(f"--nodes {args.nodes} is for --elastic; add it, or use --prefill and --decode")
 
 
 def role_words(role: str, args: argparse.Namespace) -> list[str]:

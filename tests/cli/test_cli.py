@@ -128,6 +128,8 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["up", "--port", "99999"], ["99999", "65535"]),
         (["up", "--device", "cpu", "--decode-tp", "3"], ["tp 3", "heads"]),
         (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),
+        (["up", "--elastic", "--decode-tp", "2"], ["--elastic", "--decode-tp", "--nodes"]),
+        (["up", "--nodes", "3"], ["--nodes 3", "--elastic"]),
         (["up", "--tls-cert", "cert.pem"], ["--tls-cert", "--tls-key"]),
         (["up", "--api-keys", "/no/such/keys"], ["/no/such/keys"]),
         (["up", "--tool-call-parser", "bogus"], ["bogus", "hermes"]),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.device_assignment import assign_devices, gpus_of, with_parallel_sizes
+from launcher.device_assignment import assign_devices, gpus_of, num_elastic, with_parallel_sizes
 from pdserve.config.node_config import NodeOptions
 from pdserve.errors import ConfigError
 
@@ -46,6 +46,22 @@ def test_assignment_starts_at_the_named_device() -> None:
     assert [node.device for node in assign_devices([first, first, first], 5, 8)] == ["cuda:1", "cuda:3", "cuda:1"]
     any_gpu = NodeOptions(model="m", device="cuda")
     assert [node.device for node in assign_devices([any_gpu, any_gpu], 2, 8)] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_gpus", "expected"),
+    [
+        ({}, 0, 2),
+        ({}, 1, 1),
+        ({"device": "cuda:1"}, 4, 3),
+        ({"tp": 2, "pp": 2}, 8, 2),
+        ({"tp": 4}, 2, 1),  # refused later
+        ({"device": "cpu"}, 4, 2),
+        ({"engine": "simulated"}, 4, 2),
+    ],
+)
+def test_one_node_of_both_roles_per_gpu(options: dict[str, Any], num_gpus: int, expected: int) -> None:
+    assert num_elastic(NodeOptions(model="m", **options), num_gpus) == expected
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"engine": "simulated"}])

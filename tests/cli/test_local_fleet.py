@@ -84,6 +84,22 @@ def test_nodes_with_own_gpus_load_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert "--gpu-memory-utilization" not in starts.flags["decode"]
 
 
+def test_nodes_of_both_roles_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, starts = fleet_on(monkeypatch, 4, "--elastic", "--tp", "2")
+    fleet.advance()
+    assert [(child.name, child.module) for child in starts.children[:2]] == [
+        ("node-0", "elastic_node"),
+        ("node-1", "elastic_node"),
+    ]
+    addresses = [node.address for node in fleet.nodes]
+    for name, address in zip(("node-0", "node-1"), addresses, strict=True):
+        flags = starts.flags[name]
+        assert [flags[index + 1] for index, flag in enumerate(flags) if flag == "--prefill"] == addresses
+        assert flags[flags.index("--port") + 1] == address.rpartition(":")[2]
+    assert starts.flags["router"][-4:] == ["--node", addresses[0], "--node", addresses[1]]
+    assert [node.device for node in fleet.nodes] == ["cuda:0, cuda:1", "cuda:2, cuda:3"]
+
+
 def test_each_program_gets_its_own_flags_and_the_common_ones() -> None:
     given = "--policy round-robin --no-dashboard --cors-origin http://a --cors-origin http://b --max-body-bytes 1MiB"
     nodes = "--lease-seconds 5 --decode-ahead 0 --kv-failure-policy fail --max-num-seqs 7"

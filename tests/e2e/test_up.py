@@ -146,8 +146,9 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert "Traceback" not in up.err.read_text()
 
 
-def test_up_serves_with_simulated_nodes(tmp_path: Path) -> None:
-    with started(tmp_path, "--engine", "simulated", "--sim-speed", "10") as up:
+@pytest.mark.parametrize("flags", [(), ("--elastic",)])
+def test_up_serves_with_simulated_nodes(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with started(tmp_path, "--engine", "simulated", "--sim-speed", "10", *flags) as up:
         body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
         texts = [post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
