@@ -38,8 +38,6 @@ _REQUEST_HASH = "x-anthropic-billing-header"
 
 def chat_messages(system: str | Sequence[TextBlockParam], messages: Sequence[MessageParam]) -> list[Message]:
     """Convert a conversation. Raises RequestError for blocks that are no text, and for an open tool_use at the end."""
-    if not messages:
-        raise RequestError("messages is empty; give at least one message", "messages")
     chat = _Chat()
     chat.add_system(system, "system")
     for index, message in enumerate(messages):
@@ -51,9 +49,14 @@ def chat_messages(system: str | Sequence[TextBlockParam], messages: Sequence[Mes
                 chat.add_user(message.content, where)
             case "assistant":
                 chat.add_assistant(message.content, where)
+    if not messages or not chat.messages:
+        raise RequestError("messages is empty; give at least one message", "messages")
     if chat.has_open_calls:
         raise RequestError("the last message has a tool_use; add a message with its tool_result", "messages")
-    return chat.joined()
+    found = chat.joined()
+    if found[-1]["role"] == "assistant" and not found[-1].get("content"):
+        raise RequestError("the last message has no text to continue; end with a message of the user", "messages")
+    return found
 
 
 class _Chat:
@@ -113,6 +116,8 @@ class _Chat:
                     message.setdefault("tool_calls", []).append(call)
                 case _:
                     message.setdefault("content", []).append(_text(block, at))
+        if "tool_calls" not in message:
+            message.setdefault("content", [])  # templates expect either
 
     def _last(self, role: str) -> Message:
         """Return the last message if it has the role, else a new one."""
@@ -125,6 +130,8 @@ def _blocks(content: str | Sequence[Block], where: str) -> Iterator[tuple[Block 
     """Yield the blocks of a content and where each one is."""
     if isinstance(content, str):
         yield TextBlockParam(content), where
+    elif not content:
+        yield TextBlockParam(""), where
     else:
         yield from ((block, f"{where}[{index}]") for index, block in enumerate(content))
 

@@ -159,7 +159,8 @@ def test_wrong_key_is_rejected_in_openai_words(http: httpx.Client) -> None:
     assert response.json()["error"]["message"].startswith("Incorrect API key provided")
 
 
-def test_only_health_is_open(http: httpx.Client) -> None:
+def test_only_health_and_the_page_of_endpoints_are_open(http: httpx.Client) -> None:
+    assert http.get("/docs").status_code == 200
     for path in ("/health", "/health/live"):
         assert (http.get(path).status_code, http.get(path).json()) == (200, {"status": "ok"})
     assert [http.get(path).status_code for path in ("/metrics", "/version", "/openapi.json")] == [401] * 3

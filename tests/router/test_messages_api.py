@@ -210,6 +210,12 @@ def test_conversation_of_an_agent_becomes_a_chat() -> None:
     assert not body.continue_final_message
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_empty_messages_are_empty_texts(content: Any) -> None:
+    data = json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": content}]}).encode()
+    assert parse_messages(data).messages == [{"role": "user", "content": ""}]
+
+
 def test_later_instructions_change_no_earlier_part_of_the_chat() -> None:
     """Otherwise each of them would void the cached prefix."""
     messages = [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}]
@@ -255,6 +261,7 @@ REFUSED: list[tuple[Fields, str]] = [
     ({"messages": [USER]}, "max_tokens is missing"),
     ({"max_tokens": 0}, "at least 1"),
     ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "system", "content": ""}]}, "messages is empty"),
     (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0] is an image"),
     (block(type="tool_result", tool_use_id="1", content=[{"type": "image"}]), "content[0].content[0] is an image"),
     (block(type="document", source={"type": "base64"}), "document of type 'base64'"),
@@ -270,6 +277,7 @@ REFUSED: list[tuple[Fields, str]] = [
         },
         "add a message with its tool_result",
     ),
+    ({"messages": [USER, {"role": "assistant", "content": []}]}, "no text to continue"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tool_choice": {"type": "any"}}, "needs tools"),

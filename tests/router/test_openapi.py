@@ -63,6 +63,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/responses": {"input": [{"role": "user", "content": "Hi"}], "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"messages": [{"role": "user", "content": "Hi"}]},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -71,6 +73,7 @@ FIELDS = sorted(
     | {*("seed", "temperature", "echo", "logprobs", "top_logprobs", "documents", "chat_template_kwargs", "text")}
     | {*("reasoning", "reasoning_effort", "response_format", "structured_outputs", "cache_salt", "priority", "user")}
     | {*("model", "continue_final_message", "instructions", "metadata", "include", "tokens", "min_tokens", "suffix")}
+    | {*("system", "thinking", "stop_sequences", "tool_use_id", "input_schema", "output_config", "max_tokens")}
     | {*("role", "content", "type", "function", "name", "parameters", "arguments", "tool_calls", "json_schema")}
 )
 # JSON as text, so that there can be what no value of Python has.
