@@ -89,7 +89,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
             stream.add(message.request).failure.CopyFrom(failure_to_pb(exc))
             return
         trace = self._begin_trace(message, len(tokens))
-        generation = NodeGeneration(message, len(tokens), sampling, node.engine, stream, self._on_end, trace)
+        generation = NodeGeneration(message, sampling, node.engine, stream, self._on_end, trace)
         stream.generations[message.request] = generation
         self._submit(generation, message.prefill_node)
 
@@ -113,13 +113,13 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         handoffs = self._handoffs
         if not prefill_node:
             handoffs.counters["pdserve_local_prefills_total"] += 1
-        if not prefill_node or not handoffs.worth(generation, generation.num_tokens):
+        if not prefill_node or not handoffs.worth(generation, generation.num_handoff_tokens):
             generation.submit(Mode.LOCAL)
             return
         try:
             peer = handoffs.peers.get(prefill_node)
         except PdserveError as exc:
-            if handoffs.recomputes(exc, generation.num_tokens):
+            if handoffs.recomputes(exc, generation.num_handoff_tokens):
                 generation.submit(Mode.LOCAL)
             else:
                 generation.fail(exc)

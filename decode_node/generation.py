@@ -95,7 +95,6 @@ class NodeGeneration:
     def __init__(
         self,
         message: pb.Generate,
-        num_tokens: int,
         sampling: SamplingParams,
         engine: EngineClient,
         stream: RouterStream,
@@ -105,7 +104,7 @@ class NodeGeneration:
         self.message = message
         self.number = message.request  # the router's
         self.trace = trace
-        self.num_tokens = num_tokens
+        self.handoff_tokens = _handoff_tokens(message)
         self.sampling = sampling
         self.resume = {choice.choice: choice.token_ids for choice in message.resume}
         self.error: PdserveError | None = None
@@ -121,6 +120,10 @@ class NodeGeneration:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timeout, self._on_deadline) if self._timeout else None
         self._deadline = time.monotonic() + self._timeout
+
+    @property
+    def num_handoff_tokens(self) -> int:
+        return len(self.handoff_tokens) // TOKEN_BYTES
 
     @property
     def prefill_sampling(self) -> SamplingParams:
@@ -238,3 +241,13 @@ class NodeGeneration:
         self.trace.on_end(outcome, self.error)
         self._stream.forget(self)
         self._on_end(self)
+
+
+def _handoff_tokens(message: pb.Generate) -> bytes:
+    """Return the tokens whose KV comes from P: the prompt, or all but the last one of a single resumed choice.
+
+    As ``Sequence.load_len`` in engine/request.py.
+    """
+    if len(message.resume) != 1:
+        return message.token_ids
+    return message.token_ids + message.resume[0].token_ids[:-TOKEN_BYTES]

@@ -82,7 +82,7 @@ class HandoffDriver:
         self._peer = peer
         self._handoff: Handoff | None = None
         self._stream: PrefillStream | None = None  # of the handoff
-        self._uncached_tokens = 0  # prompt tokens whose KV is not on D
+        self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
@@ -117,7 +117,7 @@ class HandoffDriver:
     def _start(self, cached_tokens: int) -> None:
         context, generation = self._context, self._generation
         generation.trace.on_reserved()
-        self._uncached_tokens = generation.num_tokens - cached_tokens
+        self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
         if not context.worth(generation, self._uncached_tokens):
             context.engine.send(PrefillLocally(generation.rid))
             self._ended = True
@@ -134,9 +134,9 @@ class HandoffDriver:
             raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
         now = time.monotonic()
         span = generation.trace.start_handoff(stream.peer.name, self._uncached_tokens)
-        request = _prefill_request(generation, generation.num_tokens - self._uncached_tokens, span)
+        request = _prefill_request(generation, generation.num_handoff_tokens - self._uncached_tokens, span)
         number = stream.prefill(request, self.on_event)
-        self._handoff = Handoff(generation.rid, number, stream.peer, generation.num_tokens, now)
+        self._handoff = Handoff(generation.rid, number, stream.peer, generation.num_handoff_tokens, now)
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -240,7 +240,7 @@ def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span)
     request, remaining = generation.message, generation.remaining
     return pb.PrefillRequest(
         request_id=request.request_id,
-        token_ids=request.token_ids,
+        token_ids=generation.handoff_tokens,
         sampling=sampling_to_pb(generation.prefill_sampling),
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -249,6 +249,7 @@ def _prefill_request(generation: NodeGeneration, cached_tokens: int, span: Span)
         traceparent=span.traceparent,
         tracestate=span.tracestate,
         client=request.client,
+        urgent=bool(generation.resume),
     )
 
 

@@ -46,6 +46,7 @@ class Request:
     grammar: Grammar | None = None  # compiled from its sampling parameters
     rules: TokenRules | None = None  # made from its sampling parameters
     paused: bool = False  # its client does not read: no step includes it
+    urgent: bool = False  # on P: before the waiting requests of its client
 
     @property
     def prompt_len(self) -> int:
@@ -110,6 +111,11 @@ class Sequence:
     def has_output(self) -> bool:
         """Whether the request has output: of this node, or of one that it left."""
         return bool(self.num_outputs or self.request.branches)
+
+    @property
+    def load_len(self) -> int:
+        """Leading tokens whose KV a load brings: the prompt, or all tokens but the last of a single resumed choice."""
+        return self.prompt_len if self.request.branches else max(self.prompt_len, len(self.token_ids) - 1)
 
     @property
     def missing(self) -> int:

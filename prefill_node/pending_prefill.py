@@ -62,6 +62,7 @@ class PendingPrefill:
                 *(self._rid, request.token_ids, sampling, Mode.LEASE, request.cache_salt),
                 *(request.priority, request.skip_tokens, decode_ahead),
                 client=request.client,
+                urgent=request.urgent,
             )
         )
 

@@ -83,6 +83,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     resume: dict[int, bytes] = {}  # LOCAL, HANDOFF: output so far of each live choice; {}: a new request
     client: int = 0  # opaque; waiting requests are served fairly between clients
     paused: bool = False  # in no step until Resume
+    urgent: bool = False  # LEASE: before the waiting requests of its client; a running stream waits for it
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):

@@ -47,7 +47,7 @@ class KVConnectorScheduler:
         self._block_size = block_size
 
     def loadable(self, sequence: Sequence) -> int:
-        """Return how many leading prompt tokens can be loaded, cached ones included; 0: compute the prompt here."""
+        """Return how many leading tokens can be loaded, cached ones included; 0: compute the prompt here."""
         return 0
 
     @property
@@ -166,7 +166,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
         self._next_id = 1
 
     def loadable(self, sequence: Sequence) -> int:
-        return sequence.prompt_len if sequence.request.mode is Mode.HANDOFF else 0
+        return sequence.load_len if sequence.request.mode is Mode.HANDOFF else 0
 
     @property
     def load_cost(self) -> LinearCost:
@@ -190,7 +190,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
             return
         end = self._num_blocks(message.num_tokens)
         blocks = load.sequence.blocks[load.num_announced : end]
-        problem = self._check_announcement(message, load.sequence.prompt_len, end - load.num_announced)
+        problem = self._check_announcement(message, load.sequence.load_len, end - load.num_announced)
         if problem:
             self._events.reads.append(ReadEnded(message.rid, problem, epoch=message.epoch))
             return
@@ -209,7 +209,7 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def finish_load(self, sequence: Sequence) -> None:
         load = self._loads.pop(sequence.rid)
         assert not load.reads, "KV was confirmed before all reads had ended"
-        assert load.num_announced == self._num_blocks(sequence.prompt_len), "KV was confirmed before all was read"
+        assert load.num_announced == self._num_blocks(sequence.load_len), "KV was confirmed before all was read"
 
     def abandon_load(self, sequence: Sequence) -> Collection[int]:
         load = self._loads.pop(sequence.rid, None)
@@ -224,11 +224,11 @@ class PeerConnectorScheduler(KVConnectorScheduler):
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _check_announcement(self, message: StartRead, prompt_len: int, num_missing: int) -> str:
+    def _check_announcement(self, message: StartRead, load_len: int, num_missing: int) -> str:
         """Return why a peer's announcement of blocks is wrong, or an empty string."""
         num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
-        if num_tokens > prompt_len or (num_tokens % self._block_size and num_tokens != prompt_len):
-            return f"the peer named blocks up to token {num_tokens} of a prompt of {prompt_len}"
+        if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
+            return f"the peer named blocks up to token {num_tokens} of a prompt of {load_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
         if self._checksum and len(message.digests) != num_blocks:

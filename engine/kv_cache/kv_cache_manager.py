@@ -71,8 +71,8 @@ class KVCacheManager:
         sequence.next_full = (len(hashes) + 1) * self._block_size
 
     def received(self, sequence: Sequence) -> None:
-        """The KV of the whole prompt is here: cached, or read from a peer."""
-        sequence.num_computed = sequence.num_launched = sequence.prompt_len
+        """All KV of a load is here: cached, or read from a peer."""
+        sequence.num_computed = sequence.num_launched = sequence.load_len
         self.cache_full_blocks(sequence)
 
     def free(self, sequence: Sequence) -> None:

@@ -31,11 +31,11 @@ class LiveSequences:
         self._events = events
 
     def queue(self, sequence: Sequence) -> None:
-        """Append the first sequence of a request; one with output of another node goes to the head, as if preempted."""
+        """Append the first sequence of a request; one that continues a stream goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
         self.for_peers += sequence.for_peer
         self._events.status_changed |= sequence.request.paused
-        self.wait(sequence, first=sequence.has_output)
+        self.wait(sequence, first=sequence.has_output or sequence.request.urgent)
 
     def wait(self, sequence: Sequence, *, first: bool) -> None:
         """Put a sequence at the head or the end of the queue; if its request is paused, keep it out."""

@@ -243,7 +243,7 @@ class Scheduler:
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.loadable
-        waiting = sum(s.prompt_len - max(0, s.cached_at_lookup, loadable(s)) for s in self._live.waiting)
+        waiting = sum(max(0, s.prompt_len - max(0, s.cached_at_lookup, loadable(s))) for s in self._live.waiting)
         return waiting + sum(max(0, s.prompt_len - s.num_computed) for s in self._prompts if not s.ended)
 
     @property
@@ -285,7 +285,12 @@ class Scheduler:
         prompts = self._limit_prompts(builder, runnable)
         if runnable.prompts and self._live.waiting:
             running = {sequence.request.client for sequence in runnable.prompts}
-            self._admit(builder, lambda head: head.request.client not in running and builder.has_room_beside(head))
+            self._admit(
+                builder,
+                lambda head: (
+                    (head.request.urgent or head.request.client not in running) and builder.has_room_beside(head)
+                ),
+            )
         self._prompts += runnable.prompts
         for sequence in prompts:
             if builder.room(sequence) > 0:

@@ -788,7 +788,9 @@ Global___Generate: _TypeAlias = Generate  # noqa: Y015
 
 @_typing.final
 class ResumedChoice(_message.Message):
-    """Output of a choice that another node has produced. Sampling continues as if this node had drawn it."""
+    """Output of a choice that another node has produced. Sampling continues as if this node had drawn it. With
+    ``prefill_node``, the KV of a single choice's output comes from there, too, except that of its last token.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1320,6 +1322,7 @@ class PrefillRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    URGENT_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
     request_id: _builtins.str
@@ -1340,6 +1343,8 @@ class PrefillRequest(_message.Message):
     tracestate: _builtins.str
     client: _builtins.int
     """as in Generate"""
+    urgent: _builtins.bool
+    """P computes it before the waiting prompts of its client: a running stream waits for it"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -1357,10 +1362,11 @@ class PrefillRequest(_message.Message):
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
         client: _builtins.int = ...,
+        urgent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,11 @@ class Job:
         return [whole[self.done :] for whole in self._whole] if self.resume else self._whole
 
     @property
+    def handoff_tokens(self) -> list[int]:
+        """Tokens whose KV P computes: with a single resumed choice, those of its output but the last one, too."""
+        return self.prompt + next(iter(self.resume.values()))[:-1] if len(self.resume) == 1 else self.prompt
+
+    @property
     def prefill_sampling(self) -> SamplingParams:
         """Sampling parameters for P."""
         return SamplingParams(max_tokens=1) if self.resume else self.sampling
@@ -129,7 +134,7 @@ class PrefillSide:
         self._calls[rid], self._leases[rid] = call, call.lease
         self._samples[rid] = ()
         self._unleased[rid] = job
-        self.node.submit(rid, job.prompt, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
+        self.node.submit(rid, job.handoff_tokens, job.prefill_sampling, Mode.LEASE, call.skip, decode_ahead=job.ahead)
 
     def release(self, lease: LeaseId) -> bool:
         stood, free = self.table.release(lease)
@@ -178,7 +183,7 @@ class PrefillSide:
 
     def _announce(self, leased: Leased, now: float) -> None:
         rid, job = leased.rid, self._unleased.get(leased.rid)
-        complete = job is not None and leased.num_tokens == len(job.prompt)
+        complete = job is not None and leased.num_tokens == len(job.handoff_tokens)
         if not self.table.announce(self._leases[rid], complete, now):
             return
         assert job is not None, "blocks follow the last ones of a prompt"
@@ -277,10 +282,10 @@ class DecodeSide:
     def start(self, rid: int, cached: int, now: float) -> None:
         """Begin a handoff of the prompt."""
         job = self.jobs[rid]
-        if cached >= len(job.prompt):
+        if cached >= len(job.handoff_tokens):
             self.node.obey(PrefillLocally(rid))
             return
-        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(job.prompt), now)
+        handoff = Handoff(rid, rid, HandoffPeer("p", self.peer, DEFAULT_TIMING), len(job.handoff_tokens), now)
         call = self.calls[rid] = Call(rid, self.peer, job, cached, handoff)
         self.sent.append(Request("prefill", call))
 

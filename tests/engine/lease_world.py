@@ -238,7 +238,7 @@ class World:
             leased = self.p.node.leased.get(call.stream, ())
             for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
-                tokens = call.job.prompt[start : start + BLOCK]
+                tokens = call.job.handoff_tokens[start : start + BLOCK]
                 found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
                 assert found == tokens, f"block {block} was changed while D may read it"
 

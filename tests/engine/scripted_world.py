@@ -47,7 +47,7 @@ class ScriptedDecodeSide(DecodeSide):
         if not isinstance(event, pb.PrefillEvent) or not event.HasField("kv_ready"):
             super().receive(call, event, now)
             return
-        part = "" if event.kv_ready.num_tokens == len(call.job.prompt) else "part "
+        part = "" if event.kv_ready.num_tokens == len(call.job.handoff_tokens) else "part "
         self._world.reached(call.rid, part.strip() or "leased")
         super().receive(call, event, now)
         self._world.reached(call.rid, part + "reading")
@@ -55,7 +55,7 @@ class ScriptedDecodeSide(DecodeSide):
     def on(self, call: Call, event: Event, now: float) -> None:
         if isinstance(event, ReadEnded):
             self._world.check_read(event)
-            if call.handoff.announced < len(call.job.prompt):
+            if call.handoff.announced < len(call.job.handoff_tokens):
                 self._world.reached(call.rid, "part read")
             elif not call.num_reads:
                 self._world.reached(call.rid, "read")

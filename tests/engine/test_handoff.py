@@ -140,3 +140,13 @@ def test_a_prompt_for_a_peer_is_not_preempted(depth: tuple[int, int], num_blocks
     world.run()
     assert world.p.node.tokens[99, 0] == reference([1] * 3, 0, 20)
     world.close()
+
+
+@each_depth
+def test_a_resumed_stream_reads_the_kv_of_its_output(depth: tuple[int, int]) -> None:
+    """D computes its last token, and those that follow."""
+    job = ScriptedJob(list(range(100, 130)), SamplingParams(max_tokens=12), done=8)
+    world = ScriptedWorld(depth, (96, 72), [job])
+    world.run()
+    assert world.d.node.runner.num_tokens == 4
+    world.close()
