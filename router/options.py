@@ -29,6 +29,8 @@ from pdserve.tracing.trace_flags import add_trace_flag, add_trace_sample_flag
 from router.fleet.policy import POLICIES, PREFIX_AWARE
 from router.text.chat.parsers import parser_name, parser_names
 
+MAX_LOGPROBS = 65_536  # what fits into a message of a node
+
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``prefill``, ``decode`` and ``node`` are sources of node addresses (pdserve/discovery/sources.py)."""
@@ -71,6 +73,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_tokenizer_info_endpoint: bool = False
+    trust_request_chat_template: bool = False
+    max_logprobs: int = 20  # alternatives per output token
     status_fd: int | None = None
     lifeline_fd: int | None = None
 
@@ -145,6 +149,10 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
         add(flag, f"one of {', '.join(parser_names(flag))}", "NAME", partial(parser_name, flag))
     tokenizer_info = "serve the tokenizer's configuration and the chat template at /tokenizer_info"
     add("--enable-tokenizer-info-endpoint", tokenizer_info, action="store_true")
+    trust = "accept chat_template in requests; it runs in a sandbox, in processes with limits of time and memory"
+    add("--trust-request-chat-template", trust, action="store_true")
+    text = f"alternatives per output token that a request may ask for; -1 is {MAX_LOGPROBS}"
+    add("--max-logprobs", f"{text} (default %(default)s)", "N", _max_logprobs)
     add("--status-fd", "write process states to this file descriptor as JSON lines", "FD", int)
     add("--lifeline-fd", "exit when the other end of this file descriptor closes", "FD", int)
 
@@ -221,6 +229,15 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _max_logprobs(text: str) -> int:
+    if text == "-1":
+        return MAX_LOGPROBS
+    value = _count(text)
+    if value > MAX_LOGPROBS:
+        raise argparse.ArgumentTypeError(f"{value} must be at most {MAX_LOGPROBS}")
+    return value
 
 
 def _timeout(text: str) -> float:

@@ -47,7 +47,8 @@ class ServedModel:
         self.root = root
         self.tokenizer = tokenizer
         self.fleet = fleet
-        self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len)
+        trusted = options.trust_request_chat_template
+        self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len, trusted)
         self.grammars = GrammarChecker(tokenizer.to_json)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
         self.parsers = select_parsers(template, options.tool_call_parser, options.reasoning_parser)

@@ -23,6 +23,9 @@ MAX_LENGTHS = {  # by field
     "logit_bias": 1024,
     "stop_token_ids": 1024,
     "cache_salt": 1024,
+    "bad_words": 1024,
+    "allowed_token_ids": 16_384,
+    "logprob_token_ids": 1024,
 }
 _TOKEN_IDS = (
     "prompt",
@@ -31,18 +34,14 @@ _TOKEN_IDS = (
 MAX_STOP_CHARS = 4096  # per stop string
 _MAX_PROBLEM = 130  # characters of msgspec's words, which may quote a value
 
-# OpenAI fields without effect here.
+# Fields of OpenAI, and session_id of vLLM and SGLang, without effect here.
 _IGNORED = frozenset(
     {*("metadata", "moderation", "prediction", "safety_identifier", "service_tier", "store", "verbosity")}
-    | {*("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")}
+    | {*("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "session_id")}
 )
-# OpenAI and vLLM fields that are not supported, with the values that have no effect.
+# Fields of OpenAI, vLLM and SGLang that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": ({},),
-    "bad_words": ([],),
-    "chat_template": ("",),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "modalities": (["text"], []),
@@ -50,9 +49,51 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "web_search_options": (),
+    # vLLM's
+    "ec_transfer_params": ({},),
+    "kv_transfer_params": ({},),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": ("", []),
+    "repetition_detection": ({},),
+    "return_mm_kwargs": (True,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "stream_interval": (1,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang's
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "data_parallel_rank": (),
+    "custom_labels": ({},),
+    "custom_logit_processor": ("", []),
+    "custom_params": ({},),
+    "disagg_prefill_dp_rank": (),
+    "extra_key": ("", []),
+    "images_config": ({},),
+    "input_ids": ([],),
+    "lora_path": ("", []),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "ngram_corpus_id": ("", []),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "routed_dp_rank": (),
+    "routed_experts_start_len": (0,),
+    "session_params": ({},),
+    "stop_regex": ("", []),
+    "stream_reasoning": (True,),
+    "task": (),
+    "use_audio_in_video": (False,),
 }
 _OTHER_ENDPOINTS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
-_REPLACED = {"functions": "tools", "function_call": "tool_choice"}
+_REPLACED = {"functions": "tools", "function_call": "tool_choice", "rid": "request_id"}
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdserve.config.generation_defaults import GenerationDefaults
 from pdserve.errors import RequestError, RequestTooLong, cut, shown
 from pdserve.records import SamplingParams
-from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody
+from router.completions_api.generate_body import GenerateBody
+from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.fleet.fleet import ModelLimits
 from router.generation.job import Job
 from router.text.prompt import Prompt
@@ -53,12 +54,14 @@ def _check_repeated(num_tokens: int, body: GenerateBody) -> None:
 
 
 def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits) -> Prompt:
-    """Keep the last ``truncate_prompt_tokens`` tokens; -1 leaves room for ``max_tokens``, or for one token."""
+    """Keep ``truncate_prompt_tokens`` tokens; -1 leaves room for ``max_tokens``, or for one token."""
     most = body.truncate_prompt_tokens
     if most == -1:
         most = max(1, limits.max_model_len - (body.output_limit or 1))
     if most is None or prompt.num_tokens <= most:
         return prompt
+    if body.truncation_side == "right":
+        return Prompt(prompt.first(most))
     # A chat keeps its text: the end of it says whether the prompt opens reasoning.
     return Prompt(prompt.last(most), prompt.text if isinstance(body, ChatBody) else None)
 
@@ -73,13 +76,14 @@ def make_job(
     prompt: Prompt,
     body: GenerateBody,
     limits: ModelLimits,
-    grammar: str = "",
+    constraints: Mapping[str, Any] = {},
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008 - frozen
 ) -> Job:
-    """Resolve every default; ``grammar`` constrains each output. Raises RequestError beyond the model's limits."""
+    """Resolve every default; ``constraints`` are further SamplingParams. Raises RequestError beyond limits."""
     wrong = prompt.first_outside(limits.vocab_size)
     check_vocabulary("prompt", [] if wrong is None else [wrong], limits)
-    check_vocabulary("stop_token_ids", body.stop_token_ids, limits)
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
     max_tokens = _max_tokens(prompt.num_tokens, body, limits.max_model_len, defaults)
@@ -89,17 +93,18 @@ def make_job(
         )
     recommended = {name: _first(getattr(body, name), getattr(defaults, name)) for name in _RECOMMENDED}
     recommended["top_k"] = max(recommended["top_k"], 0)  # -1 also means off
-    sampling = SamplingParams(
+    fields = {
         **{name: getattr(body, name) for name in _UNCHANGED},
         **recommended,
-        max_tokens=max_tokens,
-        seed=random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
-        logit_bias=bias,
-        stop_token_ids=tuple(body.stop_token_ids),
-        logprobs=body.num_logprobs,
-        grammar=grammar,
-        prompt_logprobs=body.most_prompt_logprobs,
-    )
+        "max_tokens": max_tokens,
+        "seed": random.getrandbits(_SEED_BITS) if body.seed is None else body.seed % _SEED_RANGE,
+        "logit_bias": bias,
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "logprobs": min(body.num_logprobs, limits.vocab_size),
+        "prompt_logprobs": body.most_prompt_logprobs,
+        **constraints,
+    }
+    sampling = SamplingParams(**fields)
     return Job(prompt, sampling, body.output_limit == 0)
 
 

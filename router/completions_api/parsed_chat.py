@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +49,9 @@ class ParsedChatEncoder(ChatEncoder):
     def _chunk_choice(self, index: int, text: str, finished: bool) -> bytes:
         return b'{"index":%d,"delta":%b' % (index, text.encode() or b"{}")
 
+    def echo_chunk(self, index: int, text: str, table: LogprobTable | None, usage: Usage | None) -> Iterator[bytes]:
+        return super().echo_chunk(index, msgspec.json.encode({"content": text}).decode(), table, usage)
+
 
 class StreamedParsedChat(StreamedResponse):
     def __init__(self, encoder: ResponseEncoder, body: ChatBody, jobs: Sequence[Job], parsing: OutputParsing) -> None:
@@ -78,6 +81,7 @@ class FullParsedChat(FullResponse):
         message = self._messages[choice.index].message()
         if choice.finish_reason == "length" and self._must_call:
             message = _without_half_call(message)
+        message = msgspec.structs.replace(message, content=self._echo_text(choice.index) + message.content)
         finished.message = _chat_message(message, self._parsing)
         return finished
 

@@ -20,6 +20,7 @@ from router.completions_api.response_objects import (
     ChatMessage,
     Completion,
     CompletionChoice,
+    TokenNames,
     UsageInfo,
     chat_logprobs,
     completion_logprobs,
@@ -29,7 +30,6 @@ from router.completions_api.response_objects import (
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
-from router.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
@@ -55,11 +55,11 @@ class ResponseEncoder(ABC):
 
     id_prefix: str
     chunk_object: str
-    format_logprobs: Callable[[Tokenizer, Sequence[TokenLogprob], int], Any]
-    format_tables: Callable[[Tokenizer, Sequence[LogprobTable], int], Any]  # the same with lazy lists
+    format_logprobs: Callable[[TokenNames, Sequence[TokenLogprob], int], Any]
+    format_tables: Callable[[TokenNames, Sequence[LogprobTable], int], Any]  # the same with lazy lists
 
-    def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, names: TokenNames, model: str, request_id: str, num_top: int, include_usage: bool) -> None:
+        self.names = names
         self._num_top = num_top  # alternatives per token
         self._head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": int(time.time()), "model": model}
         head = _encode({**self._head, "object": self.chunk_object})[:-1]
@@ -120,10 +120,10 @@ class ResponseEncoder(ABC):
         return b'],"usage":' + _encode(UsageInfo.of(usage)) + b"}\n\n"
 
     def _logprobs(self, tokens: Sequence[TokenLogprob] | None) -> Any:
-        return None if tokens is None else self.format_logprobs(self.tokenizer, tokens, self._num_top)
+        return None if tokens is None else self.format_logprobs(self.names, tokens, self._num_top)
 
     def _table_logprobs(self, tables: Sequence[LogprobTable] | None) -> Any:
-        return None if tables is None else self.format_tables(self.tokenizer, tables, self._num_top)
+        return None if tables is None else self.format_tables(self.names, tables, self._num_top)
 
 
 class CompletionEncoder(ResponseEncoder):

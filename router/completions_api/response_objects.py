@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -16,7 +16,6 @@ from router.generation.logprob_table import LogprobTable, all_batches
 from router.generation.prompt_scores import PromptScores
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
-from router.text.tokenizer import Tokenizer
 
 
 class PromptTokensDetails(Struct):
@@ -134,22 +133,35 @@ class ChatCompletion(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top: int) -> CompletionLogprobs:
+class TokenNames(Protocol):
+    """How log-probabilities show tokens: a Tokenizer by their texts."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class TokenIdNames:
+    """vLLM's return_tokens_as_token_ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"token_id:%d" % token_id
+
+
+def completion_logprobs(names: TokenNames, tokens: Sequence[TokenLogprob], num_top: int) -> CompletionLogprobs:
     return CompletionLogprobs(
-        tokens=[_token_text(tokenizer, token.token_id) for token in tokens],
+        tokens=[_token_text(names, token.token_id) for token in tokens],
         token_logprobs=[token.logprob for token in tokens],
-        top_logprobs=[_top_logprobs(tokenizer, token, num_top) for token in tokens],
+        top_logprobs=[_top_logprobs(names, token, num_top) for token in tokens],
         text_offset=[token.offset for token in tokens],
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], num_top: int) -> ChatLogprobs:
-    return ChatLogprobs([_chat_token(tokenizer, token, num_top) for token in tokens], None)
+def chat_logprobs(names: TokenNames, tokens: Sequence[TokenLogprob], num_top: int) -> ChatLogprobs:
+    return ChatLogprobs([_chat_token(names, token, num_top) for token in tokens], None)
 
 
-def lazy_completion_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable], num_top: int) -> CompletionLogprobs:
+def lazy_completion_logprobs(names: TokenNames, tables: Sequence[LogprobTable], num_top: int) -> CompletionLogprobs:
     """``completion_logprobs`` of all tables, in lazy lists."""
-    text, top = partial(_token_text, tokenizer), partial(_top_logprobs, tokenizer, num_top=num_top)
+    text, top = partial(_token_text, names), partial(_top_logprobs, names, num_top=num_top)
     return CompletionLogprobs(
         tokens=lazy_list(lambda: (list(map(text, part)) for table in tables for part in parts(table.token_ids))),
         token_logprobs=lazy_list(lambda: (list(part) for table in tables for part in parts(table.logprobs))),
@@ -158,52 +170,52 @@ def lazy_completion_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable
     )
 
 
-def lazy_chat_logprobs(tokenizer: Tokenizer, tables: Sequence[LogprobTable], num_top: int) -> ChatLogprobs:
+def lazy_chat_logprobs(names: TokenNames, tables: Sequence[LogprobTable], num_top: int) -> ChatLogprobs:
     """``chat_logprobs`` of all tables, in a lazy list."""
-    token = partial(_chat_token, tokenizer, num_top=num_top)
+    token = partial(_chat_token, names, num_top=num_top)
     return ChatLogprobs(lazy_list(lambda: (list(map(token, batch)) for batch in all_batches(tables))), None)
 
 
-def prompt_logprobs(tokenizer: Tokenizer, scores: PromptScores, num_top: int) -> PromptLogprobs:
+def prompt_logprobs(names: TokenNames, scores: PromptScores, num_top: int) -> PromptLogprobs:
     """vLLM's format: for each token but the first an object by token id, of its own id and the ``num_top`` best."""
 
     def entries() -> Iterator[PromptLogprobs]:
         yield [None]
         for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
-            found = {str(token_id): _prompt_logprob(tokenizer, token_id, own, rank)}
+            found = {str(token_id): _prompt_logprob(names, token_id, own, rank)}
             for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
-                found.setdefault(str(other), _prompt_logprob(tokenizer, other, logprob, top_rank))
+                found.setdefault(str(other), _prompt_logprob(names, other, logprob, top_rank))
             yield [found]
 
     return lazy_list(entries)
 
 
-def _prompt_logprob(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> PromptLogprob:
-    return PromptLogprob(logprob, rank, tokenizer.token_bytes(token_id).decode(errors="replace"))
+def _prompt_logprob(names: TokenNames, token_id: int, logprob: float, rank: int) -> PromptLogprob:
+    return PromptLogprob(logprob, rank, names.token_bytes(token_id).decode(errors="replace"))
 
 
-def _top_logprobs(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> dict[str, float] | None:
+def _top_logprobs(names: TokenNames, token: TokenLogprob, num_top: int) -> dict[str, float] | None:
     if token.logprob is None:
         return None
-    best = {_token_text(tokenizer, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
-    best.setdefault(_token_text(tokenizer, token.token_id), token.logprob)
+    best = {_token_text(names, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
+    best.setdefault(_token_text(names, token.token_id), token.logprob)
     return best
 
 
-def _chat_token(tokenizer: Tokenizer, token: TokenLogprob, num_top: int) -> ChatTokenLogprob:
+def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTokenLogprob:
     assert token.logprob is not None, "chats have log-probabilities of output tokens only"
 
     def fields(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
-        data = tokenizer.token_bytes(token_id)
+        data = names.token_bytes(token_id)
         return data.decode(errors="replace"), logprob, list(data)
 
     top = [TopLogprob(*fields(*alternative)) for alternative in token.alternatives[:num_top]]
     return ChatTokenLogprob(*fields(token.token_id, token.logprob), top)
 
 
-def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
+def _token_text(names: TokenNames, token_id: int) -> str:
     r"""A token as a JSON key; a part of a character as OpenAI writes it, ``bytes:\xe6\x97``."""
-    data = tokenizer.token_bytes(token_id)
+    data = names.token_bytes(token_id)
     try:
         return data.decode()
     except UnicodeDecodeError:

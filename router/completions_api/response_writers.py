@@ -15,8 +15,9 @@ from msgspec import UNSET
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from router.completions_api.generate_body import GenerateBody
 from router.completions_api.json_pieces import in_chunks, lazy_numbers
-from router.completions_api.request_bodies import CompletionBody, GenerateBody
+from router.completions_api.request_bodies import ChatBody
 from router.completions_api.response_encoders import DONE, FinishedChoice, ResponseEncoder
 from router.completions_api.response_objects import prompt_logprobs
 from router.errors import error_body
@@ -153,20 +154,23 @@ class ChoicesResponse(Response):
     def __init__(self, encoder: ResponseEncoder, body: GenerateBody, jobs: Sequence[Job]) -> None:
         super().__init__(jobs)
         self._encoder = encoder
-        self._num_logprobs = body.num_logprobs
+        self._num_logprobs = jobs[0].sampling.logprobs
         self._prompt_logprobs = body.prompt_logprobs
         self._return_token_ids = body.return_token_ids
-        self._echo = isinstance(body, CompletionBody) and body.echo
+        self._echo = body.echoes
+        self._echoed_chat = body.echoed_text if isinstance(body, ChatBody) and body.echoes else ""
 
     def _prompt_of(self, choice_index: int) -> int:
         return choice_index // self.jobs[0].sampling.n
 
     def _echo_text(self, choice_index: int) -> str:
-        return self.jobs[self._prompt_of(choice_index)].prompt.text or "" if self._echo else ""
+        if self._echoed_chat or not self._echo:
+            return self._echoed_chat
+        return self.jobs[self._prompt_of(choice_index)].prompt.text or ""
 
     def _echo_logprobs(self, prompt: int) -> LogprobTable | None:
         scores = self.generation.runs[prompt].scores
-        if not self._echo or self._num_logprobs < 0 or scores is None:
+        if not self._echo or self._echoed_chat or self._num_logprobs < 0 or scores is None:
             return None
         return scores.table(self.jobs[prompt].prompt.offsets)
 
@@ -217,7 +221,7 @@ class FullResponse(ChoicesResponse, BodyResponse):
             fields["prompt_token_ids"] = lazy_numbers(self.jobs[index].prompt.unpacked())
         num_top, scores = self._prompt_logprobs, self.generation.runs[index].scores
         if num_top is not None and scores is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._encoder.tokenizer, scores, num_top)
+            fields["prompt_logprobs"] = prompt_logprobs(self._encoder.names, scores, num_top)
         return fields
 
 
@@ -229,7 +233,7 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         self._include_usage = body.usage_in_stream.include_usage
         self._continuous_usage = self._include_usage and body.usage_in_stream.continuous_usage_stats
         self._opened: set[int] = set()
-        self._detailed = body.num_logprobs >= 0 or body.return_token_ids
+        self._detailed = self._num_logprobs >= 0 or body.return_token_ids
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         index = choice.index

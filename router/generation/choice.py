@@ -17,6 +17,7 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_stop_included",
         "_stops",
         "finish_reason",
         "index",
@@ -31,6 +32,7 @@ class Choice:
         self.index = index
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
+        self._stop_included = stops.included
         self.token_ids = array("I")
         self.text_length = 0  # characters, including those held back
         self.token_offset = 0
@@ -41,13 +43,13 @@ class Choice:
     def feed(self, output: pb.Output) -> str:
         """Return the text that is safe to send; set ``finish_reason`` when the choice ends.
 
-        An EOS or stop token that ends the choice has no text.
+        An EOS or stop token that ends the choice has no text, unless ``StopStrings.included``.
         """
         reason = output.finish_reason
         text = ""
         if output.has_token:
             self.token_ids.append(output.token_id)
-            if reason != "stop":
+            if reason != "stop" or self._stop_included:
                 text = self._detokenizer.push(output.token_id)
         if reason:
             text += self._detokenizer.flush()

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from starlette.types import Send
 
 from pdserve.errors import DeadlineExceeded
+from router.completions_api.generate_body import GenerateBody
 from router.completions_api.jobs import add_echo, encode_prompts, make_job
-from router.completions_api.request_bodies import GenerateBody
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
+from router.completions_api.token_params import check_logprobs, named_tokens
 from router.errors import ClientDisconnected, status_and_type
 from router.fleet.policy import GENERATE
 from router.gate.admission import RequestAdmission, RequestWork
@@ -23,7 +24,13 @@ from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions, Job
 from router.http.model_endpoint import ModelEndpoint, delivery, send_pieces
 from router.http.request_accounting import RequestAccounting
-from router.http.response_factory import make_response, output_grammar, select_output_parsing, visible_special_tokens
+from router.http.response_factory import (
+    make_response,
+    output_grammar,
+    select_output_parsing,
+    thinking,
+    visible_special_tokens,
+)
 from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
 from router.text.stop_strings import StopStrings
@@ -48,19 +55,25 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         service = self._service
         model = service.find(body.model)
         accounting.model = model.name
+        accounting.use_id(body.request_id)
         limits = model.fleet.limits((GENERATE,))
+        check_logprobs(body, limits.vocab_size, service.options.max_logprobs)
         prompts = await encode_prompts(body, model.encoder, limits)
         grammar = await output_grammar(model, body, prompts[0])
         await model.grammars.check(grammar)
+        constraints = {"grammar": grammar.text, **await named_tokens(body, model.encoder)}
         prompts = await add_echo(prompts, body, model.encoder)
-        jobs = [make_job(prompt, body, limits, grammar.text, model.defaults) for prompt in prompts]
+        jobs = [
+            make_job(prompt, body, limits, {**constraints, **thinking(model, body, prompt)}, model.defaults)
+            for prompt in prompts
+        ]
         parsing = select_output_parsing(model, body, prompts[0])
         options = GenerationOptions(
             request_id=accounting.request_id,
             arrived=accounting.arrived,
             timeout=service.options.request_timeout,
             migrations=service.options.migrations,
-            stops=StopStrings(body.stops),
+            stops=StopStrings(body.stops, body.include_stop_str_in_output or body.no_stop_trim),
             cache_salt=admission.cache_salt(body.cache_salt),
             priority=admission.clamp_priority(body.priority),
             client_tag=admission.client_tag,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
+from uuid import uuid4
 
 from starlette.types import Scope
 
@@ -20,8 +21,9 @@ from pdserve.logs import request_fields
 from pdserve.tracing.spans import NO_SPAN
 from router.errors import status_and_type
 from router.gate.keys import Client
+from router.gate.rate_limits import Headers
 from router.generation.usage import Usage
-from router.http.request_ids import request_id_headers, request_id_of
+from router.http.request_ids import given_request_id, request_id_headers
 from router.service import Service
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,10 @@ class RequestAccounting:
     """One request from its arrival; ``arrived`` is in seconds of ``time.monotonic``."""
 
     def __init__(self, service: Service, endpoint: str, client: Client, scope: Scope) -> None:
-        self.request_id = request_id_of(scope)
-        self.id_headers = request_id_headers(scope["path"], self.request_id)
+        given_id = given_request_id(scope)
+        self.request_id = given_id or uuid4().hex
+        self._has_header = given_id is not None
+        self._path = path = scope["path"]
         self.arrived = monotonic()
         self.model = ""
         self._metrics = service.metrics
@@ -48,11 +52,21 @@ class RequestAccounting:
         self._ttft: float | None = None
         self._outcome, self._status = "server_error", 500  # unless an outcome is recorded
         self._span_error: PdserveError | str = self._outcome  # "" for success and client errors
-        path = scope["path"]
         self.span = service.tracer.begin(f"POST {path}", scope["headers"])
         if self.span is not NO_SPAN:
             self.span.set({"http.request.method": "POST", "http.route": path, "pdserve.request_id": self.request_id})
         self._stage = self.span.child("prepare")
+
+    def use_id(self, request_id: str) -> None:
+        """Name the request as its body does, unless a header has named it or ``request_id`` is empty."""
+        if request_id and not self._has_header:
+            self.request_id = request_id
+            if self.span is not NO_SPAN:
+                self.span.set({"pdserve.request_id": request_id})
+
+    @property
+    def id_headers(self) -> Headers:
+        return request_id_headers(self._path, self.request_id)
 
     def prepared(self) -> None:
         """The prompts are tokenized; admission begins."""

@@ -11,10 +11,10 @@ _SAFE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # nothing that ends a log line 
 _MESSAGES = "/v1/messages"
 
 
-def request_id_of(scope: Scope) -> str:
-    """Return the client's X-Request-Id; a new id if it is too long or has other characters."""
+def given_request_id(scope: Scope) -> str | None:
+    """Return the client's X-Request-Id, unless it is too long or has other characters."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if _SAFE_ID.fullmatch(given) else uuid4().hex
+    return given.decode() if _SAFE_ID.fullmatch(given) else None
 
 
 def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
@@ -29,7 +29,7 @@ def speaks_anthropic(path: str) -> bool:
 
 def send_with_id(scope: Scope, send: Send) -> Send:
     """Add the id to the answer."""
-    headers = request_id_headers(scope["path"], request_id_of(scope))
+    headers = request_id_headers(scope["path"], given_request_id(scope) or uuid4().hex)
 
     async def send_message(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from pdserve.rpc.protobuf import unpack_tokens
+from router.completions_api.generate_body import GenerateBody
 from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
-from router.completions_api.request_bodies import ChatBody, GenerateBody
+from router.completions_api.request_bodies import ChatBody
 from router.completions_api.response_encoders import ChatEncoder, CompletionEncoder, ResponseEncoder
+from router.completions_api.response_objects import TokenIdNames, TokenNames
 from router.completions_api.response_writers import FullResponse, Response, StreamedResponse
+from router.completions_api.token_params import thinking_params
 from router.generation.job import Job
 from router.messages_api.message_writers import FullMessage, StreamedMessage
 from router.messages_api.request import MessagesBody
@@ -20,6 +25,8 @@ from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_gra
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
 from router.text.structured.structured_outputs import OutputGrammar
+
+_MARKER_TOKENS = 16  # at the end of a prompt, among which a marker of reasoning may be
 
 
 async def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
@@ -47,7 +54,8 @@ def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt
     use = body.tool_use
     if body.structure.text and not use.must_call:  # output under another grammar holds no calls
         use = ToolUse()
-    found = select_parsing(use, model.parsers, _reasoning_state(model, body, prompt), body.include_reasoning)
+    state = _reasoning_state(model, body, prompt)
+    found = select_parsing(use, model.parsers, state, body.include_reasoning, body.separate_reasoning)
     if found is None and isinstance(body, ResponsesBody | MessagesBody):
         return plain_text_parsing(model.parsers)
     return found
@@ -56,6 +64,18 @@ def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt
 def _reasoning_state(model: ServedModel, body: ChatBody, prompt: Prompt) -> ReasoningState:
     continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
     return model.parsers.state_after(prompt.text or "", continued)
+
+
+def thinking(model: ServedModel, body: GenerateBody, prompt: Prompt) -> dict[str, Any]:
+    """The budget of reasoning as fields of SamplingParams. Raises RequestError."""
+    budget, state = body.thinking_token_budget, None
+    if budget is None or budget == -1:
+        return {}
+    if isinstance(body, ChatBody):
+        state = _reasoning_state(model, body, prompt)
+    elif model.parsers.reasoning is not None:
+        state = model.parsers.state_after(model.tokenizer.decode(unpack_tokens(prompt.last(_MARKER_TOKENS))))
+    return thinking_params(budget, model.tokenizer, state if model.parsers.reasoning else None)
 
 
 def visible_special_tokens(body: GenerateBody, parsing: OutputParsing | None) -> tuple[str, ...] | None:
@@ -74,8 +94,9 @@ def make_response(
         message = StreamedMessage if body.stream else FullMessage
         return message(body, name, request_id, jobs, parsing)
     kind = _encoder_kind(body, parsing)
-    include_usage = body.usage_in_stream.include_usage
-    encoder = kind(model.tokenizer, name, request_id, max(body.num_logprobs, 0), include_usage)
+    include_usage = bool(body.usage_in_stream.include_usage)
+    names: TokenNames = TokenIdNames() if body.return_tokens_as_token_ids else model.tokenizer
+    encoder = kind(names, name, request_id, max(jobs[0].sampling.logprobs, 0), include_usage)
     if parsing is not None:
         assert isinstance(body, ChatBody)
         chat = StreamedParsedChat if body.stream else FullParsedChat

@@ -10,7 +10,7 @@ import msgspec
 
 from pdserve.errors import RequestError
 from router.completions_api.body_parsing import convert, parse_json
-from router.completions_api.request_bodies import within
+from router.completions_api.request_checks import within
 from router.text.prompt import pack_prompts
 
 MAX_INPUTS = 2048  # OpenAI's limit of texts in a request

@@ -109,9 +109,9 @@ class OutputItemsResponse(Response):
         super().__init__(jobs)
         self.response = response  # as it began; complete after the end
         self.on_final: Callable[[ResponseObject], None] = lambda response: None
-        self._num_logprobs = body.num_logprobs
+        self._num_logprobs = jobs[0].sampling.logprobs
         self._parser = ChoiceParser(parsing)
-        self._writer = OutputItemWriter(parsing.new_call_id, tokenizer, max(body.num_logprobs, 0))
+        self._writer = OutputItemWriter(parsing.new_call_id, tokenizer, max(self._num_logprobs, 0))
         self._finish_reason = ""
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:

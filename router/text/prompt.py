@@ -32,6 +32,10 @@ class Prompt(msgspec.Struct, frozen=True):
         """The last token ids, packed."""
         return self.token_ids[-num_tokens * TOKEN_BYTES :]
 
+    def first(self, num_tokens: int) -> bytes:
+        """The first token ids, packed."""
+        return self.token_ids[: num_tokens * TOKEN_BYTES]
+
     def unpacked(self) -> array[int]:
         return unpack_tokens(self.token_ids)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.rpc.protobuf import pack_tokens
-from router.text.chat.template import RESERVED, RenderRequest
+from router.text.chat.template import RESERVED, ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import TemplateRenderers
 from router.text.fair_slots import FairSlots
 from router.text.prompt import Prompt
@@ -32,12 +32,16 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
-    """``max_tokens`` returns the model's current limit of prompt tokens."""
+    """``max_tokens`` returns the model's current limit of prompt tokens. ``trusts_templates``: of requests."""
 
-    def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_tokens: Callable[[], int], trusts_templates: bool = False) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._renderers = None if tokenizer.chat_template is None else TemplateRenderers(tokenizer.chat_template)
+        self._trusts_templates = trusts_templates
+        template = tokenizer.chat_template
+        if template is None and trusts_templates:
+            template = ChatTemplate("", tokenizer.named_tokens)  # requests have theirs
+        self._renderers = None if template is None else TemplateRenderers(template)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._slots = FairSlots(_THREADS)
 
@@ -87,7 +91,10 @@ class PromptEncoder:
 
     async def encode_chat(self, request: RenderRequest, add_special_tokens: bool) -> Prompt:
         """Render and tokenize a chat. Raises RequestError."""
-        if self._renderers is None:
+        if request.template and not self._trusts_templates:
+            text = "chat_template needs a router that was started with --trust-request-chat-template; leave it out"
+            raise RequestError(text, "chat_template")
+        if self._renderers is None or not (self.template or request.template):
             raise RequestError("the model has no chat template; use /v1/completions", "messages")
         reserved = RESERVED.intersection(request.variables)
         if reserved:

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of a request with their failure tables, which all its choices share."""
+    """The stop strings of a request with their failure tables, which all its choices share.
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
+    ``included``: a stop string or stop token is the end of the text, instead of not belonging to it.
+    """
+
+    def __init__(self, stops: Sequence[str] = (), included: bool = False) -> None:
+        self.included = included
         self.patterns = [(stop, failure_table(stop)) for stop in stops]
         self.first_letters = frozenset(stop[0] for stop in stops)
 
@@ -39,11 +43,12 @@ class StopMatcher:
     The stop string that is complete first wins; of those that end together, the longest. ``found`` is that one.
     """
 
-    __slots__ = ("_first_letters", "_held", "_matched", "_patterns", "found")
+    __slots__ = ("_first_letters", "_held", "_included", "_matched", "_patterns", "found")
 
     def __init__(self, stops: StopStrings) -> None:
         self._patterns = stops.patterns
         self._first_letters = stops.first_letters
+        self._included = stops.included
         self._matched = [0] * len(stops.patterns)  # characters of each stop string at the end of the text
         self._held = ""
         self.found = ""
@@ -57,7 +62,7 @@ class StopMatcher:
         if stop_length:
             end += len(self._held)
             self.found = text[end - stop_length : end]
-            return text[: end - stop_length], True
+            return text[: end if self._included else end - stop_length], True
         end = len(text) - max(self._matched)
         self._held = text[end:]
         return text[:end], False

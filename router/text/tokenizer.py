@@ -66,7 +66,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig, template: str | None) -> None:
         """Raises CheckpointError."""
         self._backend = backend
-        special_tokens = _named_tokens(config)
+        self.named_tokens = special_tokens = _named_tokens(config)
         _add_missing_tokens(backend, config)
         backend.no_padding()
         backend.no_truncation()

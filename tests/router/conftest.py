@@ -70,7 +70,8 @@ def reading_tokenizer(reading_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def reading_router(reading_dir: Path, scripted_node: ScriptedNode) -> Iterator[RouterProcess]:
-    with router_process(reading_dir, ["--decode", scripted_node.address]) as process:
+    flags = ["--decode", scripted_node.address, "--trust-request-chat-template", "--max-logprobs", "-1"]
+    with router_process(reading_dir, flags) as process:
         yield process
 
 

@@ -16,8 +16,9 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.rpc.protobuf import pack_tokens
+from router.completions_api.generate_body import GenerateBody
 from router.completions_api.jobs import make_job
-from router.completions_api.request_bodies import ChatBody, CompletionBody, GenerateBody, parse_chat, parse_completion
+from router.completions_api.request_bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from router.fleet.fleet import ModelLimits
 from router.text.prompt import Prompt
 
@@ -68,9 +69,32 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [1], "n": 129}, "n", "at most 128"),
     ({"prompt": [1], "n": True}, "n", "expected int"),
     ({"prompt": [1], "best_of": 2}, "best_of", "equal n"),
-    ({"prompt": [1], "logprobs": 21}, "logprobs", "at most 20"),
+    ({"prompt": [1], "logprobs": 21}, "logprobs", "the limit is 20"),
+    ({"prompt": [1], "logprobs": -1}, "logprobs", "-1, all 506 tokens of the vocabulary; the limit is 20"),
+    ({"prompt": [1], "logprobs": -1, "echo": True}, "logprobs", "at most 20"),
     ({"prompt": [1], "prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
-    ({"prompt": [1], "prompt_logprobs": -1}, "prompt_logprobs", "at least 0"),
+    ({"prompt": [1], "prompt_logprobs": -1}, "prompt_logprobs", "the limit is 20"),
+    ({"prompt": [1], "prompt_logprobs": -2}, "prompt_logprobs", "at least 0"),
+    ({"prompt": [1], "bad_words": ["a", ""]}, "bad_words", "empty text"),
+    ({"prompt": [1], "bad_words": ["a"] * 1025}, "bad_words", "limit is 1024"),
+    ({"prompt": [1], "bad_words": [chr(65 + i) * 900 for i in range(20)]}, "bad_words", "tokens, the limit is 8192"),
+    ({"prompt": [1], "bad_words": ["a", "b"], "allowed_token_ids": [65]}, "bad_words", "exclude all"),
+    ({"prompt": [1], "allowed_token_ids": [9999]}, "allowed_token_ids", "9999 is outside"),
+    ({"prompt": [1], "allowed_token_ids": [1] * 16_385}, "allowed_token_ids", "limit is 16384"),
+    ({"prompt": [1], "logprob_token_ids": [9999], "logprobs": 0}, "logprob_token_ids", "9999 is outside"),
+    ({"prompt": [1], "logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
+    ({"prompt": [1], "thinking_token_budget": -2}, "thinking_token_budget", "at least -1"),
+    ({"prompt": [1], "thinking_token_budget": 1.5}, "thinking_token_budget", "expected int"),
+    ({"prompt": [1], "thinking_token_budget": 5}, "thinking_token_budget", "--reasoning-parser"),
+    ({"prompt": [1], "request_id": "a b"}, "request_id", "letters, digits"),
+    ({"prompt": [1], "regex": ""}, "regex", "empty"),
+    ({"prompt": [1], "ebnf": ""}, "ebnf", "empty"),
+    ({"prompt": [1], "regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "exclude each other"),
+    ({"prompt": [1], "use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"prompt": [1], "lora_path": "a"}, "lora_path", "not supported"),
+    ({"prompt": [1], "bootstrap_host": "10.0.0.1"}, "bootstrap_host", "not supported"),
+    ({"prompt": [1], "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params", "not supported"),
+    ({"prompt": [1], "rid": "a"}, "rid", "use request_id"),
     ({"prompt": [1], "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "cannot be streamed"),
     ({"prompt": [1], "max_tokens": 0, "echo": True}, "max_tokens", "at least 1"),
     ({"prompt": [1], "max_tokens": 0, "logprobs": 1}, "max_tokens", "at least 1"),
@@ -104,6 +128,21 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
         "type 'yaml' is not known",
     ),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": -1},
+        "top_logprobs",
+        "all 506 tokens of the vocabulary; the limit is 20",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"},
+        "chat_template",
+        "--trust-request-chat-template",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "x"}},
+        "chat_template_kwargs",
+        "may not set chat_template",
+    ),
     ({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 5000}, "max_tokens", "> limit 1000"),
     ({"messages": [{"role": "user", "content": "a " * 3000}]}, "messages", "> limit 1000"),
     (

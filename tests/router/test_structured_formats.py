@@ -163,12 +163,14 @@ def test_grammars_of_a_client_leave_a_process_to_others() -> None:
 
 def test_ebnf_is_translated() -> None:
     async def questions(grammars: GrammarChecker) -> None:
-        lark = await grammars.translated(requested_grammar({}, None, {"grammar": 'root ::= "a" | "b"'}))
+        lark = await grammars.translated(
+            requested_grammar({}, None, {"guided_grammar": {"grammar": 'root ::= "a" | "b"'}})
+        )
         await grammars.check(lark)
         assert not lark.is_ebnf
         assert "start:" in lark.text
         with pytest.raises(RequestError, match="guided_grammar: "):
-            await grammars.translated(requested_grammar({}, None, {"grammar": "root ::= ("}))
+            await grammars.translated(requested_grammar({}, None, {"guided_grammar": {"grammar": "root ::= ("}}))
 
     ask(questions)
 
@@ -178,7 +180,7 @@ def test_grammar_with_a_long_literal_is_refused() -> None:
 
     async def questions(grammars: GrammarChecker) -> None:
         ebnf = f'root ::= "{"the quick brown fox " * 6000}"'
-        lark = await grammars.translated(requested_grammar({}, None, {"grammar": ebnf}))
+        lark = await grammars.translated(requested_grammar({}, None, {"guided_grammar": {"grammar": ebnf}}))
         with pytest.raises(RequestError, match=r"takes \d+ ms of computation per token, the limit is 10 ms; shorten"):
             await grammars.check(lark)
 

@@ -24,9 +24,12 @@ class OutputParsing(msgspec.Struct, frozen=True):
 
 
 def select_parsing(
-    use: ToolUse, parsers: ModelParsers, state: ReasoningState, include_reasoning: bool
+    use: ToolUse, parsers: ModelParsers, state: ReasoningState, include_reasoning: bool, separate_reasoning: bool = True
 ) -> OutputParsing | None:
-    """Return None where all output is plain text. Raises RequestError for tools without a tool parser."""
+    """Return None where all output is plain text. Raises RequestError for tools without a tool parser.
+
+    ``separate_reasoning`` False: reasoning and its markers stay content.
+    """
     if use.tools and parsers.tools is None and not use.must_call:
         remedy = "start the router with --tool-call-parser, or use tool_choice 'required'"
         raise RequestError(f"the router knows no tool parser for this model; {remedy}", "tools")
@@ -35,8 +38,9 @@ def select_parsing(
     markers = parsers.tools.markers if parsers.tools and use.tools else ()
     if state.markers is not None:
         markers = (*markers, state.markers.start, state.markers.end)
+    separated = state if separate_reasoning else ReasoningState()
     return OutputParsing(
-        new_parser=lambda: _new_parser(use, parsers, state),
+        new_parser=lambda: _new_parser(use, parsers, separated),
         new_call_id=parsers.new_call_id,
         markers=markers,
         include_reasoning=include_reasoning,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import signal
+from functools import lru_cache
 
 import msgspec
 
@@ -61,6 +62,8 @@ def _render(template: ChatTemplate, message: bytes) -> bytes:
     try:
         request = msgspec.json.decode(message, type=RenderRequest)
         checked = msgspec.structs.replace(request, messages=check_messages(request.messages))
+        if request.template:
+            template = _own_template(request.template, template)
         return msgspec.json.encode(RenderResult(template.render(checked)))
     except RequestError as exc:
         result = RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
@@ -70,6 +73,17 @@ def _render(template: ChatTemplate, message: bytes) -> bytes:
         text = f"the chat template fails with these messages: {type(exc).__name__}: {cut(str(exc))}"
         result = RenderResult(error=text, param="messages")
     return msgspec.json.encode(result)
+
+
+@lru_cache(maxsize=4)
+def _own_template(source: str, model: ChatTemplate) -> ChatTemplate:
+    """The template of a request. Raises RequestError."""
+    try:
+        template = ChatTemplate(source, model.special_tokens)
+        assert template.compiled
+    except CheckpointError as exc:
+        raise RequestError(str(exc), "chat_template") from exc
+    return template
 
 
 if __name__ == "__main__":

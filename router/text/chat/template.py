@@ -24,6 +24,7 @@ from pdserve.errors import CheckpointError, RequestError
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RESERVED |= {"chat_template"}
 MAX_SOURCE = 1 << 20  # characters; real templates have less than 50,000
 
 # Marks the end of the last message in a rendered text. Its space shows whether the template strips contents.
@@ -39,6 +40,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Mapping[str, Any]] | None = None
     continue_final_message: bool = False
+    template: str = ""  # in place of the model's
 
 
 class ChatTemplate:

@@ -1,5 +1,5 @@
 """Converts structured-output fields to grammars of llguidance: OpenAI's response_format, vLLM's structured_outputs, and
-the older guided_* fields.
+the older guided_* fields; SGLang's fields.
 
 A grammar is in llguidance's Lark variant, or in GBNF or other EBNF (``root ::= …``). ``GrammarChecker`` translates
 EBNF and checks that a grammar is valid; the functions do not.
@@ -82,6 +82,12 @@ def _lark_or_ebnf(text: str) -> str:
     return text
 
 
+def _regex_grammar(regex: str) -> str:
+    if not regex:
+        raise RequestError("the regex is empty, so that no output could follow it; leave it out")
+    return grammars.from_regex(regex)
+
+
 def structural_tag_grammar(tag: dict[str, Any] | str) -> str:
     """Free text in which a trigger starts one of the structures: a begin, JSON of a schema, an end.
 
@@ -118,20 +124,21 @@ class _StructuralTag(msgspec.Struct, frozen=True):
 
 
 def requested_grammar(
-    response_format: dict[str, Any], structured_outputs: StructuredOutputs | None, guided: dict[str, Any]
+    response_format: dict[str, Any], structured_outputs: StructuredOutputs | None, others: dict[str, dict[str, Any]]
 ) -> OutputGrammar:
-    """Return the grammar of a request. ``guided`` holds the given guided_* fields by name without that prefix.
+    """Return the grammar of a request. ``others`` are further fields, each as a field of StructuredOutputs.
 
     Raises RequestError that names the field: if two are given, or if one is malformed or unknown.
     """
     given: list[tuple[str, Callable[[], str], bool]] = []  # the last: whether it is EBNF
     if response_format.get("type", "text") != "text":
         given.append(("response_format", partial(_response_format_grammar, response_format), False))
-    fields = {f"guided_{name}": StructuredOutputs(**{name: value}) for name, value in guided.items()}
+    fields = {name: StructuredOutputs(**value) for name, value in others.items()}
     if structured_outputs is not None:
         fields = {"structured_outputs": structured_outputs, **fields}
     for name, outputs in fields.items():
-        given.append((name, partial(_structured_outputs_grammar, outputs), "::=" in (outputs.grammar or "")))
+        is_ebnf = name == "ebnf" or "::=" in (outputs.grammar or "")
+        given.append((name, partial(_structured_outputs_grammar, outputs), is_ebnf))
     if not given:
         return OutputGrammar()
     if len(given) > 1:
@@ -159,7 +166,7 @@ def _response_format_grammar(value: dict[str, Any]) -> str:
 
 
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
-    "regex": grammars.from_regex,
+    "regex": _regex_grammar,
     "choice": choice_grammar,
     "grammar": _lark_or_ebnf,
     "structural_tag": structural_tag_grammar,

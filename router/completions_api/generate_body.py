@@ -1,0 +1,117 @@
+"""The fields that completions and chats share."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
+
+#: Fields with a grammar, and what they are called in StructuredOutputs: the older names of vLLM's, and SGLang's.
+_GRAMMAR_FIELDS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_GRAMMAR_FIELDS |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+
+ALL_LOGPROBS = 2**31 - 1  # alternatives: the whole vocabulary, which clients write as -1
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False  # accepted, never done
+
+
+class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
+    """Fields of both completions and chats."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None  # None, here and below: the model's default
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+    priority: int = 0  # lower runs earlier
+    response_format: dict[str, Any] = {}
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] = "left"  # where tokens are dropped
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = False  # the same, of SGLang
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] = []
+    logprob_token_ids: list[int] = []
+    return_tokens_as_token_ids: bool = False
+    thinking_token_budget: int | None = None  # -1: none
+    request_id: str = ""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def usage_in_stream(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
+
+    @cached_property  # conversion takes time
+    def structure(self) -> OutputGrammar:
+        """The grammar of the output. Raises RequestError."""
+        values = {field: (kind, getattr(self, field)) for field, kind in _GRAMMAR_FIELDS.items()}
+        given = {field: {kind: value} for field, (kind, value) in values.items() if value is not None}
+        return requested_grammar(self.response_format, self.structured_outputs, given)
+
+    @property
+    def output_limit(self) -> int | None:
+        """The client's limit of output tokens, if any."""
+        return self.max_tokens
+
+    @property
+    def lowers_max_tokens(self) -> bool:
+        """Whether a limit beyond the context is lowered to the room that the prompt leaves; else it is an error."""
+        return False
+
+    logprobs_field: ClassVar[str]  # the name of ``num_logprobs`` in the body
+
+    @property
+    def num_logprobs(self) -> int:
+        """Best tokens to report per output token; -1: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def most_prompt_logprobs(self) -> int:
+        """Alternatives per prompt token that the response needs; -1: none."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with text of the prompt."""
+        return False
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the output continues the prompt's text; a chat message begins a new text."""
+        return True
