@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from router.text.chat.tools import ToolUse
+from router.text.structured.closed_schemas import closed
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -47,7 +48,7 @@ def tool_call_grammar(use: ToolUse) -> str:
 
 def _schema(function: dict[str, Any]) -> str:
     schema = function.get("parameters") or _NO_PARAMETERS
-    return msgspec.json.encode({"type": "object", **schema}).decode()
+    return msgspec.json.encode(closed({"type": "object", **schema})).decode()
 
 
 def after_reasoning(grammar: str, start: Marker, end: Marker, opened: bool) -> str:

@@ -1,0 +1,173 @@
+"""Closes JSON schemas: objects that declare properties have no others, unless the schema says something about others.
+
+{"properties": {"a": …}}                               gets additionalProperties: false
+{"type": "object"}                                     declares nothing and stays free
+{"properties": {"a": …}, "anyOf": [{"properties": {"b": …}}, …]}
+                                                       each branch is closed with a and its own properties
+{"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": …}}]}
+                                                       is closed with b and the properties of A, which is left open
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError
+
+_LISTS = ("allOf", "anyOf", "oneOf")  # of schemas for the same value
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
+_MAPS_OF_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
+_CHILDREN = ("items", "prefixItems", "contains", *_OTHERS)  # schemas for parts of the value, or lists of such
+_MAX_WORK = 50_000  # schemas that are visited, and properties that are added
+
+Schema = dict[str, Any]
+
+
+class _Declared(msgspec.Struct):
+    """What a schema and those that it combines declare. ``decided``: one of them says something about others."""
+
+    any: bool = False
+    names: dict[str, bool] = {}  # ordered; the values are schemas that allow everything
+    patterns: dict[str, bool] = {}
+    decided: bool = False
+
+    def add(self, other: _Declared) -> None:
+        self.any |= other.any
+        self.names |= other.names
+        self.patterns |= other.patterns
+        self.decided |= other.decided
+
+
+def closed(schema: Schema) -> Schema:
+    """Return the closed schema. Raises RequestError for one that is nested too deeply or combines too much."""
+    try:
+        return _Closer(schema).document()
+    except RecursionError:
+        raise RequestError("the schema is nested too deeply; flatten it") from None
+
+
+class _Closer:
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._opened: dict[str, str] = {}  # names of open copies in $defs, by reference
+        self._copies: Schema = {}
+        self._work = 0
+
+    def document(self) -> Schema:
+        result = self._schema(self._root, _Declared(), True)
+        return {**result, "$defs": {**result.get("$defs", {}), **self._copies}} if self._copies else result
+
+    def _schema(self, schema: Any, inherited: _Declared, close: bool) -> Any:
+        """Rewrite a schema; ``inherited`` is what those beside it declare. Without ``close`` only its parts change."""
+        self._count(1)
+        if not isinstance(schema, dict):
+            return schema
+        result = self._with_closed_children(schema)
+        own = _own(schema)
+        lists = {name: schema[name] for name in _LISTS if isinstance(schema.get(name), list)}
+        alternatives = {n: v for n, v in lists.items() if n != "allOf" or (len(v) == 1 and not own.any)}
+        combined = [each for name in lists.keys() - alternatives.keys() for each in lists[name]]
+        declared = _Declared()
+        for part in (inherited, own, *(self._declared(each, ()) for each in combined)):
+            declared.add(part)
+        if "$ref" in schema:
+            target = self._declared({"$ref": schema["$ref"]}, ())
+            if ((declared.any or alternatives) and target.any) or not close:
+                result["$ref"] = self._open_reference(schema["$ref"])
+            if declared.any or alternatives:
+                declared.add(target)
+        for name, each in lists.items():
+            if name in alternatives:
+                beside = _Declared()
+                for part in (declared, *(self._declared(o, ()) for n in alternatives if n != name for o in lists[n])):
+                    beside.add(part)
+                result[name] = [self._schema(branch, beside, close) for branch in each]
+            else:
+                result[name] = [self._schema(branch, _Declared(), close and not declared.any) for branch in each]
+        if close and not alternatives and declared.any and not declared.decided and _may_be_object(schema):
+            self._count(len(declared.names))
+            result["properties"] = {**declared.names, **result.get("properties", {})}
+            if declared.patterns:
+                result["patternProperties"] = {**declared.patterns, **result.get("patternProperties", {})}
+            result["additionalProperties"] = False
+        return result
+
+    def _with_closed_children(self, schema: Schema) -> Schema:
+        result = dict(schema)
+        for name in _MAPS_OF_CHILDREN:
+            if isinstance(schema.get(name), dict):
+                result[name] = {key: self._schema(part, _Declared(), True) for key, part in schema[name].items()}
+        for name in _CHILDREN:
+            part = schema.get(name)
+            if isinstance(part, list):
+                result[name] = [self._schema(each, _Declared(), True) for each in part]
+            elif isinstance(part, dict):
+                result[name] = self._schema(part, _Declared(), True)
+        return result
+
+    def _declared(self, schema: Any, seen: tuple[str, ...]) -> _Declared:
+        """Return what a schema declares, with all that it combines. ``seen``: references that led to it."""
+        self._count(1)
+        if not isinstance(schema, dict):
+            return _Declared()
+        found = _own(schema)
+        for name in _LISTS:
+            for branch in schema[name] if isinstance(schema.get(name), list) else ():
+                found.add(self._declared(branch, seen))
+        reference = schema.get("$ref")
+        if reference is not None and reference not in seen:
+            target = self._target(reference)
+            found.add(_Declared(decided=True) if target is None else self._declared(target, (*seen, reference)))
+        self._count(len(found.names))
+        return found
+
+    def _target(self, reference: Any) -> Any:
+        """Return the schema that a reference of this document names; None for other references."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        target: Any = self._root
+        for key in reference[1:].split("/")[1:]:
+            key = key.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, dict) and key in target:
+                target = target[key]
+            else:
+                return None
+        return target if reference == "#" or reference.startswith("#/") else None
+
+    def _open_reference(self, reference: Any) -> Any:
+        """Return a reference to an open copy of what ``reference`` names."""
+        target = self._target(reference)
+        if not isinstance(target, dict):
+            return reference
+        if reference not in self._opened:
+            self._opened[reference] = name = f"open-{len(self._opened)}"
+            content = {key: value for key, value in target.items() if key not in ("$defs", "definitions", "$id")}
+            self._copies[name] = self._schema(content, _Declared(), False)
+        return f"#/$defs/{self._opened[reference]}"
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise RequestError(f"the schema combines more than {_MAX_WORK} schemas and properties; simplify it")
+
+
+def _own(schema: Schema) -> _Declared:
+    """Return what a schema declares itself. A required property is declared, too."""
+    maps = [schema[name] if isinstance(schema.get(name), dict) else {} for name in ("properties", "patternProperties")]
+    required = schema.get("required")
+    names = [*maps[0], *(name for name in (required if isinstance(required, list) else ()) if isinstance(name, str))]
+    return _Declared(
+        any="properties" in schema or "patternProperties" in schema,
+        names=dict.fromkeys(names, True),
+        patterns=dict.fromkeys(maps[1], True),
+        decided=any(name in schema for name in _OTHERS),
+    )
+
+
+def _may_be_object(schema: Schema) -> bool:
+    kind = schema.get("type", "object")
+    return "object" in kind if isinstance(kind, str | list) else True
