@@ -17,6 +17,11 @@ def given_request_id(scope: Scope) -> str | None:
     return given.decode() if _SAFE_ID.fullmatch(given) else None
 
 
+def request_id_of(scope: Scope) -> str:
+    """Return the client's id, or a new one."""
+    return given_request_id(scope) or uuid4().hex
+
+
 def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
     names = (b"x-request-id", b"request-id") if speaks_anthropic(path) else (b"x-request-id",)
     return [(name, request_id.encode()) for name in names]
@@ -29,7 +34,7 @@ def speaks_anthropic(path: str) -> bool:
 
 def send_with_id(scope: Scope, send: Send) -> Send:
     """Add the id to the answer."""
-    headers = request_id_headers(scope["path"], given_request_id(scope) or uuid4().hex)
+    headers = request_id_headers(scope["path"], request_id_of(scope))
 
     async def send_message(message: Message) -> None:
         if message["type"] == "http.response.start":
