@@ -13,7 +13,7 @@ from uuid import uuid4
 from starlette.types import Send
 
 from pdserve.errors import RequestError
-from router.completions_api.request_bodies import GenerateBody
+from router.completions_api.generate_body import GenerateBody
 from router.completions_api.response_writers import Response
 from router.errors import status_and_type
 from router.gate.admission import RequestAdmission
