@@ -47,6 +47,8 @@ def _page(document: Fields) -> Iterator[str]:
 
 
 def _operation(operation: Fields) -> Iterator[str]:
+    for parameter in operation.get("parameters", []):
+        yield f"<p><code>{escape(parameter['name'])}</code> ({parameter['in']}): {_type(parameter['schema'])}"
     if "requestBody" in operation:
         yield f"<p>Body: {_content(operation['requestBody']['content'])}"
     yield "<table>"

@@ -13,7 +13,7 @@ from router.completions_api.body_parsing import other_fields
 from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.completions_api.response_objects import ChatCompletion, Completion
 from router.errors import ErrorResponse
-from router.http.server_info import ServerInfo, ServerLoad, TokenizerInfo
+from router.http.server_info import ServerInfo, ServerLoad, TokenizerInfo, TokenizerInfoQuery
 from router.http.small_endpoints import (
     DetokenizeBody,
     DetokenizeResponse,
@@ -126,7 +126,10 @@ OPERATIONS = (
     Operation("get", "/metrics", "Prometheus metrics", None),
     Operation("get", "/load", "Count the requests in progress", ServerLoad),
     Operation("get", "/server_info", "Show options, models and nodes", ServerInfo),
-    Operation("get", "/tokenizer_info", "Show the tokenizer's configuration", TokenizerInfo, (*_ANY, 400, 404)),
+    Operation(
+        *("get", "/tokenizer_info", "Show the tokenizer's configuration", TokenizerInfo, (*_ANY, 400, 404)),
+        query=TokenizerInfoQuery,
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from pdserve.checkpoint.files import read_object
 from pdserve.config.generation_defaults import GenerationDefaults
@@ -45,6 +45,10 @@ class ServerInfo(msgspec.Struct):
     models: list[ModelInfo]
 
 
+class TokenizerInfoQuery(msgspec.Struct, frozen=True):
+    model: str | None = None
+
+
 class TokenizerInfo(msgspec.Struct):
     """The tokenizer's configuration under transformers' names, and the chat template in use."""
 
@@ -74,10 +78,11 @@ def add_server_routes(app: FastAPI, service: Service) -> None:
     infos = {name: _tokenizer_info(model) for name, model in service.models.items()} if enabled else {}
 
     @app.get("/tokenizer_info")
-    async def tokenizer_info(model: str | None = None) -> Response:
+    async def tokenizer_info(request: Request) -> Response:
         if not enabled:
             raise EndpointDisabled("/tokenizer_info is off; start the router with --enable-tokenizer-info-endpoint")
-        return json_response(infos[service.find(model).name])
+        query = msgspec.convert(dict(request.query_params), TokenizerInfoQuery)
+        return json_response(infos[service.find(query.model).name])
 
 
 def _model_info(service: Service, model: ServedModel) -> ModelInfo:
