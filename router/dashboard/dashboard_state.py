@@ -127,8 +127,7 @@ class DashboardState:
             lost_seconds = max(0.0, asyncio.get_running_loop().time() - at)
             return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
-        history, load = self._poller.histories.get(key), view.load
-        running = load.requests - load.waiting
+        history, load = self._poller.histories.get(key), node.reported
         has_step = node.role == "decode" and bool(view.throughput.decode)
         return live.LiveNode(
             name=view.node_id,
@@ -136,13 +135,13 @@ class DashboardState:
             address=node.address,
             model=view.model,
             state=description.state if used else "unused",
-            running=running,
+            running=load.running,
             waiting=load.waiting,
             backlog_tokens=load.backlog,
             backlog_seconds=view.throughput.prompt.at(load.backlog) if load.backlog else 0.0,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
-            step_seconds=view.throughput.decode.at(max(1, running)) if has_step else None,
+            step_seconds=view.throughput.decode.at(max(1, load.running)) if has_step else None,
             stats=history.stats() if history is not None and history.has_rates else None,
         )
 

@@ -165,6 +165,11 @@ class NodeClient:
         if not self.in_flight:
             self._on_idle(self)
 
+    @property
+    def reported(self) -> pb.NodeLoad:
+        """The load as the node last reported it, without requests that were sent since."""
+        return self._load
+
     def _current_load(self, block_size: int) -> RequestLoad:
         """The reported load plus the requests that reports do not include yet."""
         load, unreported = self._load, self._unreported

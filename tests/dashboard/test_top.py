@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +21,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet import Fleet
+from fleet import MODEL_NAME, Fleet
 from http_stub import http_stub
 from watched_fleet import Streams
 
@@ -136,6 +137,30 @@ def test_top_waits_for_a_lost_router_and_ends_on_a_signal(fleet: Fleet) -> None:
         screen.read_until("no answer from")
         screen.process.send_signal(signal.SIGINT)
         assert screen.wait() == 0
+
+
+def test_nodes_show_the_requests_that_they_report(fleet: Fleet) -> None:
+    """Requests that a report may not include yet count for policies only: they may have ended already."""
+    ends = threading.Event()
+
+    def send(seed: int) -> None:
+        body = {"model": MODEL_NAME, "prompt": [seed + 3] * 8, "max_tokens": 1}
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            while not ends.is_set():
+                client.post(f"{fleet.url}/v1/completions", json=body).raise_for_status()
+
+    threads = [threading.Thread(target=send, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.5)  # more requests have been sent than run at the same time
+        reports = [httpx.get(fleet.url + STATE_PATH, trust_env=False).json() for _ in range(20)]
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+    shown = [node["running"] for report in reports for node in report["now"]["nodes"]]
+    assert max(shown) <= 4
 
 
 def test_piped_top_prints_once_as_plain_text(fleet: Fleet, streams: Streams) -> None:
