@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 import ssl
@@ -32,9 +33,13 @@ from router.service import Service
 from router.text.chat.template_renderer import check_template
 from router.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 _GC_THRESHOLD = 20_000  # allocations between garbage collections; requests leave no cycles
 _GRACEFUL_SECONDS = 1  # that uvicorn waits for connections to flush
 _MAX_CONNECTIONS = 16_384  # unless --max-connections says otherwise
+_NODE_PATIENCE = 3.0  # seconds without a node until a line says what is missing
+_WARNING_INTERVAL = 60.0  # seconds until the next one
 _READY_GRACE = 5.0  # seconds to wait for the other nodes once one node takes requests
 
 
@@ -79,6 +84,8 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     config.load()
     gc.freeze()  # long-lived objects
     gc.set_threshold(_GC_THRESHOLD)
+    scheme = "http" if certificate is None else "https"
+    _log.info("listening on %s://%s", scheme, join_address(*listener.getsockname()[:2]))
     server = _Server(config, service, status, certificate, metrics_server)
     server.run(sockets=[listener])
 
@@ -209,11 +216,25 @@ class _Server(uvicorn.Server):
     async def _report_ready(self) -> None:
         nodes = self._service.nodes
         self._status.loading("nodes", -1)
-        await nodes.wait_until(lambda: nodes.ready)
+        await self._wait_for_nodes()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_GRACE):
                 await nodes.wait_until(lambda: nodes.complete)
         self._status.ready()
+
+    async def _wait_for_nodes(self) -> None:
+        """Return once a node takes requests. Until then, log now and then what each node lacks."""
+        nodes, patience = self._service.nodes, _NODE_PATIENCE
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await nodes.wait_until(lambda: nodes.ready)
+                return
+            patience = _WARNING_INTERVAL
+            silent, loading = nodes.not_ready()
+            level = logging.WARNING if silent or not loading else logging.INFO
+            missing = "; ".join([*silent, *loading]) or "none is listed; check --prefill, --decode and --node"
+            _log.log(level, "no node takes requests yet, clients get a 503: %s", missing)
 
 
 class Certificate(FileReloader):

@@ -13,6 +13,7 @@ from pdserve.errors import CheckpointError, shown
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
 _MAX_FILES = 4096
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
 
 
 class _Index(msgspec.Struct):
@@ -25,7 +26,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     if not index.exists():
         files = sorted(model_dir.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{model_dir} has no *.safetensors; convert the checkpoint to safetensors")
+            raise CheckpointError(f"{model_dir} has no *.safetensors; {_without_weights(model_dir)}")
         return _bounded(model_dir, files)
     try:
         names = sorted(set(msgspec.json.decode(read_file(index, _MAX_INDEX), type=_Index).weight_map.values()))
@@ -53,6 +54,14 @@ def read_headers(model_dir: Path) -> dict[Path, dict[str, Tensor]]:
         if len(found) > MAX_TENSORS:
             raise CheckpointError(f"{model_dir} has more than {MAX_TENSORS} tensors; choose another checkpoint")
     return headers
+
+
+def _without_weights(model_dir: Path) -> str:
+    """Return the remedy for a checkpoint without safetensors."""
+    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in model_dir.glob(pattern))
+    if others:
+        return f"convert {shown(others[0])} to safetensors"
+    return "download the weights, or give --load-format dummy for random ones"
 
 
 def _bounded(model_dir: Path, files: list[Path]) -> list[Path]:

@@ -36,11 +36,24 @@ SIZE_UNITS = {
 }
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Adds the default to each help text that says nothing about it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = (
+            action.option_strings and action.nargs != 0 and action.default not in (None, argparse.SUPPRESS, "", [], ())
+        )
+        if not shown or "default" in (action.help or ""):
+            return action.help
+        return f"{action.help} (default %(default)s)"
+
+
 class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of printing its usage and exiting."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:

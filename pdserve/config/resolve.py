@@ -251,10 +251,12 @@ def _choose_max_model_len(
     elif options.max_model_len is None:
         choices.append(f"max_model_len={limit}: the model's")
     if room < max(wanted, 2):
-        needed = -(-max(wanted, 2) // layout.block_size) * layout.block_bytes
+        longest = max(options.max_model_len or limit, 2)
+        needed = -(-longest // layout.block_size) * layout.block_bytes
         raise CapacityError(
             f"a KV cache of {layout.total_bytes} bytes ({layout.num_blocks} blocks, {room} tokens) has no room for one "
-            f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} or lower --max-model-len"
+            f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} for {longest} tokens, or "
+            "--max-model-len N for fewer"
         )
     return wanted
 

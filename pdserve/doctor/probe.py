@@ -1,12 +1,14 @@
-"""``pdserve probe``: a node's health as an exit status. Kubernetes' own gRPC probes do not support TLS.
+"""``pdserve probe``: health of a node or router as an exit status. Kubernetes' own gRPC probes do not support TLS.
 
-Services (engine/frontend/health.py): live, loaded, and the empty name for readiness.
+Services (engine/frontend/health.py): live, loaded, and the empty name for readiness. Routers, which speak HTTP, have no
+service ``loaded``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 from typing import Any
 
 import grpc
@@ -14,16 +16,32 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.errors import NodeError
 from pdserve.rpc import channel as rpc
+from pdserve.rpc.address import split_address
 from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls
+
+_ROUTER_PATHS = {"": "/health", "live": "/health/live"}
 
 
 def probe(args: argparse.Namespace) -> int:
     """Return 0 if the service serves, 1 if it does not. Raises NodeError without an answer in time."""
     tls = None if args.grpc_tls is None else PeerTls(args.grpc_tls)
     serves = asyncio.run(_serves(args.address, args.service, tls, args.timeout))
-    print(f"{args.service or 'node'} at {args.address}: {'serving' if serves else 'not serving'}")
+    print(f"{args.service or 'service'} at {args.address}: {'serving' if serves else 'not serving'}")
     return 0 if serves else 1
+
+
+def _router_health(address: str, service: str, timeout: float) -> bool | None:
+    """Return the health of a router over HTTP; None if no HTTP server answers."""
+    host, port = split_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", _ROUTER_PATHS[service])
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 async def _serves(address: str, service: str, tls: PeerTls | None, timeout: float) -> bool:
@@ -32,5 +50,7 @@ async def _serves(address: str, service: str, tls: PeerTls | None, timeout: floa
         try:
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         except grpc.aio.AioRpcError as exc:
+            if service in _ROUTER_PATHS and (healthy := _router_health(address, service, timeout)) is not None:
+                return healthy
             raise NodeError(f"no answer on {service or 'the node'!r} from {address}: {rpc_reason(exc)}") from exc
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -65,6 +65,12 @@ class Nodes:
         """Whether every listed node is ready."""
         return all(directory.complete.is_set() for directory in self._directories) and all(node.ready for node in self)
 
+    def not_ready(self) -> tuple[list[str], list[str]]:
+        """Describe the listed nodes that do not answer, and those that answer but are not ready."""
+        silent = [f"{node.role} node at {node.address} does not answer" for node in self if node.description is None]
+        described = [(node, node.description) for node in self if node.description is not None and not node.ready]
+        return silent, [f"{node.role} node at {node.address} is {found.state}" for node, found in described]
+
     def known(self) -> Mapping[tuple[str, str], NodeClient]:
         """Listed nodes that have described themselves, by role and id; a node with several addresses appears once."""
         if self._known is None:

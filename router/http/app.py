@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
@@ -140,6 +141,13 @@ def _open_store(service: Service) -> ResponseStore | None:
     return ResponseStore(options.response_store, limits, service.metrics)
 
 
+def _hint_of_path(path: str, app: FastAPI) -> str:
+    """Return the nearest path of an endpoint, or where all are listed."""
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
+    return f"did you mean {nearest[0]}?" if nearest else f"{DOCS_PATH} lists the endpoints"
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(PdserveError)
     async def on_error(request: Request, exc: PdserveError) -> Response:
@@ -153,7 +161,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_http_exception(request: Request, exc: HTTPException) -> Response:
         path = cut(request.url.path)
         messages = {
-            404: f"unknown path {path}; the endpoints are under /v1",
+            404: f"unknown path {path}; {_hint_of_path(path, app)}",
             405: f"{request.method} is not allowed at {path}; use another method",
         }
         message = messages.get(exc.status_code, str(exc.detail))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["explain", "--device", "cpu", "--cuda-graphs", "on"], ["CUDA graphs", "--cuda-graphs"]),
         (["explain", "--device", "cpu", "--attention-backend", "flashinfer"], ["flashinfer", "CUDA GPU"]),
         (["explain", "--kv-cache-memory", "lots"], ["lots", "GiB"]),
-        (["explain", "--device", "cpu", "--kv-cache-memory", "1K"], ["room", "--kv-cache-memory"]),
+        (["explain", "--device", "cpu", "--kv-cache-memory", "1K"], ["room", "25165824", "8192 tokens"]),
         (["explain", "--max-model-len", "9999999"], ["9999999", "8192"]),
         (["explain", "/no/such/model"], ["/no/such/model", "directory"]),
         (["up", "--port", "99999"], ["99999", "65535"]),
@@ -160,6 +161,10 @@ def test_invalid_runner_variable_gives_one_line_with_allowed_values(
 
 def test_broken_checkpoint_gives_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in error_of(capsys, "explain", str(tmp_path))[1]
+    shutil.copy(EMBEDDED_MODEL / "config.json", tmp_path)
+    assert "download the weights, or give --load-format dummy" in error_of(capsys, "explain", str(tmp_path))[1]
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "convert 'pytorch_model.bin' to safetensors" in error_of(capsys, "explain", str(tmp_path))[1]
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     status, line = error_of(capsys, "explain", str(tmp_path))
     assert status == 2

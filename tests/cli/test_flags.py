@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.up_flags import make_parser
 from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
 from pdserve.config.node_config import NodeOptions
 
@@ -16,6 +18,14 @@ def parse(argv: list[str]) -> NodeOptions:
     parser = CommandParser()
     add_node_flags(parser)
     return options_from(parser.parse_args(argv))
+
+
+def test_help_shows_the_defaults() -> None:
+    text = re.sub(r"\s+", " ", make_parser().format_help())
+    assert "--device DEVICE auto, cpu, cuda or cuda:N (default auto)" in text
+    assert "--tool-call-parser NAME one of auto, none, hermes, llama3_json, mistral (default auto)" in text
+    assert "default None" not in text
+    assert text.count("(default: --pp)") == 2, "a help text that names its default keeps it"
 
 
 def test_flag_defaults_equal_option_defaults() -> None:

@@ -201,6 +201,8 @@ def test_unknown_model_is_404(client: httpx.Client) -> None:
 
 def test_unknown_paths_and_methods_return_error_objects(client: httpx.Client) -> None:
     refused(client.get("/v1/nothing"), 404)
+    message = refused(client.post("/chat/completions", json={}), 404)["message"]
+    assert "did you mean /v1/chat/completions?" in message
     response = client.get("/v1/completions")
     refused(response, 405)
     assert response.headers["allow"] == "POST"

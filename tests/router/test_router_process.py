@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from scripted_node import Conversation, Script, ScriptedNode
 
 from pdserve.errors import ConfigError
 from router.options import parse_options
+
+PROBE = [sys.executable, "-m", "pdserve", "probe"]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -88,7 +91,7 @@ def test_states_are_reported_in_order(tokenizer_dir: Path, scripted_node: Script
         assert set(states[1:-1]) == {"loading"}
 
 
-def test_router_without_nodes_is_unhealthy(tokenizer_dir: Path) -> None:
+def test_router_without_nodes_is_unhealthy_and_says_why(tokenizer_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         router_process(tokenizer_dir, ["--decode", "127.0.0.1:9"], until="loading") as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=20) as client,
@@ -100,6 +103,13 @@ def test_router_without_nodes_is_unhealthy(tokenizer_dir: Path) -> None:
         response = client.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "overloaded"
+        probes = [subprocess.run([*PROBE, process.address, *service]).returncode for service in ([], ["live"])]
+        assert probes == [1, 0]
+        said = ""
+        while "decode node at 127.0.0.1:9 does not answer" not in (said := said + capfd.readouterr().err):
+            assert process.process.poll() is None, said
+            time.sleep(0.05)
+        assert f"listening on {process.url}" in said
 
 
 @pytest.mark.slow
