@@ -22,8 +22,11 @@ from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 class DecodeClient:
     """A router's stream to a decode node, with any number of concurrent prompts."""
 
-    def __init__(self, node: pb.NodeDescription, stub: pb_grpc.DecodeNodeAsyncStub) -> None:
+    def __init__(
+        self, node: pb.NodeDescription, node_stub: pb_grpc.NodeAsyncStub, stub: pb_grpc.DecodeNodeAsyncStub
+    ) -> None:
         self.node = node
+        self._node_stub = node_stub
         self._requests: asyncio.Queue[pb.ServeRequest] = asyncio.Queue()
         self._outputs: grpc.aio.StreamStreamCall[pb.ServeRequest, pb.OutputBatch] = stub.Serve(self._send())
         self._waiting: dict[int, tuple[list[float], int, asyncio.Future[None]]] = {}
@@ -35,6 +38,10 @@ class DecodeClient:
         if not self.node.connected_peers:
             raise RuntimeError(f"decode node {self.node.node_id} has no prefill node; start it with --prefill ADDR")
         return str(self.node.connected_peers[0])
+
+    async def counter(self, name: str) -> float:
+        """Return the node's value of a series of docs/metrics.md."""
+        return (await self._node_stub.Status(pb.StatusRequest())).counters[name]
 
     async def token_times(self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "") -> list[float]:
         """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival.
@@ -84,8 +91,9 @@ class DecodeClient:
 async def connect(address: str) -> AsyncIterator[DecodeClient]:
     """Connect to the decode node at ``address``."""
     async with rpc.open_channel(address) as channel:
-        node = await pb_grpc.NodeStub(channel).Describe(pb.DescribeRequest())
-        client = DecodeClient(node, pb_grpc.DecodeNodeStub(channel))
+        stub: pb_grpc.NodeAsyncStub = pb_grpc.NodeStub(channel)
+        node = await stub.Describe(pb.DescribeRequest())
+        client = DecodeClient(node, stub, pb_grpc.DecodeNodeStub(channel))
         reader = asyncio.create_task(client.read())
         try:
             yield client

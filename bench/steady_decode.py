@@ -1,13 +1,16 @@
 """ITL of running streams while other clients send prompts: without prompts, with prompts prefilled on the same node,
-and with prompts prefilled on P.
+and with prompts prefilled on P. And how much longer prompts take on a node whose streams decode than alone.
 
     pdserve prefill MODEL --port 9001 &
-    pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 &
+    pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 [--itl-target MS] &
     python bench/steady_decode.py --decode 127.0.0.1:9002
 
 ``--streams`` requests with 128 prompt tokens decode all the time. Beside them, ``--clients`` closed-loop clients send
-prompts of ``--prompt`` random tokens that generate two tokens each. Figures are in ms, measured at the client over the
-gaps of all streams while prompts were sent (reference load: 32 streams, two clients, 8,192 tokens).
+prompts of ``--prompt`` random tokens. ``p50_ms``, ``p99_ms`` and ``max_ms`` are measured at the client over the gaps of
+all streams while prompts were sent (reference load: 32 streams, two clients, 8,192 tokens). ``prompt_ms`` is the median
+from a prompt to its first token. ``prompt_ratio`` divides it by that of the same clients without streams.
+
+A decode node without ``--prefill`` has no last row.
 """
 
 from __future__ import annotations
@@ -37,32 +40,37 @@ class Load:
         self._random = random.Random(args.seed)
 
     async def measure(self, clients: int, prefill_node: str) -> dict[str, float]:
-        """Run once; return percentiles of the gaps in ms, and the number of prompts served meanwhile."""
+        """Run once; return percentiles of the gaps in ms, and the number and times of the prompts meanwhile."""
         streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
         await asyncio.sleep(SETTLE)
         start = time.perf_counter()
         end = start + self._args.seconds
-        served = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
+        prompts = await self._all_prompts(clients, end, prefill_node)
         await asyncio.sleep(max(0.0, end - time.perf_counter()))
         gaps = [gap for times in await asyncio.gather(*streams) for gap in gaps_between(times, start, end)]
         p50, p99, largest = np.percentile(np.array(gaps) * 1e3, [50, 99, 100])
-        return {
-            "p50_ms": round(p50, 2),
-            "p99_ms": round(p99, 2),
-            "max_ms": round(largest, 2),
-            "gaps": len(gaps),
-            "prompts": sum(served),
-        }
+        figures = {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "max_ms": round(largest, 2), "gaps": len(gaps)}
+        return figures | ({"prompts": len(prompts), "prompt_ms": median_ms(prompts)} if prompts else {})
+
+    async def prompts_alone(self) -> float:
+        """Return the median ms of prompts without streams."""
+        return median_ms(await self._all_prompts(self._args.clients, time.perf_counter() + self._args.seconds, ""))
+
+    async def _all_prompts(self, clients: int, end: float, prefill_node: str) -> list[float]:
+        """Send prompts until ``end``; return the seconds to each first token."""
+        found = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
+        return [seconds for each in found for seconds in each]
 
     async def _stream(self) -> list[float]:
         return await self._client.token_times(self._prompt(STREAM_PROMPT), self._args.tokens)
 
-    async def _send_prompts(self, end: float, prefill_node: str) -> int:
-        served = 0
-        while time.perf_counter() < end:
-            await self._client.token_times(self._prompt(self._args.prompt), 2, prefill_node)
-            served += 1
-        return served
+    async def _send_prompts(self, end: float, prefill_node: str) -> list[float]:
+        times: list[float] = []
+        num_tokens = 2 if prefill_node else 1  # D computes the second token on the KV that it has read
+        while (start := time.perf_counter()) < end:
+            tokens = await self._client.token_times(self._prompt(self._args.prompt), num_tokens, prefill_node)
+            times.append(tokens[0] - start)
+        return times
 
     def _prompt(self, length: int) -> list[int]:
         return self._random.choices(range(self._client.node.vocab_size), k=length)
@@ -76,16 +84,29 @@ def gaps_between(times: list[float], start: float, end: float) -> Iterator[float
     return (later - earlier for earlier, later in pairwise(inside))
 
 
+def median_ms(seconds: list[float]) -> float:
+    return round(float(np.median(seconds)) * 1e3, 1)
+
+
 async def run(args: argparse.Namespace) -> None:
     async with connect(args.decode) as client:
         load = Load(client, args)
-        for name, clients, peer in (
-            ("no prompts", 0, ""),
-            ("prompts on the same node", args.clients, ""),
-            ("prompts on P", args.clients, client.prefill_node),
-        ):
-            figures = await load.measure(clients, peer)
-            print(json.dumps({"streams": args.streams, "with": name} | figures), flush=True)
+        await load.prompts_alone()  # until the node has measured its steps
+        alone = await load.prompts_alone()
+        report("prompts alone", {"prompt_ms": alone})
+        report(f"{args.streams} streams, no prompts", await load.measure(0, ""))
+        beside = await load.measure(args.clients, "")
+        target = await client.counter("pdserve_itl_target_seconds")
+        ratio = round(beside["prompt_ms"] / alone, 2)
+        figures = beside | {"prompt_ratio": ratio, "itl_target_ms": round(target * 1e3, 2)}
+        report(f"{args.streams} streams, prompts on the same node", figures)
+        if client.node.connected_peers:
+            figures = await load.measure(args.clients, client.prefill_node)
+            report(f"{args.streams} streams, prompts on P", figures)
+
+
+def report(what: str, figures: dict[str, float]) -> None:
+    print(json.dumps({"load": what} | figures), flush=True)
 
 
 def main() -> int:

@@ -2,12 +2,12 @@
 
 With d the measured time of a step that only decodes and S the longest step with prompts:
 
-    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         at most every second step computes prompts
-    prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each
+    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a sixth of the time that prompts have added
+    prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
-So the median gap is d, the longest S, and the prompts of a busy node take (S + d) / (S - d) times as long as alone.
-The default S = 7.5 d makes that 1.3. There is no pause after a step that prompts prolong by less than d, and none while
-more requests wait than decode: then computing prompts serves most.
+So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/6 times as long as alone. The default
+S = 7.5 d makes that 1.3, and the median gap d: there are a few more pauses than chunks. There is no pause while more
+requests wait than decode: then computing prompts serves most.
 
 Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
 """
@@ -21,6 +21,7 @@ from engine.throughput_meter import ThroughputMeter
 from pdserve.config.node_config import AUTO_ITL_STEPS
 from pdserve.request_cost import LinearCost
 
+_PAUSE = 1 / 6  # of the seconds that prompts add to steps
 _MANY = 10**9  # tokens
 
 
@@ -38,7 +39,8 @@ class ItlTarget:
         self._meter, self._seconds, self._stages = meter, seconds, stages
         self._block_size, self._first_chunk = block_size, first_chunk
         self._decodes = 1
-        self._last: tuple[int, ChunkBudget] | None = None  # with the number of its step
+        self._last, self._last_step = ChunkBudget(0.0, LinearCost(), block_size, False), 0
+        self._owed = 0.0  # seconds of pauses, before the last step
 
     @property
     def seconds(self) -> float:
@@ -61,16 +63,17 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
-        number, last = self._last or (0, None)
-        follows = last is not None and number == step - 1 and last.spent > decode and waiting <= decoding
-        budget = ChunkBudget(
-            seconds,
-            cost or LinearCost(seconds / self._first_chunk),
-            least=self._block_size,
-            pauses=decodes > 0 and (follows or not measured),
-        )
-        self._last = step, budget
-        return budget
+        self._owed = self._owed_at(step, decode) if waiting <= decoding else 0.0
+        pauses = decodes > 0 and (self._owed >= decode or not measured)
+        cost = cost or LinearCost(seconds / self._first_chunk)
+        self._last, self._last_step = ChunkBudget(seconds, cost, self._block_size, pauses), step
+        return self._last
+
+    def _owed_at(self, step: int, decode: float) -> float:
+        """Return the seconds of pauses that are owed. Every step without prompts since the last one pays some."""
+        last = self._last
+        num_pauses = step - self._last_step - (not last.pauses and last.spent > 0.0)
+        return max(0.0, self._owed + last.spent * _PAUSE - num_pauses * decode)
 
 
 class ChunkBudget:
@@ -81,7 +84,7 @@ class ChunkBudget:
 
     def __init__(self, seconds: float, cost: LinearCost, least: int, pauses: bool) -> None:
         """``cost``: of a token, by its context. ``least``: tokens of the smallest chunk that does not end a prompt."""
-        self._seconds, self._cost, self._least, self._pauses = seconds, cost, least, pauses
+        self._seconds, self._cost, self._least, self.pauses = seconds, cost, least, pauses
         self._oldest: Sequence | None = None
         self._reserved = 0.0
         self.spent = 0.0
@@ -92,7 +95,7 @@ class ChunkBudget:
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of ``sequence`` that fit, at least ``least`` for the first prompt of a step."""
-        if self._pauses and sequence.num_launched < sequence.prompt_len:
+        if self.pauses and sequence.num_launched < sequence.prompt_len:
             return 0
         left = self._seconds - self.spent - (0.0 if sequence is self._oldest else self._reserved)
         tokens = self._tokens_in(max(left, 0.0), sequence.num_launched)

@@ -281,7 +281,7 @@ class NodeLoad(_message.Message):
     prompt_share: _builtins.float
     """share of the last seconds that steps spent on prompts, 0 … 1"""
     itl_target_ms: _builtins.float
-    """gap between tokens that steps with decodes and prompts keep; 0: none. Every second step has no prompts"""
+    """longest gap between tokens that prompts beside decodes may cause; 0: any (engine/scheduler/itl_target.py)"""
     @_builtins.property
     def throughput(self) -> Global___Throughput: ...
     def __init__(

@@ -82,7 +82,7 @@ def run_until(node: Node, rid: int) -> None:
 @pytest.mark.parametrize("depth", PIPELINES, ids=str)
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_steps_keep_the_target_and_prompts_are_little_slower(depth: tuple[int, int], target: float | None) -> None:
-    """At most every second step has prompts: the median gap is that of a step without."""
+    """The median gap of the default target is that of a step without prompts."""
     stages, model = depth[1], Model()
     node = node_with_streams(model, depth, target)
     add_prompts(node, 3000)
@@ -93,9 +93,8 @@ def test_steps_keep_the_target_and_prompts_are_little_slower(depth: tuple[int, i
     assert sum(sum(step.chunks.values()) for step in prompt_steps) == 3000
     assert max(step.seconds for step in prompt_steps) <= 1.02 * longest
     assert max(step.seconds for step in prompt_steps) >= 0.95 * longest
-    if longest > 2 * decode:
-        assert not any(step.mixed and after.mixed for step, after in pairwise(model.steps))
     if target is None:
+        assert not any(step.mixed and after.mixed for step, after in pairwise(model.steps))
         first = model.steps.index(prompt_steps[0])
         beside = sum(step.seconds for step in model.steps[first : model.steps.index(prompt_steps[-1]) + 1])
         assert beside <= 1.35 * (COSTS.step + 3000 * COSTS.prompt_token)
@@ -179,21 +178,21 @@ def test_every_step_computes_prompts_while_more_requests_wait_than_decode() -> N
     node.close()
 
 
-@pytest.mark.parametrize(("steps", "prompts"), [(4, 1), (5, 2)])
-def test_sequences_continue_after_a_handoff_while_a_long_prompt_pauses(steps: int, prompts: int) -> None:
+@pytest.mark.parametrize("pauses", [True, False])
+def test_sequences_continue_after_a_handoff_while_a_long_prompt_pauses(pauses: bool) -> None:
     """The step after the confirmation computes the tokens that P has sampled, with prompts or in a pause."""
     model = Model()
     node = node_with_streams(model, (1, 1))
     add_prompts(node, 3000)
-    node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF)
+    node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1)
     node.step()
     node.obey(StartRead(9, "unknown", (1, 2), 6))  # fails, but what matters here is when the sequence continues
-    for _ in range(steps):
+    while len(model.steps) < 8 or model.steps[-1].mixed != pauses:
         node.step()
     node.obey(KVConfirmed(9, ((1, 2, 3),)))
     node.step()
     assert 3 in model.steps[-1].chunks.values()
-    assert len(model.steps[-1].chunks) == prompts
+    assert (len(model.steps[-1].chunks) == 1) == pauses
     node.close()
 
 
