@@ -71,6 +71,8 @@ def thinking(model: ServedModel, body: GenerateBody, prompt: Prompt) -> dict[str
     budget, state = body.thinking_token_budget, None
     if budget is None or budget == -1:
         return {}
+    if isinstance(body, MessagesBody) and model.parsers.reasoning is None:
+        return {}  # agents ask all models to think
     if isinstance(body, ChatBody):
         state = _reasoning_state(model, body, prompt)
     elif model.parsers.reasoning is not None:

@@ -94,7 +94,7 @@ class ToolChoiceParam(Struct, frozen=True):
 
 
 class ThinkingParam(Struct, frozen=True):
-    """``between_tools`` and ``adaptive`` leave reasoning to the model. ``budget_tokens`` has no effect."""
+    """``between_tools`` and ``adaptive`` leave reasoning to the model. ``budget_tokens`` counts where it is enabled."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None

@@ -24,7 +24,7 @@ from router.messages_api.params import (
 EXTENSIONS = frozenset(
     {*("min_tokens", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")}
     | {*("stop_token_ids", "ignore_eos", "skip_special_tokens", "cache_salt", "priority", "structured_outputs")}
-    | {*("chat_template_kwargs", "documents")}
+    | {*("chat_template_kwargs", "documents", "bad_words", "allowed_token_ids")}
 )
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -84,6 +84,7 @@ def parse_messages(data: bytes) -> MessagesBody:
         "top_p": request.top_p,
         "top_k": request.top_k,
         "user": request.metadata.user_id,
+        "thinking_token_budget": request.thinking.budget_tokens if request.thinking.type == "enabled" else None,
         "include_reasoning": request.thinking.display != "omitted",
         "response_format": _response_format(request.output_config),
     }
@@ -125,12 +126,13 @@ def _tool(tool: ToolParam, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} has type {shown(tool.type)}; only 'custom' is supported", "tools")
     if tool.input_schema is None:
         raise RequestError(f"{where}.input_schema is missing", "tools")
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    function = {  # in this order, as models have seen it in training
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def _tool_choice(choice: ToolChoiceParam) -> str | dict[str, Any]:

@@ -136,6 +136,18 @@ def test_reasoning_may_be_left_out(ask: Any) -> None:
     assert [block["type"] for block in message["content"]] == ["text"]
 
 
+def test_budget_of_thinking_is_for_models_that_reason(
+    ask: Any, client: httpx.Client, scripted_node: ScriptedNode
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 7}
+    ask("Hi", thinking=thinking)
+    name = "test_budget_of_thinking_is_for_models_that_reason"
+    assert scripted_node.seen[name].message.sampling.thinking_token_budget == 7
+    body = {"max_tokens": 5, "messages": [USER], "cache_salt": name, "thinking": thinking}
+    assert client.post("/v1/messages", json=body).status_code == 200
+    assert not scripted_node.seen[name].message.sampling.thinking_end_ids
+
+
 def test_late_failure_ends_the_stream_with_an_error_event(
     http: httpx.Client, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer
 ) -> None:
