@@ -7,7 +7,7 @@ import math
 from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
-_SHARE_SECONDS = 2.0  # time constant of PromptShare
+_SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 
 
@@ -103,7 +103,7 @@ class ThroughputMeter:
 
 
 class PromptShare:
-    """The share of recent time that a node's steps spent on prompts: an exponential mean over two seconds."""
+    """The share of recent time that a node's steps spent on prompts: an exponential mean over a second."""
 
     def __init__(self, now: float) -> None:
         self._share, self._at, self._total = 0.0, now, 0.0

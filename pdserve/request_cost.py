@@ -1,9 +1,11 @@
-"""Cost model of a request: prefill at a prefill node, or on its decode node. Pure. Routers choose nodes by it.
+"""Cost model of a request: where its prompt is computed, and where it decodes. Pure. Routers choose nodes by it.
 
-A cost is in seconds of waiting: of the request, for its first tokens, and of other requests that it delays.
+A cost is in seconds before first tokens: of this request, and of others that it delays. Seconds between later tokens
+count for ``_DELAY_WEIGHT`` of that. The same functions hold for prefill nodes, decode nodes, and nodes that are both:
 
-    handoff   decode on D  +  P's backlog and the prompt on P  +  the handoff
-    local     decode on D  +  D's backlog and the prompt on D  +  the delay of each sequence that decodes on D
+    prompt    the node's backlog and the prompt, longer beside decodes  +  the delay of each sequence that decodes there
+    decode    the sequence's steps, longer by the node's share of prompts  +  the delay of its sequences and prompts
+    handoff   a round trip and a read, if these are two nodes
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ import msgspec
 
 HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated counts half
 HANDOFF_SECONDS = 3e-3  # from P's first token to confirmed KV, without the read of the last part
-_OUTPUT_TOKENS = 32  # assumed length of an answer
+_OUTPUT_TOKENS = 100  # assumed length of an answer
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
+_DELAY_WEIGHT = 0.16  # of a second between later tokens, against one before a first token
+_QUEUE_WEIGHT = 100.0  # delayed prompts per second of backlog, those that are still to come included
+_MOST_PROMPT_SHARE = 0.8  # of time: a share near 1 would make costs infinite
+_LEAST_LEFT = 0.1  # of time, left to prompts by sequences that decode
 
 
 class LinearCost(msgspec.Struct, frozen=True, array_like=True):
@@ -58,11 +64,12 @@ class RequestLoad(msgspec.Struct, frozen=True):
     decoding: int = 0  # sequences that decode now
     for_peers: int = 0  # of ``requests``, prompts that other nodes decode
     prompt_share: float = 0.0  # of recent time, spent on prompts
+    itl_target: float = 0.0  # seconds of a step with decodes and prompts; 0: no limit
 
     @property
     def to_decode(self) -> int:
         """Requests that decode on this node, now or later."""
-        return self.requests - self.for_peers
+        return max(0, self.requests - self.for_peers)
 
 
 def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 0) -> bool:
@@ -74,21 +81,23 @@ def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 
     return prompt_logprobs < 0 and uncached_tokens >= max(min_tokens, 1)
 
 
-def decode_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -> float:
-    """Cost of one more sequence on D: its first output tokens, weighted by cache usage, and a wait for KV blocks."""
-    step = throughput.decode.at(load.requests + 1)
-    used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-    return _OUTPUT_TOKENS * step * (1.0 + used) + _block_wait(load, prompt_tokens)
-
-
 def prompt_cost(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
-    """Cost from a prompt's arrival at a node to its first token."""
-    step_in_flight = throughput.prompt.base if load.backlog else 0.0
-    return step_in_flight + throughput.prompt.at(load.backlog + uncached_tokens)
+    """Cost of a prompt on a node: from its arrival to its first token, and the delay of sequences that decode there."""
+    line, decodes = throughput.prompt, load.decoding
+    if not decodes:
+        return (line.base if load.backlog else 0.0) + line.at(load.backlog + uncached_tokens)
+    own, queued = line.slope * uncached_tokens, line.slope * load.backlog
+    steps_in_flight = 2.0 * throughput.decode.at(decodes)
+    return steps_in_flight + (queued + own) / _left(load, throughput, decodes) + _DELAY_WEIGHT * decodes * own
+
+
+def local_prompt_cost(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
+    """``prompt_cost`` on a node that only decodes: the next request that is handed to it waits for the prompt."""
+    return prompt_cost(load, throughput, uncached_tokens) + throughput.prompt.slope * uncached_tokens
 
 
 def remote_prompt_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int, uncached_tokens: int) -> float:
-    """``prompt_cost`` on P, which needs KV blocks for the whole prompt."""
+    """``prompt_cost`` for a peer, which needs KV blocks for the whole prompt."""
     return prompt_cost(load, throughput, uncached_tokens) + _block_wait(load, prompt_tokens)
 
 
@@ -97,10 +106,44 @@ def handoff_cost(throughput: Throughput, uncached_tokens: int) -> float:
     return HANDOFF_SECONDS + throughput.read.at(uncached_tokens)
 
 
-def local_prompt_cost(load: RequestLoad, throughput: Throughput, uncached_tokens: int) -> float:
-    """``prompt_cost`` on D, plus the delay of all sequences on D and of the next request."""
-    delayed = load.requests + 1
-    return prompt_cost(load, throughput, uncached_tokens) + delayed * throughput.prompt.slope * uncached_tokens
+def decode_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -> float:
+    """Cost of one more sequence that decodes on a node: what it adds to ``decodes_cost``, and a wait for KV blocks."""
+    decodes, line = load.to_decode, throughput.decode
+    rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
+    added = _DELAY_WEIGHT * _OUTPUT_TOKENS * (line.base + line.slope * (2 * decodes + 1)) / (rest * rest)
+    if load.backlog:
+        added += _queue_delay(load, throughput, decodes + 1) - _queue_delay(load, throughput, decodes)
+    used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+    return added * (1.0 + used) + _block_wait(load, prompt_tokens)
+
+
+def decodes_cost(load: RequestLoad, throughput: Throughput, decodes: int, num_tokens: int) -> float:
+    """Cost of ``num_tokens`` more of each of ``decodes`` sequences: their steps, and the delay of queued prompts.
+
+    The share of prompts counts twice: prompts delay each step, and each step delays prompts.
+    """
+    rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
+    steps = num_tokens * throughput.decode.at(decodes) / (rest * rest)
+    return _DELAY_WEIGHT * decodes * steps + _queue_delay(load, throughput, decodes)
+
+
+def _queue_delay(load: RequestLoad, throughput: Throughput, decodes: int) -> float:
+    """Delay of the prompts that wait on a node, by the sequences that decode there."""
+    if not decodes:
+        return 0.0
+    queued = throughput.prompt.slope * load.backlog
+    return _QUEUE_WEIGHT * queued * queued * (1.0 / _left(load, throughput, decodes) - 1.0)
+
+
+def _left(load: RequestLoad, throughput: Throughput, decodes: int) -> float:
+    """Return the share of a node's time that sequences which decode leave to prompts.
+
+    A step with prompts takes the ITL target, and every second step only decodes.
+    """
+    if not load.itl_target:
+        return 1.0
+    step = throughput.decode.at(decodes)
+    return max((load.itl_target - step) / (load.itl_target + step), _LEAST_LEFT)
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

@@ -184,6 +184,7 @@ class NodeClient:
             decoding=load.decoding,
             for_peers=load.for_peers + sum(for_peer for _, _, _, for_peer in unreported),
             prompt_share=load.prompt_share,
+            itl_target=load.itl_target_ms / 1e3,
         )
 
     # ------------------------------------------------------------ reports

@@ -120,10 +120,11 @@ def prefix_aware(snapshot: FleetSnapshot, request: PolicyRequest) -> NodeChoice:
     ranked = _rank_prefills(prefills, request, typical, snapshot.counter)
     candidates: list[_Candidate] = []
     for decode in decodes:
-        load, throughput = decode.load, _filled(decode.throughput, typical)
+        load, throughput = decode.load, filled(decode.throughput, typical)
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, throughput, request.num_tokens)
-        candidates.append(_Candidate(decoding + cost.local_prompt_cost(load, throughput, uncached), decode))
+        prompt_cost = cost.prompt_cost if decode.prefills else cost.local_prompt_cost
+        candidates.append(_Candidate(decoding + prompt_cost(load, throughput, uncached), decode))
         for prefill in ranked:
             if decode.reads_from(prefill.node):
                 seconds = decoding + prefill.seconds + cost.handoff_cost(throughput, uncached)
@@ -213,7 +214,7 @@ def _rank_prefills(
         return []
     ranked = []
     for node in prefills:
-        throughput, uncached = _filled(node.throughput, typical), request.uncached(node.node_id)
+        throughput, uncached = filled(node.throughput, typical), request.uncached(node.node_id)
         seconds = cost.remote_prompt_cost(node.load, throughput, request.num_tokens, uncached)
         ranked.append(_Candidate(seconds, node))
     ranked.sort(key=lambda candidate: candidate.seconds)
@@ -231,7 +232,7 @@ def typical_throughput(nodes: Sequence[NodeView]) -> Throughput:
     return msgspec.structs.replace(cost.TYPICAL, **means)
 
 
-def _filled(measured: Throughput, typical: Throughput) -> Throughput:
+def filled(measured: Throughput, typical: Throughput) -> Throughput:
     """Fill the costs that a node has not measured with the typical ones."""
     if measured.prompt.base and measured.decode.base and measured.read.base:
         return measured

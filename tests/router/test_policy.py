@@ -28,8 +28,12 @@ IDLE = RequestLoad(free_blocks=1000, total_blocks=1000, block_size=16)
 ASK = PolicyRequest(4000)
 
 
-def decode(name: str, peers: tuple[str, ...] = ("p0", "p1"), **fields: object) -> NodeView:
+def decode(name: str, peers: tuple[str, ...] = ("p0", "p1", "b0", "b1"), **fields: object) -> NodeView:
     return view(name, "decode", connected_peers=frozenset(peers), **fields)
+
+
+def both(name: str, **fields: object) -> NodeView:
+    return view(name, "both", connected_peers=frozenset(("p0", "b0", "b1")), **fields)
 
 
 def prefill(name: str, **fields: object) -> NodeView:
@@ -97,10 +101,43 @@ def test_prompt_cached_on_a_decode_node_is_prefilled_there() -> None:
 
 
 def test_short_prompt_is_handed_off_from_a_busy_decode_node() -> None:
-    busy = (decode("d0", requests=60), prefill("p0"))
+    busy = (decode("d0", requests=60, decoding=60), prefill("p0"))
     idle = (decode("d0"), prefill("p0"))
     assert prefix_aware(FleetSnapshot("m", busy), PolicyRequest(100)) == NodeChoice("d0", "p0")
     assert prefix_aware(FleetSnapshot("m", idle), PolicyRequest(100)) == NodeChoice("d0", None)
+
+
+def test_idle_node_of_both_roles_serves_a_request_alone() -> None:
+    nodes = (both("b0"), both("b1"))
+    choices = [prefix_aware(FleetSnapshot("m", nodes, counter), ASK) for counter in range(4)]
+    assert choices == [NodeChoice("b0", None), NodeChoice("b1", None)] * 2
+
+
+def test_prompt_goes_to_the_node_that_decodes_least_and_decodes_to_the_one_that_prefills_least() -> None:
+    leaning = {"requests": 30, "decoding": 30}, {"requests": 3, "for_peers": 3, "backlog": 2000, "prompt_share": 0.7}
+    nodes = (both("b0", **leaning[0]), both("b1", **leaning[1]))
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("b0", "b1")
+
+
+def test_queue_of_the_prefill_node_is_weighed_against_the_sequences_of_the_decode_node() -> None:
+    def chosen(decoding: int, backlog: int) -> NodeChoice:
+        busy = decode("d0", requests=decoding, decoding=decoding, itl_target=0.05)
+        return prefix_aware(FleetSnapshot("m", (busy, prefill("p0", backlog=backlog))), PolicyRequest(2000))
+
+    for decoding, enough in ((2, 4_000), (20, 10_000), (60, 24_000)):
+        assert chosen(decoding, 0) == chosen(decoding, enough // 2) == NodeChoice("d0", "p0")
+        assert chosen(decoding, enough) == NodeChoice("d0", None)
+
+
+def test_nodes_of_all_roles_share_a_load() -> None:
+    """The prompt goes where it delays nothing, and decodes where no prompts are."""
+    nodes = (
+        decode("d0", requests=9, decoding=9),
+        prefill("p0", backlog=30_000),
+        both("b0", requests=9, decoding=9, prompt_share=0.5),
+        both("b1", requests=1, for_peers=1, prompt_share=0.8),
+    )
+    assert prefix_aware(FleetSnapshot("m", nodes), ASK) == NodeChoice("d0", "b1")
 
 
 def test_full_decode_node_is_avoided() -> None:
@@ -169,6 +206,10 @@ loads = st.builds(
     RequestLoad,
     requests=st.integers(0, 300),
     waiting=st.integers(0, 10),
+    decoding=st.integers(0, 300),
+    for_peers=st.integers(0, 300),
+    prompt_share=st.floats(0, 1),
+    itl_target=st.floats(0, 0.1),
     backlog=st.integers(0, 100_000),
     free_blocks=st.integers(0, 1000),
     total_blocks=st.just(1000),

@@ -1,0 +1,106 @@
+"""Elastic fleets compared with fixed splits, simulated (tests/fleet_simulation.py) with the router's real policy.
+
+    PYTHONPATH=.:tests python bench/elastic_shift.py shift --nodes 2 8 64
+    PYTHONPATH=.:tests python bench/elastic_shift.py load --rates 8 16 24 32
+
+``shift``: a burst of long prompts with short outputs, then one of short prompts with long outputs, on the same fleet,
+compared with every split into prefill and decode nodes. ``load``: two nodes, lognormal lengths, 2,000 tokens in and 200
+out on average, as a prefill and a decode node, as two decode nodes that requests use in turn, and elastic.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from fleet_simulation import BURSTS, Figures, Shift, Simulation, poisson, shift, split
+
+from router.fleet.policy import Policy, prefix_aware, round_robin
+
+
+def splits(nodes: int, seconds: float) -> dict[int, Shift]:
+    """Simulate the splits by their number of prefill nodes: all, or of many nodes those near the best of each burst."""
+    step = max(1, nodes // 8)
+    found = {prefill: shift(split(prefill, nodes), seconds) for prefill in range(0, nodes, step)}
+    while step > 1:
+        step //= 2
+        for phase in range(len(BURSTS)):
+            best = best_split(found, phase)
+            for prefill in (best - step, best + step):
+                if 0 <= prefill < nodes and prefill not in found:
+                    found[prefill] = shift(split(prefill, nodes), seconds)
+    return found
+
+
+def best_split(found: dict[int, Shift], phase: int) -> int:
+    """Return the number of prefill nodes with the shortest mean duration of requests."""
+    return min(found, key=lambda prefill: found[prefill].phases[phase].duration)
+
+
+def print_shift(nodes: int, seconds: float) -> None:
+    found, elastic = splits(nodes, seconds), shift(["both"] * nodes, seconds)
+    for phase, burst in enumerate(BURSTS):
+        best = best_split(found, phase)
+        other = best_split(found, 1 - phase)
+        named = [
+            ("elastic", elastic),
+            (f"{best}P{nodes - best}D", found[best]),
+            (f"{other}P{nodes - other}D", found[other]),
+        ]
+        base = found[best].phases[phase]
+        for name, result in named:
+            figures = result.phases[phase]
+            worse = f"{figures.duration / base.duration - 1:+.0%} | {figures.requests / base.requests - 1:+.0%}"
+            print(f"| {nodes} | {burst.name} | {name} | {' | '.join(cells(figures))} | {worse} |", flush=True)
+    leaning = " ".join(str(sum(share > 0.5 for share in shares)) for shares in elastic.simulation.shares[::2])
+    moves, handoffs = elastic.simulation.moves, elastic.simulation.handoffs
+    print(f"\nelastic, {nodes} nodes: {moves} moves, {handoffs} handoffs")
+    print(f"nodes that mostly prefill, every 2 s: {leaning}\n")
+
+
+def cells(figures: Figures) -> Iterator[str]:
+    yield f"{figures.requests:.1f}"
+    yield f"{figures.tokens:,.0f}"
+    for values in (figures.ttft, figures.per_token, figures.longest_gap):
+        yield " / ".join(f"{1e3 * value:.3g}" if value < 0.1 else f"{1e3 * value:.0f}" for value in values.values())
+    yield f"{figures.duration:.2f}"
+
+
+def print_load(rate: float, seconds: float, itl_target: float | None) -> None:
+    fleets: dict[str, tuple[list[str], Policy]] = {
+        "1P1D": (["prefill", "decode"], prefix_aware),
+        "two D in turn": (["decode"] * 2, round_robin),
+        "elastic": (["both"] * 2, prefix_aware),
+    }
+    for name, (roles, policy) in fleets.items():
+        jobs = poisson(rate, seconds, 2000, 200, seed=round(rate))
+        simulation = Simulation(roles, policy, itl_target=itl_target)
+        simulation.run(jobs)
+        share = simulation.handoffs / len(jobs)
+        print(
+            f"| {rate:g} | {name} | {' | '.join(cells(Figures.of(jobs)))} | {share:.0%} | {simulation.moves} |",
+            flush=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["shift", "load"])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 64])
+    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0, 24.0, 32.0], help="requests/s")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each burst or rate")
+    parser.add_argument("--itl-target", type=float, metavar="MS", help="of all nodes; default: automatic")
+    args = parser.parse_args(argv)
+    figures = "requests/s | tokens/s | TTFT p50 / p90 / p99, ms | per token, ms | longest gap, ms | mean duration, s"
+    if args.what == "shift":
+        print(f"| nodes | burst | fleet | {figures} | duration | requests/s |\n{'|---' * 11}|")
+        for nodes in args.nodes:
+            print_shift(nodes, args.seconds)
+    else:
+        print(f"| requests/s | fleet | {figures} | handoffs | moves |\n{'|---' * 10}|")
+        for rate in args.rates:
+            print_load(rate, args.seconds, None if args.itl_target is None else args.itl_target / 1e3)
+
+
+if __name__ == "__main__":
+    main()

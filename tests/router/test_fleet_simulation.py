@@ -1,0 +1,61 @@
+"""Elastic fleets in a simulation with the real policy: they lean as the load asks for, and stay there."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from fleet_simulation import BURSTS, Figures, Simulation, poisson, shift, split
+from simulated_node import Job
+
+NEAR = 1.15  # times the result of the best fixed split
+
+
+@pytest.mark.parametrize(("nodes", "splits"), [(2, (0, 1)), (8, (0, 1, 5, 6, 7))])
+def test_each_burst_is_served_nearly_as_by_the_best_fixed_split(nodes: int, splits: tuple[int, ...]) -> None:
+    elastic = shift(["both"] * nodes, 10.0)
+    fixed = [shift(split(prefill, nodes), 10.0) for prefill in splits]
+    for phase in range(len(BURSTS)):
+        found = elastic.phases[phase]
+        assert found.duration <= NEAR * min(each.phases[phase].duration for each in fixed)
+        assert found.requests >= max(each.phases[phase].requests for each in fixed) / NEAR
+
+
+def leaning(simulation: Simulation, since: int) -> list[set[int]]:
+    """Return the nodes that mostly prefill, by second."""
+    return [{node for node, share in enumerate(shares) if share > 0.5} for shares in simulation.shares[since:]]
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+def test_roles_stay_under_constant_load(routers: int) -> None:
+    simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 30.0, 2000, 200)
+    simulation.run(jobs)
+    changes = [len(before ^ after) for before, after in pairwise(leaning(simulation, since=5))]
+    assert sum(changes) <= 0.1 * 8 * len(changes)
+    assert simulation.moves <= 0.05 * len(jobs)
+
+
+def test_routers_that_do_not_talk_choose_as_well_as_one() -> None:
+    results = []
+    for routers in (1, 4):
+        jobs = poisson(80.0, 10.0, 2000, 200)
+        Simulation(["both"] * 8, routers=routers).run(jobs)
+        results.append(Figures.of(jobs).duration)
+    assert results[1] <= NEAR * results[0]
+
+
+def test_requests_decode_where_they_were_prefilled_at_low_load() -> None:
+    simulation = Simulation(["both"] * 2)
+    simulation.run([Job(2.0 * number, 2000, 200) for number in range(20)])
+    assert (simulation.handoffs, simulation.moves) == (0, 0)
+
+
+def test_roles_of_all_kinds_serve_a_load_better_than_without_the_elastic_nodes() -> None:
+    results = []
+    for roles in (["prefill", "decode"], ["prefill", "decode", "both", "both"]):
+        jobs = poisson(24.0, 10.0, 2000, 200)
+        Simulation(roles).run(jobs)
+        results.append(Figures.of(jobs))
+    fewer, more = results
+    assert more.ttft[50] < 0.7 * fewer.ttft[50]
+    assert more.per_token[50] < 0.8 * fewer.per_token[50]

@@ -1,0 +1,79 @@
+"""Streams that move between nodes, as a function of a snapshot."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.request_cost import TYPICAL, RequestLoad
+from router.fleet.moves import Move, moves
+from router.fleet.policy import FleetSnapshot, NodeView
+
+
+def node(name: str, decoding: int, prompt_share: float = 0.0, own: int = -1, backlog: int = 0) -> NodeView:
+    """A node that decodes; ``own`` of its sequences are this router's, -1: all."""
+    load = RequestLoad(
+        requests=decoding,
+        decoding=decoding,
+        backlog=backlog,
+        free_blocks=1000,
+        total_blocks=1000,
+        prompt_share=prompt_share,
+        itl_target=0.04,
+    )
+    peers = frozenset(("a", "b", "c", "d"))
+    in_flight = decoding if own < 0 else own
+    return NodeView(name, "both", "m", True, "h", "1", peers, in_flight, load=load, throughput=TYPICAL)
+
+
+def found(*nodes: NodeView) -> list[Move]:
+    return moves(FleetSnapshot("m", nodes))
+
+
+def test_streams_leave_a_node_that_leans_to_prefill() -> None:
+    (move,) = found(node("a", 8, prompt_share=0.7, backlog=4000), node("b", 30))
+    assert move == Move("a", "b", 8)
+
+
+def test_decodes_are_balanced() -> None:
+    (move,) = found(node("a", 200), node("b", 40))
+    assert (move.source, move.target) == ("a", "b")
+    assert 0 < move.count <= 80
+
+
+def test_nothing_moves_at_low_load_or_in_balance() -> None:
+    assert not found(node("a", 2, prompt_share=0.1), node("b", 0))
+    assert not found(node("a", 0, prompt_share=0.3), node("b", 3))
+    assert not found(node("a", 40, prompt_share=0.3), node("b", 44, prompt_share=0.25))
+    assert not found(node("a", 200))
+
+
+def test_each_router_moves_its_share() -> None:
+    target = node("b", 30)
+    assert found(node("a", 8, 0.7, own=2, backlog=4000), target) == [Move("a", "b", 2)]
+    assert not found(node("a", 8, 0.7, own=0, backlog=4000), target)
+
+
+def test_streams_move_only_between_nodes_that_read_from_each_other() -> None:
+    stranger = msgspec.structs.replace(node("b", 30), compat_hash="k")
+    assert not found(node("a", 8, prompt_share=0.7, backlog=4000), stranger)
+
+
+nodes = st.builds(node, st.just("x"), st.integers(0, 250), st.floats(0, 1), backlog=st.integers(0, 20_000))
+
+
+@given(st.lists(nodes, min_size=2, max_size=4))
+def test_streams_do_not_move_back(fleet: list[NodeView]) -> None:
+    views = {name: msgspec.structs.replace(view, node_id=name) for name, view in zip("abcd", fleet, strict=False)}
+    for _ in range(100):
+        found = moves(FleetSnapshot("m", tuple(views.values())))
+        if not found:
+            return
+        for source, target, count in found:
+            for name, change in ((source, -count), (target, count)):
+                load = views[name].load
+                moved = load.decoding + change
+                load = msgspec.structs.replace(load, requests=moved, decoding=moved)
+                views[name] = msgspec.structs.replace(views[name], load=load, in_flight=moved)
+    raise AssertionError("streams still move after 100 rounds of reports")
