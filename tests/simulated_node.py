@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.throughput_meter import PromptShare
+from pdserve.config.node_config import AUTO_ITL_STEPS
 from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput
 
 BLOCK = 16  # tokens
 KV_TOKENS = 800_000  # of a node
 _MAX_SEQS = 256  # sequences of a node
 _FULL_STEP = 8192  # prompt tokens of a step without decodes
-_TARGET_STEPS = 7.5  # default of --itl-target, in decode steps
 _CONTEXT = 34.5e-9  # seconds of a step per token of context of its decodes (pdserve/plan/measured)
 _TYPICAL_CONTEXT = 2000  # tokens
 _FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
@@ -153,7 +153,7 @@ class SimulatedNode:
     def itl_target(self) -> float:
         if self._itl_target is not None:
             return self._itl_target
-        return _TARGET_STEPS * self.throughput.decode.at(max(1, len(self.decoding)))
+        return AUTO_ITL_STEPS * self.throughput.decode.at(max(1, len(self.decoding)))
 
     @property
     def prompt_share(self) -> float:

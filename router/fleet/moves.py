@@ -19,11 +19,11 @@ _MOST = 32  # streams between two nodes at a time
 
 
 class Move(NamedTuple):
-    """Streams of this router to move, by node id."""
+    """Streams of this router to move, between nodes by id."""
 
     source: str
     target: str
-    count: int
+    streams: int
 
 
 def moves(snapshot: FleetSnapshot) -> list[Move]:

@@ -39,7 +39,7 @@ def test_streams_leave_a_node_that_leans_to_prefill() -> None:
 def test_decodes_are_balanced() -> None:
     (move,) = found(node("a", 200), node("b", 40))
     assert (move.source, move.target) == ("a", "b")
-    assert 0 < move.count <= 80
+    assert 0 < move.streams <= 80
 
 
 def test_nothing_moves_at_low_load_or_in_balance() -> None:
