@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pdserve.rpc.protobuf import unpack_tokens
@@ -21,6 +22,7 @@ from router.service import ServedModel
 from router.text.chat.messages import join_parts
 from router.text.chat.output_parsing import OutputParsing, plain_text_parsing, select_parsing
 from router.text.chat.parsers import ReasoningState
+from router.text.chat.strict_tools import has_strict
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import ToolUse
 from router.text.prompt import Prompt
@@ -30,21 +32,26 @@ _MARKER_TOKENS = 16  # at the end of a prompt, among which a marker of reasoning
 
 
 async def output_grammar(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputGrammar:
-    """The grammar of the output: of the request's fields, or of forced tool calls. Reasoning may come first."""
-    if isinstance(body, ChatBody) and body.tool_use.must_call:
-        grammar = OutputGrammar(tool_call_grammar(body.tool_use), "tools")
-        grammar.check_size()
+    """The grammar of the output: of the request's fields, or of forced or strict tools. Reasoning may come first."""
+    if not isinstance(body, ChatBody):
+        return await model.grammars.translated(body.structure)
+    use, form = body.tool_use, model.parsers.tools
+    if use.must_call:
+        grammar = OutputGrammar(tool_call_grammar(use), "tools")
+    elif has_strict(use) and form is not None and not body.structure.text:
+        grammar = OutputGrammar(form.grammar(use, partial(_marker, model)), "tools")
     else:
         grammar = await model.grammars.translated(body.structure)
-    if not isinstance(body, ChatBody):
-        return grammar
+    grammar.check_size()
     state = _reasoning_state(model, body, prompt)
     if not grammar.text or state.markers is None:
         return grammar
-    start, end = (
-        Marker(text, model.tokenizer.added_token_id(text)) for text in (state.markers.start, state.markers.end)
-    )
+    start, end = _marker(model, state.markers.start), _marker(model, state.markers.end)
     return OutputGrammar(after_reasoning(grammar.text, start, end, state.opened), grammar.field)
+
+
+def _marker(model: ServedModel, text: str) -> Marker:
+    return Marker(text, model.tokenizer.added_token_id(text))
 
 
 def select_output_parsing(model: ServedModel, body: GenerateBody, prompt: Prompt) -> OutputParsing | None:

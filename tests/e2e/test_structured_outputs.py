@@ -103,6 +103,31 @@ def test_a_handoff_and_a_cached_prompt_give_the_same_tokens(fleet: Fleet) -> Non
         assert re.fullmatch("[a-z]{3}-[0-9]{2,3}", choice["text"])
 
 
+def test_token_rules_hold_from_the_first_token_on(fleet: Fleet) -> None:
+    """P samples the first token of the handoff; without it D samples all, and they are the same."""
+    vowels = [small_tokenizers.byte_level().token_to_id(letter) for letter in "aeiou"]
+    requested = {"logprobs": 0, "logprob_token_ids": [70, 71], "return_tokens_as_token_ids": True}
+    rules = {"allowed_token_ids": vowels, "bad_words": ["e", "ai", "aou"], "min_tokens": 9, "max_tokens": 9}
+    prompt = new_prompt(33)
+    before = fleet.decode[0].counter("handoffs")
+    handed_off = complete(fleet, prompt, n=2, **rules, **requested)
+    assert fleet.decode[0].counter("handoffs") == before + 1
+    local = complete(fleet, prompt, n=2, **rules, **requested)
+    assert [choice["token_ids"] for choice in local] == [choice["token_ids"] for choice in handed_off]
+    for choice in handed_off:
+        assert re.fullmatch("[aiou]{9}", choice["text"])
+        assert not re.search("ai|aou", choice["text"])
+        tops = choice["logprobs"]["top_logprobs"]
+        assert len(tops) == 9
+        assert all({"token_id:70", "token_id:71"} <= set(top) for top in tops)
+    # A grammar and the rules hold together; without a common token the request fails.
+    (digits,) = complete(fleet, prompt, guided_regex="[0-9]{5}", bad_words=["1", "2", "34"])
+    assert re.fullmatch("[03-9]{5}", digits["text"])
+    assert "34" not in digits["text"]
+    with pytest.raises(HttpError, match="leave them out"):
+        complete(fleet, prompt, guided_regex="[0-9]{5}", allowed_token_ids=vowels)
+
+
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [

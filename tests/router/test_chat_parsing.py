@@ -197,6 +197,16 @@ def test_continued_message_may_end_inside_reasoning(
     assert (message.content or "").strip() == content.strip()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_function_reaches_the_node_as_a_grammar(
+    sdk: openai.OpenAI, say: Any, scripted_node: ScriptedNode, request: pytest.FixtureRequest, strict: bool
+) -> None:
+    tools: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}, TOOLS[1]]
+    message = sdk.chat.completions.create(tools=tools, **say(CALL)).choices[0].message
+    assert [call.function.name for call in message.tool_calls or []] == ["f"]
+    assert bool(scripted_node.seen[request.node.name].message.sampling.grammar) == strict
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

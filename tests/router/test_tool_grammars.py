@@ -10,12 +10,14 @@ import openai
 import pytest
 import small_tokenizers
 from fleet import MODEL_NAME, Fleet
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_regex
 from router.completions_api.request_bodies import parse_chat
+from router.text.chat.output_parser import DeltaKind
+from router.text.chat.parsers import TOOL_PARSERS
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.chat.tools import tool_use
 from router.text.structured.structured_outputs import json_schema_grammar
@@ -47,10 +49,10 @@ def vocabulary() -> GrammarVocabulary:
     return GrammarVocabulary(BACKEND.to_str(), eos_token_ids=[EOS])
 
 
-def allows(vocabulary: GrammarVocabulary, grammar: str, text: str) -> bool:
+def allows(vocabulary: GrammarVocabulary, grammar: str, text: str, backend: Tokenizer = BACKEND) -> bool:
     """Whether the grammar takes all of a text, and then an end."""
     matcher = Grammar(grammar, vocabulary).matcher()
-    for token_id in [*BACKEND.encode(text, add_special_tokens=False).ids, EOS]:
+    for token_id in [*backend.encode(text, add_special_tokens=False).ids, EOS]:
         if not matcher.mask()[token_id // 8] >> token_id % 8 & 1:
             return False
         matcher.consume([token_id])
@@ -175,3 +177,56 @@ def test_items_are_held_to_a_schema(sdk: openai.OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "colour", "schema": {"enum": ["red", "green"]}}}
     response = sdk.responses.create(model=MODEL_NAME, input="Which?", text=text, max_output_tokens=2000)
     assert json.loads(response.output_text) in ("red", "green")
+
+
+# ---------------------------------------------------------------- strict functions under tool_choice "auto"
+
+ADD: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}, "strict": True}
+STRICT = [{"type": "function", "function": ADD}, STOP]
+GOOD, WRONG = '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "arguments": {"b": 1}}'
+FREE = '{"name": "stop", "arguments": {"b": 1}}'  # not strict
+TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
+@pytest.mark.parametrize(
+    ("family", "allowed", "refused"),
+    [
+        (
+            "hermes",
+            ["", "Hi {", f"Hi <tool_call>\n{GOOD}\n</tool_call>\n<tool_call>{FREE}</tool_call> bye"],
+            [f"<tool_call>\n{WRONG}\n</tool_call>", "<tool_call>x", '<tool_call>{"name": "sing"'],
+        ),
+        (
+            "llama3_json",
+            ["", "Hi {", f"{GOOD}; {FREE}", f"so <|python_tag|>{GOOD}"],
+            [WRONG, f" {WRONG}", f"<|python_tag|>{WRONG}", f"so <|python_tag|>{WRONG}"],
+        ),
+        (
+            "mistral",
+            ["", "Hi [", f"[TOOL_CALLS][{GOOD}, {FREE}]", 'Hi [TOOL_CALLS]add{"a": 1}[TOOL_CALLS]stop{"b": 1}'],
+            [f"[TOOL_CALLS][{WRONG}]", '[TOOL_CALLS]add{"b": 1}', "[TOOL_CALLS]sing{}"],
+        ),
+    ],
+)
+def test_strict_functions_are_called_by_their_schema(
+    family: str, allowed: list[str], refused: list[str], added: bool
+) -> None:
+    backend = small_tokenizers.byte_level()
+    if added:
+        backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
+        allowed = [*allowed, '[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 1}'] if family == "mistral" else allowed
+    vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
+    form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
+    grammar = form.grammar(use, lambda text: Marker(text, backend.token_to_id(text) if added else None))
+
+    def in_family(text: str) -> str:
+        return text.replace('"arguments"', '"parameters"') if family == "llama3_json" else text
+
+    for text in map(in_family, allowed):
+        assert allows(vocabulary, grammar, text, backend), text
+        parser = form.parser(use.names, True)
+        calls = [delta.text for delta in parser.push(text) + parser.flush() if delta.kind is DeltaKind.CALL]
+        assert len(calls) == text.count("add") + text.count("stop"), "the parser finds what the grammar allows"
+    for text in map(in_family, refused):
+        assert not allows(vocabulary, grammar, text, backend), text

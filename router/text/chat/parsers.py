@@ -9,6 +9,7 @@ from uuid import uuid4
 import msgspec
 
 from pdserve.errors import ConfigError
+from router.text.chat.strict_tools import StrictGrammar, hermes_grammar, llama_grammar, mistral_grammar
 from router.text.chat.tool_parsers import HermesToolParser, LlamaToolParser, MistralToolParser, ToolParser
 
 logger = logging.getLogger(__name__)
@@ -17,11 +18,15 @@ AUTO, NONE = "auto", "none"
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """``markers`` are texts that the model writes as special tokens; ``sign`` identifies templates of the family."""
+    """``markers`` are texts that the model writes as special tokens; ``sign`` identifies templates of the family.
+
+    ``grammar`` holds calls of strict functions to their schemas.
+    """
 
     parser: Callable[[Collection[str], bool], ToolParser]
     markers: tuple[str, ...]
     sign: str
+    grammar: StrictGrammar
     short_ids: bool = False  # Mistral's templates accept only call ids of nine letters and digits
 
 
@@ -40,9 +45,11 @@ class ReasoningState(msgspec.Struct, frozen=True):
 
 
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesToolParser, ("<tool_call>", "</tool_call>"), "<tool_call>"),
-    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), "<|python_tag|>"),
-    "mistral": ToolFormat(MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", short_ids=True),
+    "hermes": ToolFormat(HermesToolParser, ("<tool_call>", "</tool_call>"), "<tool_call>", hermes_grammar),
+    "llama3_json": ToolFormat(LlamaToolParser, ("<|python_tag|>",), "<|python_tag|>", llama_grammar),
+    "mistral": ToolFormat(
+        MistralToolParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), "[TOOL_CALLS]", mistral_grammar, short_ids=True
+    ),
 }
 REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),

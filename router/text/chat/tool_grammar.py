@@ -35,18 +35,19 @@ def tool_call_grammar(use: ToolUse) -> str:
     """
     if use.named:
         function = next(tool["function"] for tool in use.tools if tool["function"]["name"] == use.named)
-        return f"start: arguments\narguments: %json {_schema(function)}\n"
+        return f"start: arguments\narguments: %json {arguments_schema(function)}\n"
     more = '(", " call)*' if use.parallel else ""
     lines = [f'start: "[" call {more} "]"', "call: " + " | ".join(f"call_{index}" for index in range(len(use.tools)))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
         opening = f'{{"name": {json.dumps(function["name"])}, "arguments": '
         lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
-        lines.append(f"arguments_{index}: %json {_schema(function)}")
+        lines.append(f"arguments_{index}: %json {arguments_schema(function)}")
     return "\n".join(lines) + "\n"
 
 
-def _schema(function: dict[str, Any]) -> str:
+def arguments_schema(function: dict[str, Any]) -> str:
+    """Return the JSON schema of a function's arguments."""
     schema = function.get("parameters") or _NO_PARAMETERS
     return msgspec.json.encode(closed({"type": "object", **schema})).decode()
 
