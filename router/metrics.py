@@ -103,7 +103,8 @@ class RouterMetrics:
         self.migrations = counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
-            "reported a failure; stalled: its step took too long; drained: it is draining).",
+            "reported a failure; stalled: its step took too long; drained: it is draining; moved: another node has "
+            "less to do, and reads the KV).",
             ["reason"],
         )
         self.replayed_tokens = counter("pdserve_replayed_tokens", "Output tokens sent along with migrated prompts.")
@@ -115,7 +116,7 @@ class RouterMetrics:
         self.nodes_ready = gauge("pdserve_nodes_ready", "Ready nodes.", ["role", "model"])
         for outcome in ("ok", "failed"):
             self.key_reloads.labels(outcome)
-        for reason in ("lost", "failed", "stalled", "drained"):
+        for reason in ("lost", "failed", "stalled", "drained", "moved"):
             self.migrations.labels(reason)
 
     def count_key_request(self, name: str, outcome: str) -> None:

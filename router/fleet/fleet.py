@@ -8,17 +8,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from pdserve.errors import RequestError
+from pdserve.errors import Overloaded, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.request_cost import TYPICAL, Throughput, worth_handoff
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (
+    BOTH,
     GENERATE,
     POLICIES,
     PREFIX_AWARE,
     TASKS,
     FleetSnapshot,
+    NodeChoice,
     NodeView,
     PolicyRequest,
     no_serving_node,
@@ -167,6 +169,28 @@ class Fleet:
         number = decode.stream.generate(message, handler)
         self._account(request, chosen.prefill or chosen.decode, decode, prefill)
         return NodeCall(view, decode.stream, number, decode, prefill)
+
+    def move(self, message: pb.Generate, handler: OutputHandler, to: NodeChoice, num_tokens: int) -> NodeCall:
+        """Send a running request of ``num_tokens`` to ``to.decode``, which reads its KV from ``to.prefill``.
+
+        Raises Overloaded when that node is not ready for it.
+        """
+        views = {view.node_id: view for view in self._nodes.views()}
+        target, source = views.get(to.decode), views.get(to.prefill or "")
+        if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
+            raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
+        decode, prefill = self._nodes.find("decode", target.node_id), self._nodes.find("prefill", source.node_id)
+        message.prefill_node = source.node_id
+        assert decode.stream is not None, "a ready node that decodes has a stream"
+        number = decode.stream.generate(message, handler)
+        decode.add_request(0, num_tokens)
+        prefill.add_request(1, num_tokens, for_peer=True)
+        return NodeCall(target, decode.stream, number, decode, prefill)
+
+    def movable(self, node_id: str) -> list[OutputHandler]:
+        """Return this router's requests that may leave a node, those with the least KV first."""
+        client = self._nodes.known().get((BOTH, node_id))
+        return [] if client is None or client.stream is None else client.stream.movable()
 
     def _account(
         self, request: PolicyRequest, prompt_node: str, decode: NodeClient, prefill: NodeClient | None

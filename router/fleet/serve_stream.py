@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Protocol
 
 import grpc.aio
@@ -15,6 +16,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import DecodeNodeStub
 from pdserve.rpc.errors import failure_from_pb, rpc_reason
 from pdserve.rpc.message_limits import MAX_ENTRIES, RESUME_LIMIT
+from router.fleet.policy import NodeChoice
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,13 @@ class OutputHandler(Protocol):
 
     def on_stall(self) -> None:
         """Handle a report that the node's step may never end; the request may be cancelled here."""
+
+    @property
+    def movable_tokens(self) -> int:
+        """Tokens of KV that a move of the request would read; 0: it stays."""
+
+    def move(self, to: NodeChoice) -> None:
+        """Continue at another node, which reads the KV from the present one. Ignored if the request stays."""
 
 
 class ServeStream:
@@ -131,6 +140,11 @@ class ServeStream:
         """Let each request decide whether it goes on at another node."""
         for handler in list(self._handlers.values()):
             handler.on_stall()
+
+    def movable(self) -> list[OutputHandler]:
+        """Return the requests that may move, those with the least KV first."""
+        found = [(handler.movable_tokens, handler) for handler in self._handlers.values()]
+        return [handler for tokens, handler in sorted(found, key=itemgetter(0)) if tokens]
 
     def close(self, reason: str) -> None:
         """End the stream and fail its requests. Idempotent."""

@@ -15,6 +15,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, prompt_logprobs_from_pb, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.fleet.fleet import Fleet, NodeCall
+from router.fleet.policy import NodeChoice, NodeView
 from router.fleet.prefix_index import PromptPrefix
 from router.generation.choice import Choice
 from router.generation.job import GenerationOptions, Job
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 # the beginning of a text specially.
 _CONTEXT_TOKENS = 4
 _SENT_AT_ONCE = 64  # prompts, each about 0.1 ms on the event loop
+_MIN_LEFT = 16  # output tokens; a stream that ends sooner does not move
 
 
 class Consumer(Protocol):
@@ -143,7 +145,7 @@ class PromptRun:
         self._fleet = fleet
         self._send(None)
 
-    def _send(self, accepts: Accepts | None) -> None:
+    def _send(self, to: Accepts | NodeChoice | None) -> None:
         """Send the prompt with the tokens so far. Raises Overloaded when no accepted decode node is ready."""
         options, sampling = self._generation.options, self.job.sampling
         if self._started:  # prompt log-probabilities arrive before the first token
@@ -163,7 +165,11 @@ class PromptRun:
                 message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
         span = options.span.child("generate", kind=SpanKind.CLIENT)
         message.traceparent, message.tracestate = span.traceparent, span.tracestate
-        self._call = self._fleet.generate(message, self, accepts, self.prefix)
+        if isinstance(to, NodeChoice):
+            num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
+            self._call = self._fleet.move(message, self, to, num_tokens)
+        else:
+            self._call = self._fleet.generate(message, self, to, self.prefix)
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True
@@ -180,6 +186,17 @@ class PromptRun:
         for choice in self.choices:
             choice.last_token_at = monotonic()  # the metric of token gaps leaves pauses out
 
+    @property
+    def movable_tokens(self) -> int:
+        if self._waiting or self._generation.paused or len(self.choices) > 1 or not self._migration.may_move:
+            return 0
+        num_outputs = len(self.choices[0].token_ids)
+        return self.prefix.num_tokens + num_outputs if self.job.sampling.max_tokens - num_outputs >= _MIN_LEFT else 0
+
+    def move(self, to: NodeChoice) -> None:
+        if self.movable_tokens:
+            self._migration.move(self._leave(), self._num_unfinished_tokens, to)
+
     def on_failure(self, error: PdserveError) -> None:
         assert self._call is not None
         self._call.finish()
@@ -190,11 +207,15 @@ class PromptRun:
     def on_stall(self) -> None:
         call, num_tokens = self._call, self._num_unfinished_tokens
         assert call is not None
-        if not self._migration.may_leave(call.node, num_tokens, self._fleet):
-            return
-        call.cancel()
+        if self._migration.may_leave(call.node, num_tokens, self._fleet):
+            self._migration.leave_stalled(self._leave(), num_tokens)
+
+    def _leave(self) -> NodeView:
+        """Cancel the present call; return its node."""
+        assert self._call is not None
+        self._call.cancel()
         self._span.end()
-        self._migration.leave_stalled(call.node, num_tokens)
+        return self._call.node
 
     @property
     def _num_unfinished_tokens(self) -> int:

@@ -1,11 +1,13 @@
 """Migration: when its decode node fails or drains, a prompt continues on another one, behind the tokens so far.
 
     runs on a D ──stream lost, NODE_FAILED, stalled, or draining──► waits for another D ──► runs there
-                                                               │ too many failures, or no D
-                                                               ▼ accepts it in time
-                                                             an error
+       │   ▲                                                   │ too many failures, or no D
+       │   └─ refused: any D, the first one included           ▼ accepts it in time
+       └──moved──► another D, which reads the KV from the first one         an error
 
-A drain is no failure and counts towards no limit.
+A drain is no failure and counts towards no limit, nor does a move. The call to the first node of a move ends before the
+second one begins, so that two nodes never produce tokens of one prompt. Its blocks stay in the first node's prefix
+cache, as the last ones to be evicted, until the second node has leased them.
 
 The client receives the same tokens as without migration: sampling noise depends only on seed, choice and position,
 penalties are computed from the tokens sent along, and text exists only in the router. Outputs of a node that the prompt
@@ -21,7 +23,7 @@ from time import perf_counter
 
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError
 from router.fleet.fleet import Fleet, NodeCall
-from router.fleet.policy import NodeView
+from router.fleet.policy import NodeChoice, NodeView
 from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
 from router.metrics import RouterMetrics
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = 10.0  # seconds from leaving a node until another one must have accepted the prompt
 _AVOID = 2.0  # seconds for which nodes that it left are avoided: a failing node is not reported at once
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+_REST = 5.0  # seconds between two moves of a stream
+_LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # of log lines, by reason
 
 Accepts = Callable[[NodeView], bool]
 
@@ -38,14 +42,15 @@ Accepts = Callable[[NodeView], bool]
 class Migration:
     """Moves one prompt. Failures are limited: a request that crashes nodes must not crash all of them.
 
-    ``send`` starts the prompt on an accepted decode node or raises PdserveError; ``give_up`` takes the client's error.
+    ``send`` starts the prompt on an accepted decode node, or on a named pair, or raises PdserveError; ``give_up`` takes
+    the client's error.
     """
 
     def __init__(
         self,
         options: GenerationOptions,
         metrics: RouterMetrics,
-        send: Callable[[Accepts], None],
+        send: Callable[[Accepts | NodeChoice], None],
         give_up: Callable[[PdserveError], None],
     ) -> None:
         self._options = options
@@ -56,6 +61,8 @@ class Migration:
         self._left_at = 0.0  # the latest
         self._num_failures = 0
         self._rerouted = False  # from a node without room
+        self._moving = False  # the present call is a move, as far as is known
+        self._moved_at = -_REST
         self._computed_by: NodeView | None = None  # the tokens so far; a node of another kind may continue otherwise
         self._reason: PdserveError | None = None
         self._pause = _FIRST_PAUSE
@@ -73,11 +80,14 @@ class Migration:
         """Continue the prompt elsewhere after the end of a call, or give up. ``num_tokens`` of output have arrived."""
         if self._cancelled:
             return
+        moving, self._moving = self._moving, False
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
         elif isinstance(error, NodeError) and self._options.migrations:
             self._on_node_failure(error, call.node, num_tokens)
-        elif isinstance(error, Overloaded) and self._left:
+        elif isinstance(error, Overloaded) and moving:
+            self._go_elsewhere(call.node, error)
+        elif isinstance(error, Overloaded) and (self._left or self._moved_at > 0):
             self._retry_later()  # a request that has begun waits for room
         elif not (isinstance(error, Overloaded) and self._reroute(call.node)):
             self._give_up(error)
@@ -88,6 +98,22 @@ class Migration:
             return False
         self._computed_by = node if num_tokens else None
         return fleet.has_decode_node(lambda other: other.node_id != node.node_id and self._accepts(other))
+
+    @property
+    def may_move(self) -> bool:
+        return not self._cancelled and self._options.migrations > 0 and perf_counter() > self._moved_at + _REST
+
+    def move(self, node: NodeView, num_tokens: int, to: NodeChoice) -> None:
+        """Continue on ``to.decode``, which reads the KV from ``node``; if that is refused, anywhere."""
+        self._count(node, num_tokens, f"to {to.decode}", "moved")
+        self._computed_by, self._moving = node, True
+        self._left_at = self._moved_at = perf_counter()
+        self._reason, self._pause = Overloaded(f"{to.decode} did not take it"), _FIRST_PAUSE
+        try:
+            self._send(to)
+        except PdserveError:
+            self._moving = False
+            self._try()
 
     def leave_stalled(self, node: NodeView, num_tokens: int) -> None:
         """Continue elsewhere, since a step of the node may never end. It is no failure and counts towards no limit."""
@@ -114,16 +140,23 @@ class Migration:
         self._leave(node, num_tokens, error, "lost" if isinstance(error, NodeLost) else "failed")
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
-        level = logging.INFO if why == "drained" else logging.WARNING
-        text = "request %s migrates with %d output tokens: %s"
-        logger.log(level, text, self._options.request_id, num_tokens, error, extra=self._options.log_fields)
+        self._count(node, num_tokens, str(error), why)
+        self._metrics.replayed_tokens.inc(num_tokens)
+        self._computed_by = node if num_tokens else None
+        self._go_elsewhere(node, error)
+
+    def _count(self, node: NodeView, num_tokens: int, text: str, why: str) -> None:
+        """Log and count a migration from ``node``."""
+        level = _LEVELS.get(why, logging.WARNING)
+        line = "request %s migrates with %d output tokens: %s"
+        logger.log(level, line, self._options.request_id, num_tokens, text, extra=self._options.log_fields)
         where = {"pdserve.decode_node": node.node_id, "pdserve.migration.reason": why}
         self._options.span.event("migration", {**where, "pdserve.replayed_tokens": num_tokens})
         self._metrics.migrations.labels(why).inc()
-        self._metrics.replayed_tokens.inc(num_tokens)
+
+    def _go_elsewhere(self, node: NodeView, error: PdserveError) -> None:
         self._left.add(node.node_id)
         self._left_at = perf_counter()
-        self._computed_by = node if num_tokens else None
         self._reason, self._pause = error, _FIRST_PAUSE
         self._try()
 
@@ -141,7 +174,7 @@ class Migration:
 
     def _retry_later(self) -> None:
         if perf_counter() > self._left_at + _TIMEOUT:
-            kind = Overloaded if isinstance(self._reason, Draining) else NodeError
+            kind = Overloaded if isinstance(self._reason, Draining | Overloaded) else NodeError
             self._give_up(kind(f"no other decode node took the request within {_TIMEOUT:g} s: {self._reason}"))
             return
         self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)

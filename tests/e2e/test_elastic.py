@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
-from fleet import Fleet, add_tokenizer
+from fleet import MODEL_NAME, Fleet, add_tokenizer
 from node_client import RouterClient, greedy
+from running_request import RunningRequest
+
+from router.fleet import fleet as router_fleet
+from router.fleet.nodes import Nodes
+from router.fleet.policy import FleetSnapshot
+from router.fleet.stream_mover import StreamMover
+from router.metrics import RouterMetrics
 
 OUTPUT = 16  # tokens
 FLAGS = ("--handoff-min-tokens", "1", "--block-size", "16", "--kv-checksum", "on", "--max-model-len", "2048")
@@ -81,3 +91,89 @@ def test_router_uses_nodes_of_both_roles(fleet: Fleet, model: Path) -> None:
     with ThreadPoolExecutor(len(prompts)) as pool:
         outputs = list(pool.map(lambda prompt: fleet.complete(prompt, OUTPUT), prompts))
     assert outputs == [reference_greedy(reference, prompt, OUTPUT) for prompt in prompts]
+
+
+def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
+    """All streams leave their node at once, in the middle of their answers."""
+    prompts = random_prompts(3, 6, 300)
+    before = [node.counter("handoff_failures") for node in fleet.both]
+
+    async def run() -> None:
+        nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
+        served = router_fleet.Fleet(MODEL_NAME, nodes, "round-robin", metrics)
+        nodes.listed("both", frozenset(node.address for node in fleet.both))
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+
+        async def answers(salt: str, moving: bool) -> list[list[int]]:
+            requests = [RunningRequest(prompt, 400, served, metrics, salt) for prompt in prompts]
+            for request in requests:
+                await request.start()
+            for request in requests:
+                await request.wait(5)
+            if moving:
+                await StreamMover(served, cross).move_streams()
+            return [await request.wait() for request in requests]
+
+        assert await answers("moved", True) == await answers("stay", False)
+        assert metrics.migrations.labels("moved")._value.get() >= 1
+        assert all(metrics.migrations.labels(reason)._value.get() == 0 for reason in ("lost", "failed", "stalled"))
+        await nodes.close()
+
+    asyncio.run(run())
+    assert [node.counter("handoff_failures") for node in fleet.both] == before
+    for node in fleet.both:
+        node.wait_idle()
+
+
+def cross(snapshot: FleetSnapshot) -> list[tuple[str, str, int]]:
+    first, second = (node.node_id for node in snapshot.nodes)
+    return [(first, second, 9), (second, first, 9)]
+
+
+def nodes_ready(fleet: Fleet) -> float:
+    """Nodes of both roles that the router uses."""
+    lines = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
+    ready = f'pdserve_nodes_ready{{model="{MODEL_NAME}",role="both"}}'
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(ready))
+
+
+def test_full_nodes_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> None:
+    """Each prompt needs most of a node's blocks, and goes to both nodes: one reserves blocks, the other computes it."""
+    flags = ("--engine", "simulated", "--kv-cache-memory", "512KiB", "--max-model-len", "512")
+    with start_elastic(model, tmp_path / "nodes", flags) as small:
+        first, second = small.both
+        total = first.status().total_blocks * first.describe().kv_layout.block_size
+        names = [node.describe().node_id for node in small.both]
+        length = min(480, total * 3 // 4)
+        with RouterClient(first.address) as to_first, RouterClient(second.address) as to_second:
+            running = [
+                client.send(random.Random(number).choices(range(3, 128), k=length), greedy(8), prefill_node=peer)
+                for number in range(6)
+                for client, peer in ((to_first, names[1]), (to_second, names[0]))
+            ]
+            for request in running:
+                assert len(request.wait().tokens) == 8
+        assert sum(node.counter("handoff_refusals") for node in small.both) > 0
+        for node in small.both:
+            assert node.counter("handoff_failures") == 0
+            node.wait_idle()
+
+
+def test_a_killed_node_costs_no_answer_and_a_drained_one_no_failure(model: Path, tmp_path: Path) -> None:
+    prompts = random_prompts(4, 6, 300)
+    with start_elastic(model, tmp_path / "nodes", ("--engine", "simulated", "--handoff-min-tokens", "1")) as fleet:
+        expected = [fleet.complete(prompt, 100) for prompt in prompts]
+        first, second = fleet.both
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            running = [pool.submit(fleet.complete, prompt, 100, cache_salt="killed") for prompt in prompts]
+            fleet.wait_until(lambda: first.status().running > 0 or running[0].done(), PATIENCE)
+            first.kill()
+            assert [each.result() for each in running] == expected
+            first.restart()
+            fleet.wait_until(lambda: nodes_ready(fleet) == 2, PATIENCE)
+            running = [pool.submit(fleet.complete, prompt, 100, cache_salt="drained") for prompt in prompts]
+            second.signal(signal.SIGTERM)
+            assert [each.result() for each in running] == expected
+        second.wait_ended(30.0)
+        assert second.child.process.returncode == 0, second.output
+        first.wait_idle()

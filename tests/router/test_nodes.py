@@ -19,6 +19,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
+from router.fleet.policy import NodeChoice
 from router.fleet.serve_stream import lightest_first
 from router.metrics import RouterMetrics
 
@@ -38,6 +39,10 @@ class Outputs:
         self.changed.set()
 
     def on_stall(self) -> None: ...
+
+    movable_tokens = 0
+
+    def move(self, to: NodeChoice) -> None: ...
 
     async def token(self) -> int:
         """Wait for the next token."""

@@ -1,0 +1,61 @@
+"""Moves running streams between nodes that prefill and decode, as a policy decides once per second.
+
+Streams with the least KV move first: their pauses are the shortest, and most of them have the longest rest before them.
+Those of one node follow each other at a distance, so that the pause of each is that of a single handoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from router.fleet.fleet import Fleet
+from router.fleet.policy import BOTH, FleetSnapshot, NodeChoice
+
+logger = logging.getLogger(__name__)
+
+_PERIOD = 1.0  # seconds between two decisions
+_DISTANCE = 0.03  # seconds between two streams of one node
+_MOST = 32  # streams of one node per decision
+
+Moves = Callable[[FleetSnapshot], Iterable[tuple[str, str, int]]]  # (from node, to node, number of streams)
+
+
+class StreamMover:
+    """Moves the streams of one router for one model. Starts with ``start``."""
+
+    def __init__(self, fleet: Fleet, moves: Moves) -> None:
+        self._fleet = fleet
+        self._moves = moves
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="moves of streams")
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_PERIOD)
+            try:
+                await self.move_streams()
+            except Exception:  # a bug here must not end all later moves
+                logger.exception("streams could not be moved")
+
+    async def move_streams(self) -> None:
+        """Carry out one decision of the policy."""
+        snapshot = self._fleet.snapshot()
+        if sum(node.role == BOTH for node in snapshot.nodes) < 2:
+            return
+        pending = [
+            (NodeChoice(decode=target, prefill=source), deque(self._fleet.movable(source)[: min(count, _MOST)]))
+            for source, target, count in self._moves(snapshot)
+        ]
+        while pending := [(choice, streams) for choice, streams in pending if streams]:
+            for choice, streams in pending:
+                streams.popleft().move(choice)
+            await asyncio.sleep(_DISTANCE)

@@ -1,0 +1,112 @@
+"""Running streams move between scripted nodes of both roles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from running_request import RunningRequest
+from scripted_node import Conversation, ScriptedNode
+
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.rpc.protobuf import unpack_tokens
+from router.fleet.fleet import Fleet
+from router.fleet.nodes import Nodes
+from router.fleet.stream_mover import StreamMover
+from router.metrics import RouterMetrics
+
+MODEL = "small"
+SALT = "s"
+
+
+@pytest.fixture
+def pair() -> Iterator[list[ScriptedNode]]:
+    nodes = [ScriptedNode(MODEL, node_id=name) for name in ("a", "b")]
+    for node, peer in zip(nodes, ("b", "a"), strict=True):
+        node.description.role = "both"
+        node.description.connected_peers.append(peer)
+    yield nodes
+    for node in nodes:
+        node.close()
+
+
+def moved(metrics: RouterMetrics, reason: str = "moved") -> float:
+    return float(metrics.migrations.labels(reason)._value.get())
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode], refusing: bool) -> None:
+    """The first node sends two tokens. The node that the stream moves to continues behind them, unless it refuses."""
+    resumed: list[tuple[str, str, list[int]]] = []
+
+    def play(name: str) -> None:
+        async def script(conversation: Conversation) -> None:
+            message = conversation.message
+            if not message.resume:
+                conversation.token(1)
+                conversation.token(2)
+                await conversation.cancelled.wait()
+                conversation.token(9)  # from a step in flight
+                return
+            resumed.append((name, message.prefill_node, list(unpack_tokens(message.resume[0].token_ids))))
+            if refusing and len(resumed) == 1:
+                conversation.fail(pb.Failure.OVERLOADED)
+                return
+            conversation.token(3)
+            conversation.token(4, finish="length")
+
+        pair["ab".index(name)].scripts[SALT] = script
+
+    play("a")
+    play("b")
+
+    async def run() -> None:
+        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
+        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
+        nodes.listed("both", frozenset(node.address for node in pair))
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+        request = RunningRequest([5] * 40, 100, fleet, metrics, SALT)
+        await request.start()
+        await request.wait(2)
+        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
+        target = "b" if source == "a" else "a"
+        mover = StreamMover(fleet, lambda snapshot: [(source, target, 1)])
+        await mover.move_streams()
+        assert await request.wait() == [1, 2, 3, 4]
+        attempts = [(target, source, [1, 2])]
+        assert resumed[:1] == attempts
+        assert [(name, tokens) for name, _, tokens in resumed[1:]] == [(source, [1, 2])] * refusing
+        assert (moved(metrics), moved(metrics, "failed"), moved(metrics, "lost")) == (1, 0, 0)
+        assert all(view.in_flight == 0 for view in nodes.views())
+        await nodes.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[ScriptedNode]) -> None:
+    async def script(conversation: Conversation) -> None:
+        conversation.token(1)
+        await conversation.cancelled.wait()
+
+    for node in pair:
+        node.scripts[SALT] = script
+
+    async def run() -> None:
+        nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
+        fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
+        nodes.listed("both", frozenset(node.address for node in pair))
+        await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
+        short, long = (RunningRequest([5] * 40, length, fleet, metrics, SALT) for length in (5, 100))
+        for request in (short, long):
+            await request.start()
+            await request.wait(1)
+        (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
+        target = "b" if source == "a" else "a"
+        await StreamMover(fleet, lambda snapshot: [(source, target, 9)]).move_streams()
+        await long.wait(2)
+        await StreamMover(fleet, lambda snapshot: [(target, source, 9)]).move_streams()
+        assert moved(metrics) == 1
+        await nodes.close()
+
+    asyncio.run(run())

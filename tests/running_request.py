@@ -1,0 +1,58 @@
+"""A request of a router's fleet, without HTTP: its tokens and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pdserve.config.hub import EMBEDDED_MODEL
+from pdserve.errors import PdserveError
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.records import SamplingParams
+from pdserve.rpc.protobuf import pack_tokens
+from router.fleet.fleet import Fleet
+from router.generation.choice import Choice
+from router.generation.generation import RequestGeneration
+from router.generation.job import GenerationOptions, Job
+from router.metrics import RouterMetrics
+from router.text.prompt import Prompt
+from router.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.load(EMBEDDED_MODEL)
+
+
+class RunningRequest:
+    """A greedy request with one choice."""
+
+    def __init__(
+        self, prompt: list[int], max_tokens: int, fleet: Fleet, metrics: RouterMetrics, salt: str = ""
+    ) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        options = GenerationOptions("id", arrived=time.monotonic(), timeout=60.0, migrations=2, cache_salt=salt)
+        self.tokens: list[int] = []
+        self.error: PdserveError | None = None
+        self._fleet = fleet
+        self._changed = asyncio.Event()
+        self._ended = False
+        jobs = [Job(Prompt(pack_tokens(prompt)), sampling)]
+        self._generation = RequestGeneration(jobs, options, TOKENIZER, self, metrics)
+
+    async def start(self) -> None:
+        await self._generation.start(self._fleet)
+
+    async def wait(self, num_tokens: int | None = None) -> list[int]:
+        """Return the tokens once there are so many, or at the end."""
+        while not self._ended and (num_tokens is None or len(self.tokens) < num_tokens):
+            self._changed.clear()
+            await self._changed.wait()
+        assert self.error is None, self.error
+        return self.tokens
+
+    def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
+        if output.has_token:
+            self.tokens.append(output.token_id)
+        self._changed.set()
+
+    def on_end(self, error: PdserveError | None) -> None:
+        self.error, self._ended = error, True
+        self._changed.set()
