@@ -19,6 +19,7 @@ from router.dashboard.dashboard_state import DashboardState
 from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
 from router.fleet.policy import BOTH
+from router.fleet.stream_mover import StreamMover
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile
 from router.loop_lag import LoopLag
@@ -48,6 +49,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.fleet = fleet
         trusted = options.trust_request_chat_template
+        self.mover = StreamMover(fleet)
         self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len, trusted)
         self.grammars = GrammarChecker(tokenizer.to_json)
         template = tokenizer.chat_template.source if tokenizer.chat_template else ""
@@ -58,6 +60,7 @@ class ServedModel:
             logger.info("%s: defaults of generation_config.json: %s", name, self.defaults)
 
     async def close(self) -> None:
+        self.mover.close()
         await self.encoder.close()
         await self.grammars.close()
 
@@ -96,6 +99,8 @@ class Service:
         self._loop_lag.start()
         self._memory.start()
         self.nodes.start()
+        for model in self.models.values():
+            model.mover.start()
         if self.dashboard is not None:
             self.dashboard.start()
         if self.keys is not None:

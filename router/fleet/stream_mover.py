@@ -1,4 +1,4 @@
-"""Moves running streams between nodes that prefill and decode, as a policy decides once per second.
+"""Moves running streams to nodes that can read their KV, as router/fleet/moves.py decides once per second.
 
 Streams with the least KV move first: their pauses are the shortest, and most of them have the longest rest before them.
 Those of one node follow each other at a distance, so that the pause of each is that of a single handoff.
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from router.fleet.fleet import Fleet
+from router.fleet.moves import Move, moves
 from router.fleet.policy import BOTH, FleetSnapshot, NodeChoice
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,13 @@ _PERIOD = 1.0  # seconds between two decisions
 _DISTANCE = 0.03  # seconds between two streams of one node
 _MOST = 32  # streams of one node per decision
 
-Moves = Callable[[FleetSnapshot], Iterable[tuple[str, str, int]]]  # (from node, to node, number of streams)
-
 
 class StreamMover:
     """Moves the streams of one router for one model. Starts with ``start``."""
 
-    def __init__(self, fleet: Fleet, moves: Moves) -> None:
+    def __init__(self, fleet: Fleet, decide: Callable[[FleetSnapshot], Iterable[Move]] = moves) -> None:
         self._fleet = fleet
-        self._moves = moves
+        self._decide = decide
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -49,11 +48,11 @@ class StreamMover:
     async def move_streams(self) -> None:
         """Carry out one decision of the policy."""
         snapshot = self._fleet.snapshot()
-        if sum(node.role == BOTH for node in snapshot.nodes) < 2:
+        if not any(node.role == BOTH for node in snapshot.nodes):
             return
         pending = [
-            (NodeChoice(decode=target, prefill=source), deque(self._fleet.movable(source)[: min(count, _MOST)]))
-            for source, target, count in self._moves(snapshot)
+            (NodeChoice(move.target, move.source), deque(self._fleet.movable(move.source)[: min(move.streams, _MOST)]))
+            for move in self._decide(snapshot)
         ]
         while pending := [(choice, streams) for choice, streams in pending if streams]:
             for choice, streams in pending:

@@ -17,6 +17,7 @@ from node_client import RouterClient, greedy
 from running_request import RunningRequest
 
 from router.fleet import fleet as router_fleet
+from router.fleet.moves import Move
 from router.fleet.nodes import Nodes
 from router.fleet.policy import FleetSnapshot
 from router.fleet.stream_mover import StreamMover
@@ -125,9 +126,9 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
         node.wait_idle()
 
 
-def cross(snapshot: FleetSnapshot) -> list[tuple[str, str, int]]:
+def cross(snapshot: FleetSnapshot) -> list[Move]:
     first, second = (node.node_id for node in snapshot.nodes)
-    return [(first, second, 9), (second, first, 9)]
+    return [Move(first, second, 9), Move(second, first, 9)]
 
 
 def nodes_ready(fleet: Fleet) -> float:

@@ -12,6 +12,7 @@ from scripted_node import Conversation, ScriptedNode
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import unpack_tokens
 from router.fleet.fleet import Fleet
+from router.fleet.moves import Move
 from router.fleet.nodes import Nodes
 from router.fleet.stream_mover import StreamMover
 from router.metrics import RouterMetrics
@@ -71,7 +72,7 @@ def test_a_stream_goes_on_where_it_moves_or_where_it_was(pair: list[ScriptedNode
         await request.wait(2)
         (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
         target = "b" if source == "a" else "a"
-        mover = StreamMover(fleet, lambda snapshot: [(source, target, 1)])
+        mover = StreamMover(fleet, lambda snapshot: [Move(source, target, 1)])
         await mover.move_streams()
         assert await request.wait() == [1, 2, 3, 4]
         attempts = [(target, source, [1, 2])]
@@ -103,9 +104,9 @@ def test_a_stream_that_has_just_moved_or_is_about_to_end_stays(pair: list[Script
             await request.wait(1)
         (source,) = (view.node_id for view in nodes.views() if fleet.movable(view.node_id))
         target = "b" if source == "a" else "a"
-        await StreamMover(fleet, lambda snapshot: [(source, target, 9)]).move_streams()
+        await StreamMover(fleet, lambda snapshot: [Move(source, target, 9)]).move_streams()
         await long.wait(2)
-        await StreamMover(fleet, lambda snapshot: [(target, source, 9)]).move_streams()
+        await StreamMover(fleet, lambda snapshot: [Move(target, source, 9)]).move_streams()
         assert moved(metrics) == 1
         await nodes.close()
 
