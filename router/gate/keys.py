@@ -48,7 +48,7 @@ class Client(Limits, frozen=True):
 
     @property
     def owner(self) -> str:
-        """The owner of the client's stored responses: its tenant, else the key. A tenant has no name of a key."""
+        """The owner of the client's stored responses: its tenant, else the key."""
         return f"tenant {self.tenant}" if self.tenant else f"key {self.name}"
 
     def cache_salt(self, salt: str) -> str:

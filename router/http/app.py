@@ -28,7 +28,7 @@ from router.http.request_ids import send_with_id
 from router.http.responses_endpoint import ResponsesEndpoint, RunningResponses
 from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
-from router.http.stored_responses import add_stored_responses
+from router.http.stored_responses import COMPACT_PATH, add_stored_responses
 from router.messages_api.request import parse_messages
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
 from router.responses_api.response_database import StoreLimits
@@ -104,7 +104,7 @@ def create_app(service: Service) -> ASGIApp:
     async def docs() -> Response:
         return page
 
-    check_documented(app.routes, {"/openapi.json", DOCS_PATH})
+    check_documented(app.routes, {"/openapi.json", DOCS_PATH, COMPACT_PATH})
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     _add_error_handlers(app)

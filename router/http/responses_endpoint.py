@@ -89,6 +89,8 @@ class ResponsesEndpoint(GenerateEndpoint):
         key = (options.owner, response.response.id)
         self._store.put(options.owner, response.response, response.items)
         response.on_final = partial(self._finish, options.owner, response)
+        if response.ended:  # no node took it
+            response.on_final(response.response)
         self._running[key] = response
         try:
             async with delivery(options.remaining, options.request_id, options.log_fields):

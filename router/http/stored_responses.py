@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from router.http.responses_endpoint import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_store import ResponseStore
 
+COMPACT_PATH = "/v1/responses/compact"  # of OpenAI; refused by name
 _CHUNK_BYTES = 64 * 1024
 
 
@@ -41,6 +43,11 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
             raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
         return store
 
+    @app.post(COMPACT_PATH)
+    async def compact() -> Response:
+        remedy = "send the items that the model needs as input of /v1/responses"
+        raise RequestError(f"compaction is not supported; {remedy}", code="unsupported_endpoint")
+
     @app.get("/v1/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
         query, owner = _query(request, RetrieveQuery), client_of(request.scope).owner
@@ -54,8 +61,8 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
         if not events:
             text = f"response {shown(name)} has no events: it was not created with background and stream"
             raise RequestError(text, "stream")
-        later = events.split(b"\n\n")[max(query.starting_after, -1) + 1 : -1]
-        return StreamingResponse(_chunks(b"".join(event + b"\n\n" for event in later)), media_type="text/event-stream")
+        later = await asyncio.to_thread(_events_after, events, query.starting_after)
+        return StreamingResponse(_chunks(later), media_type="text/event-stream")
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> Response:
@@ -80,7 +87,7 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
     async def input_items(name: str, request: Request) -> Response:
         query = _query(request, ItemsQuery)
         items = await opened(name).input_items(client_of(request.scope).owner, name)
-        return _json(msgspec.json.encode(_page(items, query)))
+        return _json(await asyncio.to_thread(_page, items, query))
 
 
 class _Background(msgspec.Struct):
@@ -95,9 +102,10 @@ def _query(request: Request, kind: type[Query]) -> Query:
         raise RequestError(f"the query is not valid: {cut(str(exc))}", "query") from exc
 
 
-def _page(items: list[dict[str, Any]], query: ItemsQuery) -> InputItemList:
+def _page(data: bytes, query: ItemsQuery) -> bytes:
+    items: list[dict[str, Any]] = msgspec.json.decode(data)
     if query.order == "desc":
-        items = items[::-1]
+        items.reverse()
     if query.after:
         ids = [item["id"] for item in items]
         if query.after not in ids:
@@ -105,7 +113,18 @@ def _page(items: list[dict[str, Any]], query: ItemsQuery) -> InputItemList:
         items = items[ids.index(query.after) + 1 :]
     page = items[: query.limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
-    return InputItemList(page, first, last, len(items) > len(page))
+    return msgspec.json.encode(InputItemList(page, first, last, len(items) > len(page)))
+
+
+def _events_after(events: bytes, number: int) -> bytes:
+    """Return the events behind sequence number ``number``; the first one has number 0."""
+    position = 0
+    for _ in range(number + 1):
+        end = events.find(b"\n\n", position)
+        if end < 0:
+            return b""
+        position = end + 2
+    return events[position:]
 
 
 def _json(data: bytes) -> Response:
@@ -117,3 +136,4 @@ def _json(data: bytes) -> Response:
 async def _chunks(data: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(data), _CHUNK_BYTES):
         yield data[start : start + _CHUNK_BYTES]
+        await asyncio.sleep(0)  # other tasks run in between

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import chain
 
 from pdserve.errors import PdserveError
 from pdserve.pb import pdserve_pb2 as pb
@@ -45,13 +46,13 @@ class EventLog:
             yield from _pieces(event)
 
     async def read(self, after: int) -> AsyncIterator[bytes]:
-        """Yield the events behind sequence number ``after``, in chunks, until the end."""
+        """Yield the events behind sequence number ``after``, in chunks, until the end. Other tasks run in between."""
         while True:
-            more = self._more
-            for event in self._events[after + 1 :]:
-                after += 1
-                for chunk in in_chunks(_pieces(event)):
-                    yield chunk
+            more, events = self._more, self._events[after + 1 :]
+            after += len(events)
+            for chunk in in_chunks(chain.from_iterable(map(_pieces, events))):
+                yield chunk
+                await asyncio.sleep(0)
             if more is self._more:
                 if self.ended:
                     return
@@ -109,7 +110,7 @@ class BackgroundItems(OutputItemsResponse, BodyResponse):
             return
         self.generation.cancel()
         self._set_final(self._ended("cancelled"))
-        Response.on_end(self, None)
+        Response.on_end(self, None)  # without a last event
         if self.log is not None:
             self.log.end()
 

@@ -75,9 +75,9 @@ class ResponseStore:
         """Return the events of a streamed background response; empty for others. Raises ResponseNotStored."""
         return await self._column("events", owner, response_id)
 
-    async def input_items(self, owner: str, response_id: str) -> list[Item]:
-        """Return the conversation before a response. Raises ResponseNotStored."""
-        return list(msgspec.json.decode(await self._column("input", owner, response_id)))
+    async def input_items(self, owner: str, response_id: str) -> bytes:
+        """Return the JSON of the conversation before a response. Raises ResponseNotStored."""
+        return await self._column("input", owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Raises ResponseNotStored."""
@@ -146,28 +146,35 @@ def _entry(owner: str, response: ResponseObject, items: Sequence[Item]) -> Entry
 def find_conversation(
     database: ResponseDatabase, owner: str, previous_id: str | None, references: Sequence[str]
 ) -> tuple[list[Item], dict[str, Item]]:
-    """Return the items up to the end of the previous response, and the referenced items. Raises RequestError."""
+    """Return the items up to the end of the previous response, and items by id, with all references.
+
+    Raises RequestError for what is not stored.
+    """
     items: list[Item] = []
     if previous_id is not None:
-        response = database.read("response", owner, previous_id)
-        before = database.read("input", owner, previous_id)
-        if response is None or before is None:
+        found = _stored(database, owner, previous_id)
+        if found is None:
             text = f"no response {shown(previous_id)} of this API key is stored; {database.limits}"
             raise RequestError(text, "previous_response_id", "previous_response_not_found")
-        found = msgspec.json.decode(response)
-        if found["status"] == "in_progress":
+        status, items = found
+        if status == "in_progress":
             text = f"the response {shown(previous_id)} is still in progress; wait for its end"
             raise RequestError(text, "previous_response_id")
-        items = [*msgspec.json.decode(before), *found["output"]]
-    return items, {name: _find_item(database, owner, name) for name in references}
+    by_id: dict[str, Item] = {}
+    for name in references:
+        if name not in by_id and (response_id := database.response_of(owner, name)) is not None:
+            _, others = _stored(database, owner, response_id) or ("", [])
+            by_id |= {item["id"]: item for item in others}
+        if name not in by_id:
+            text = f"no item {shown(name)} of this API key is stored; send the item itself. {database.limits}"
+            raise RequestError(text, "input", "item_not_found")
+    return items, by_id
 
 
-def _find_item(database: ResponseDatabase, owner: str, item_id: str) -> Item:
-    response_id = database.response_of(owner, item_id)
-    if response_id is not None:
-        response, before = (database.read(column, owner, response_id) or b"" for column in ("response", "input"))
-        for item in (*msgspec.json.decode(before), *msgspec.json.decode(response)["output"]):
-            if item["id"] == item_id:
-                return dict(item)
-    text = f"no item {shown(item_id)} of this API key is stored; send the item itself. {database.limits}"
-    raise RequestError(text, "input", "item_not_found")
+def _stored(database: ResponseDatabase, owner: str, response_id: str) -> tuple[str, list[Item]] | None:
+    """Return the status of a response, and its conversation with its output."""
+    response, before = (database.read(column, owner, response_id) for column in ("response", "input"))
+    if response is None or before is None:
+        return None
+    decoded = msgspec.json.decode(response)
+    return decoded["status"], [*msgspec.json.decode(before), *decoded["output"]]

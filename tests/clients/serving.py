@@ -38,14 +38,16 @@ class Service:
 
 
 @contextmanager
-def serve(directory: Path, node_flags: Sequence[str]) -> Iterator[Service]:
+def serve(
+    directory: Path, node_flags: Sequence[str], router_flags: Sequence[str] = (), model_dir: Path = EMBEDDED_MODEL
+) -> Iterator[Service]:
     """Run a service while the context is open; the key file is written to ``directory``."""
     key, limited_key = new_key(), new_key()
     key_file = directory / "keys.toml"
     key_file.write_text(key_entry("client", key) + key_entry("limited", limited_key) + "requests_per_minute = 1\n")
     with Fleet() as fleet:
-        fleet.start_prefill(EMBEDDED_MODEL, node_flags)
-        fleet.start_decode(EMBEDDED_MODEL, node_flags)
-        fleet.start_router(EMBEDDED_MODEL, ["--api-keys", str(key_file), "--tool-call-parser", "hermes"])
+        fleet.start_prefill(model_dir, node_flags)
+        fleet.start_decode(model_dir, node_flags)
+        fleet.start_router(model_dir, ["--api-keys", str(key_file), "--tool-call-parser", "hermes", *router_flags])
         fleet.wait_ready()
-        yield Service(fleet.url, key, limited_key)
+        yield Service(fleet.url, key, limited_key, model_dir=model_dir)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from router_process import RouterProcess
+from router_process import MODEL, RouterProcess
 from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
@@ -255,6 +255,11 @@ def test_unsupported_fields_are_rejected(reading_router: RouterProcess, body: di
     response = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+def test_compaction_is_refused_by_name(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="compaction is not supported"):
+        sdk.responses.compact(model=MODEL, input="Hi")
 
 
 def test_responses_are_not_stored(sdk: openai.OpenAI, say_text: Any) -> None:

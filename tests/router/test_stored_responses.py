@@ -160,8 +160,9 @@ def test_input_items_are_listed_in_pages(alice: openai.OpenAI, node: Speech) -> 
 def test_item_references_are_replaced(alice: openai.OpenAI, node: Speech) -> None:
     first = alice.responses.create(input="One", **node.say("Two"))
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
-    alice.responses.create(input=[reference, {"role": "user", "content": "Three"}], **node.fields)
-    assert node.prompt.startswith("<|im_start|>assistant\nTwo<|im_end|>\n<|im_start|>user\nThree")
+    alice.responses.create(input=[reference, {"role": "user", "content": "Three"}, reference], **node.fields)
+    turns = ["assistant\nTwo", "user\nThree", "assistant\nTwo"]
+    assert node.prompt.startswith("".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns))
     with pytest.raises(openai.BadRequestError, match="'msg_1'"):
         alice.responses.create(input=[{"type": "item_reference", "id": "msg_1"}], **node.fields)
 
@@ -212,6 +213,8 @@ def test_events_of_a_background_response_are_read_again(alice: openai.OpenAI, no
     assert [event.sequence_number for event in seen] == list(range(len(seen)))
     assert seen[-1].response.output_text == "One two"
     assert list(alice.responses.retrieve(seen[0].response.id, stream=True)) == seen
+    assert list(alice.responses.retrieve(seen[0].response.id, stream=True, starting_after=3)) == seen[4:]
+    assert list(alice.responses.retrieve(seen[0].response.id, stream=True, starting_after=10**9)) == []
 
 
 def test_background_response_fails_when_the_router_stops(
@@ -233,6 +236,12 @@ def test_background_response_fails_when_the_router_stops(
 
 async def _wait_for_cancel(conversation: Conversation) -> None:
     await conversation.cancelled.wait()
+
+
+def test_each_tenant_and_each_key_without_one_is_an_owner() -> None:
+    clients = [Client(name="a"), Client(name="b"), Client(name="c", tenant="a"), Client(name="d", tenant="b")]
+    assert len({client.owner for client in clients}) == 4
+    assert Client(name="e", tenant="a").owner == Client(name="c", tenant="a").owner
 
 
 # ---------------------------------------------------------------- the database
