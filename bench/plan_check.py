@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 from fleet import MODEL_NAME, Fleet
-from replay import make_long_model
-from serve import Load as Requests
-from serve import Trace, sse_lines
+from http_load import Endpoint, Trace, complete
+from loads import Request, completion_body, make_load, open_loop, random_prompt
+from replay import VOCABULARY, make_long_model
 
 from pdserve.config.model_config import load_model_config
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
@@ -84,30 +83,19 @@ def running(args: argparse.Namespace, model: Path, prefill: int, decode: int) ->
 
 async def replay(url: str, workload: Workload, rate: float) -> list[Trace]:
     """Send the requests of a workload at their arrival times and return their traces."""
-    traces: list[Trace] = []
-    rng = random.Random(2)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+    endpoint, rng = Endpoint.of(url), random.Random(2)
+    prompts = [random_prompt(rng, length, VOCABULARY) for length in workload.prompts]
+    load = make_load(workload, rate, prompts)
 
-        async def send(prompt: int, output: int) -> None:
-            body = {"model": MODEL_NAME, "prompt": rng.choices(range(300, 4000), k=prompt), "max_tokens": output}
-            body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-            traces.append(trace := Trace(time.perf_counter()))
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in sse_lines(response):
-                    if line.startswith("data: {"):
-                        Requests.count(trace, line)
+    async def send(number: int, trace: Trace) -> None:
+        request = load.requests[number]
+        await complete(endpoint, completion_body(MODEL_NAME, request), request.num_tokens, trace, timeout=600)
+        if trace.error:
+            raise RuntimeError(trace.error)
 
-        await send(64, 8)  # opens connections, and lets nodes report their throughput
-        traces.clear()
-        began, at = time.perf_counter(), 0.0
-        async with asyncio.TaskGroup() as group:
-            for gap, prompt, output in zip(workload.gaps, workload.prompts, workload.outputs, strict=True):
-                at += gap / rate
-                await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-                group.create_task(send(prompt, output))
-    return traces
+    warmup = completion_body(MODEL_NAME, Request(0.0, random_prompt(rng, 64, VOCABULARY), 8))
+    await complete(endpoint, warmup, 8, Trace(time.perf_counter()), timeout=600)  # lets nodes report their throughput
+    return await open_loop(load.requests, send)
 
 
 def compare(args: argparse.Namespace, model: Path, text: str) -> str:

@@ -25,14 +25,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 from fleet import MODEL_NAME, Fleet
-from serve import sse_lines
+from http_load import Endpoint, Trace, complete
+from loads import Request, completion_body, open_loop, trace_prompt
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts
 from pdserve.plan.workload import BLOCK, TraceRequest, read_trace
 from router.fleet.policy import POLICIES
+
+VOCABULARY = 4000
 
 
 @dataclass
@@ -75,15 +77,6 @@ def make_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     return requests[:num_requests]
 
 
-def prompt_of(request: TraceRequest, shrink: int, vocabulary: int = 4000) -> list[int]:
-    """Return the prompt's token ids; equal hash ids yield equal token ids."""
-    size = BLOCK // shrink
-    tokens: list[int] = []
-    for number in request.hash_ids:
-        tokens += random.Random(number).choices(range(3, vocabulary), k=size)
-    return tokens[: max(1, request.input_length // shrink)]
-
-
 def make_long_model(directory: Path) -> int:
     """Write the embedded model without weights and with a long context; return KV bytes per token in bfloat16."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -112,37 +105,27 @@ def running_fleet(args: argparse.Namespace, policy: str) -> Iterator[Fleet]:
             yield fleet
 
 
-async def replay(url: str, requests: Sequence[TraceRequest], shrink: int, speed: float) -> Results:
-    results, began = Results(), time.perf_counter()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
+async def replay(url: str, trace: Sequence[TraceRequest], shrink: int, speed: float) -> Results:
+    endpoint = Endpoint.of(url)
+    requests = [
+        Request(each.at / speed, trace_prompt(each, VOCABULARY, shrink), max(1, each.output_length // shrink))
+        for each in trace
+    ]
 
-        async def send(request: TraceRequest) -> None:
-            await asyncio.sleep(max(0.0, request.at / speed - (time.perf_counter() - began)))
-            body = {
-                "model": MODEL_NAME,
-                "prompt": prompt_of(request, shrink),
-                "max_tokens": max(1, request.output_length // shrink),
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            sent, last = time.perf_counter(), ""
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                response.raise_for_status()
-                first = None
-                async for line in sse_lines(response):
-                    if line.startswith("data: {"):
-                        first, last = first or time.perf_counter(), line
-            assert first is not None
-            usage = json.loads(last.removeprefix("data: "))["usage"]
-            results.ttft.append(first - sent)
-            results.prompt_tokens += usage["prompt_tokens"]
-            results.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+    async def send(number: int, trace: Trace) -> None:
+        body = completion_body(MODEL_NAME, requests[number])
+        await complete(endpoint, body, requests[number].num_tokens, trace, timeout=600)
 
-        await asyncio.gather(*map(send, requests))
-    results.seconds = time.perf_counter() - began
-    return results
+    began = time.perf_counter()
+    traces = await open_loop(requests, send)
+    failed = [trace.error for trace in traces if trace.error]
+    assert not failed, failed[0]
+    return Results(
+        ttft=[trace.ttft for trace in traces],
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        cached_tokens=sum(trace.cached_tokens for trace in traces),
+        seconds=time.perf_counter() - began,
+    )
 
 
 def main(argv: Iterable[str] | None = None) -> None:

@@ -28,7 +28,8 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens",
         default="2048",
         metavar="LENGTH",
-        help="2048, 256-1024 (uniform), p50=900,p99=8000 or mean=1500,p99=8000 (log-normal); default %(default)s",
+        help="2048, 256-1024 (uniform), or log-normal: p50=900,p99=8000, mean=1500,p99=8000 or mean=2000,sigma=0.8; "
+        "default %(default)s",
     )
     load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="same formats (default %(default)s)")
     load.add_argument(

@@ -14,11 +14,12 @@ from statistics import NormalDist, fmean
 
 import msgspec
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, shown
 
 BLOCK = 512  # tokens per hash id of a trace
 SAMPLES = 8_000  # requests that represent a distribution
 LONGEST = 1 << 20  # tokens
+MAX_SIGMA = 4.0
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,13 @@ def workload_of_trace(requests: Sequence[TraceRequest]) -> tuple[Workload, float
     return Workload(prompts, tuple(cached), outputs, gaps), 1.0 / mean
 
 
-def workload_of(prompt_tokens: str, output_tokens: str, cached_share: float, samples: int = SAMPLES) -> Workload:
-    """Return a workload with Poisson arrivals and independent lengths (see ``quantiles``), with a fixed seed."""
+def workload_of(
+    prompt_tokens: str, output_tokens: str, cached_share: float, samples: int = SAMPLES, seed: int = 1
+) -> Workload:
+    """Return a workload with Poisson arrivals and independent lengths (see ``quantiles``)."""
     if not 0.0 <= cached_share < 1.0:
         raise ConfigError(f"cached share {cached_share:g} is not within 0 … 1; the last token is never cached")
-    rng = random.Random(1)
+    rng = random.Random(seed)
     prompts, outputs = (_drawn(quantiles(text), samples, rng) for text in (prompt_tokens, output_tokens))
     drawn = [rng.expovariate(1.0) for _ in range(samples)]
     mean = fmean(drawn)
@@ -132,6 +135,7 @@ def quantiles(text: str) -> Callable[[float], float]:
         256-1024             uniform
         p50=900,p99=8000     log-normal with these percentiles
         mean=1500,p99=8000   log-normal with this mean and percentile
+        mean=2000,sigma=0.8  log-normal with this mean and standard deviation of the logarithm
 
     Raises ConfigError.
     """
@@ -143,9 +147,13 @@ def quantiles(text: str) -> Callable[[float], float]:
             return lambda share: low + (high - low) * share
     if match := re.fullmatch(r"(mean|p\d+)=(\d+),p(\d+)=(\d+)", text):
         return _log_normal(text, match[1], int(match[2]), int(match[3]), int(match[4]))
+    if match := re.fullmatch(r"mean=(\d+),sigma=(\d*\.?\d+)", text):
+        mean, sigma = int(match[1]), float(match[2])
+        if 1 <= mean <= LONGEST and sigma <= MAX_SIGMA:
+            return _log_normal_of(math.log(mean) - sigma * sigma / 2, sigma)
     raise ConfigError(
-        f"length {text!r} is invalid; use 2048, 256-1024, p50=900,p99=8000 or mean=1500,p99=8000, "
-        f"in tokens up to {LONGEST}"
+        f"length {shown(text)} is invalid; use 2048, 256-1024, p50=900,p99=8000, mean=1500,p99=8000 or "
+        f"mean=2000,sigma=0.8, in tokens up to {LONGEST} with a sigma up to {MAX_SIGMA:g}"
     )
 
 
@@ -169,4 +177,8 @@ def _log_normal(text: str, first: str, value: int, percent: int, upper: int) -> 
         z_low = NormalDist().inv_cdf(low / 100)
         s = ratio / (z - z_low)
         m = math.log(value) - s * z_low
+    return _log_normal_of(m, s)
+
+
+def _log_normal_of(m: float, s: float) -> Callable[[float], float]:
     return lambda share: math.exp(m + s * NormalDist().inv_cdf(share))

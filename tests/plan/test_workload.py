@@ -20,6 +20,8 @@ from pdserve.plan.workload import read_trace, workload_of, workload_of_trace
         ("p50=900,p99=8000", {"p50": 900, "p99": 8000}),
         ("p10=100,p90=1000", {"p10": 100, "p50": 316, "p90": 1000}),
         ("mean=1500,p99=8000", {"mean": 1500, "p99": 8000}),
+        ("mean=2000,sigma=0.8", {"mean": 2000, "p50": 1452, "p90": 4048}),
+        ("mean=2000,sigma=0", {"mean": 2000, "p99": 2000}),
     ],
 )
 def test_lengths_follow_the_requested_distribution(text: str, figures: dict[str, float]) -> None:
@@ -34,6 +36,7 @@ def test_lengths_follow_the_requested_distribution(text: str, figures: dict[str,
     [
         ("0", "length '0' is invalid; use 2048"),
         ("9-3", "length '9-3' is invalid"),
+        ("mean=10,sigma=9", "with a sigma up to 4"),
         ("many", "length 'many' is invalid"),
         ("9999999", "in tokens up to 1048576"),
         ("p99=100,p50=9", "the second value must be a percentile above p50"),

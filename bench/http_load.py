@@ -1,0 +1,224 @@
+"""Load on OpenAI-compatible servers for benches: requests at set times, and the arrival time of each token.
+
+The client parses HTTP with httptools and events with msgspec, without a task switch per event, so that one process can
+follow tens of thousands of tokens/s. Each request has a connection of its own. A token's time is that of the read from
+the socket that completed its event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from pdserve.errors import ConfigError, cut, shown
+
+COMPLETIONS = "/v1/completions"
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Trace:
+    """A request's times in seconds of time.perf_counter()."""
+
+    due: float
+    start: float = 0.0  # sent
+    tokens: list[float] = field(default_factory=list)  # arrivals; one per event if the server sends no token ids
+    num_tokens: int = 0  # output tokens
+    cached_tokens: int = 0  # prompt tokens, as reported by the server
+    error: str = ""
+
+    @property
+    def late(self) -> float:
+        return self.start - self.due
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.tokens)]
+
+    @property
+    def tpot(self) -> float:
+        """Mean time per output token after the first one; needs two tokens."""
+        return (self.tokens[-1] - self.tokens[0]) / (self.num_tokens - 1)
+
+
+class Endpoint(NamedTuple):
+    """The base URL of a server, in parts."""
+
+    host: str
+    port: int
+    tls: bool
+    authority: str  # HOST[:PORT]
+    path: str  # without a slash at its end
+    headers: dict[str, str]  # of every request
+
+    @classmethod
+    def of(cls, url: str) -> Endpoint:
+        """Parse a URL; the API key is OPENAI_API_KEY. Raises ConfigError."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"URL {shown(url)} is invalid; use http://HOST:PORT")
+        key = os.environ.get("OPENAI_API_KEY")
+        tls = parts.scheme == "https"
+        return cls(
+            parts.hostname,
+            parts.port or (443 if tls else 80),
+            tls,
+            parts.netloc.rpartition("@")[2],
+            parts.path.rstrip("/"),
+            {"Authorization": f"Bearer {key}"} if key else {},
+        )
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.path}"
+
+    async def exchange(
+        self, method: str, path: str, body: bytes, take: Callable[[bytes], None], headers: dict[str, str] | None = None
+    ) -> int:
+        """Send a request, pass the pieces of the answer's body to ``take`` and return the status. Raises OSError."""
+        headers = self.headers | (headers or {})
+        lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {self.authority}", "Connection: close"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+        loop = asyncio.get_running_loop()
+        transport, exchange = await loop.create_connection(
+            lambda: _Exchange(take), self.host, self.port, ssl=self.tls or None
+        )
+        try:
+            transport.write(request)
+            return await exchange.status
+        finally:
+            transport.abort()
+
+
+class _Exchange(asyncio.Protocol):
+    """A connection for one request; its methods ``on_…`` are called by the parser."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.on_body = take
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            self._fail(ConnectionError(f"invalid answer: {exc.__context__ or exc}"))
+
+    def on_message_complete(self) -> None:
+        if not self.status.done():
+            self.status.set_result(self._parser.get_status_code())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(exc or ConnectionError("the server closed the connection before the end of its answer"))
+
+    def _fail(self, exc: Exception) -> None:
+        if not self.status.done():
+            self.status.set_exception(exc)
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    text: str = ""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class EventReader:
+    """Records the tokens of a completion's server-sent events in a trace."""
+
+    _decoder = msgspec.json.Decoder(_Event)
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._rest = b""
+        self.other = b""  # lines that are no events, for example an error's body
+
+    def feed(self, data: bytes) -> None:
+        now = time.perf_counter()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                self._take(self._decoder.decode(line[6:]), now)
+            elif not line.startswith(b"data:"):
+                self.other += line
+
+    def end(self) -> None:
+        self.other += self._rest
+
+    def _take(self, event: _Event, now: float) -> None:
+        trace = self._trace
+        if event.error is not None:
+            trace.error = cut(str(event.error))
+        for choice in event.choices:
+            arrived = len(choice.token_ids) if choice.token_ids is not None else bool(choice.text)
+            trace.tokens += [now] * arrived
+            trace.num_tokens += arrived
+        if event.usage is not None:
+            trace.num_tokens = event.usage.completion_tokens or trace.num_tokens
+            details = event.usage.prompt_tokens_details
+            trace.cached_tokens = (details and details.cached_tokens) or 0
+
+
+async def complete(
+    endpoint: Endpoint,
+    body: bytes,
+    num_tokens: int,
+    trace: Trace,
+    timeout: float,
+    headers: dict[str, str] | None = None,
+) -> None:
+    """Send a body of ``completion_body`` and fill in the trace; it gets an error instead of an exception."""
+    reader = EventReader(trace)
+    trace.start = trace.start or time.perf_counter()
+    try:
+        async with asyncio.timeout(timeout):
+            status = await endpoint.exchange("POST", COMPLETIONS, body, reader.feed, headers)
+    except TimeoutError:
+        trace.error = trace.error or f"no end within {timeout:g} s"
+        return
+    except OSError as exc:
+        trace.error = trace.error or f"{type(exc).__name__}: {exc}"
+        return
+    reader.end()
+    if status != 200:
+        trace.error = f"HTTP {status}: {cut(reader.other.decode(errors='replace'))}"
+    elif not trace.error and trace.num_tokens != num_tokens:
+        trace.error = f"{trace.num_tokens} tokens instead of {num_tokens}"
+
+
+def percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """Return percentiles and the maximum in ms; empty input gives an empty result."""
+    values = list(seconds)
+    if not values:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else values * 99
+    return {f"p{p}": round(cuts[p - 1] * 1e3, 3) for p in PERCENTILES} | {"max": round(max(values) * 1e3, 3)}

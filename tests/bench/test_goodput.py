@@ -1,0 +1,222 @@
+"""bench/goodput.py: loads, objectives, counting of tokens, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from argparse import ArgumentParser, Namespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import goodput
+import goodput_fleets
+import pytest
+from fleet import copy_without_weights
+from goodput import is_good, parse_objectives, summarize, table
+from http_load import EventReader, Trace
+from loads import make_loads
+from systems import System
+
+from pdserve.errors import ConfigError
+
+
+def parsed(*argv: str) -> Namespace:
+    parser = ArgumentParser()
+    goodput.add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def test_random_load_has_the_requested_rate_and_lengths() -> None:
+    flags = [
+        "--rates",
+        "4,8",
+        "--seconds",
+        "100",
+        "--prompt-tokens",
+        "mean=200,sigma=0.5",
+        "--max-output-tokens",
+        "300",
+    ]
+    slow, fast = make_loads(parsed(*flags))
+    assert (len(slow.requests), len(fast.requests)) == (400, 800)
+    assert fast.requests[-1].at == pytest.approx(100.0)
+    assert fmean(len(request.prompt) for request in fast.requests) == pytest.approx(200, rel=0.02)
+    assert max(request.num_tokens for request in fast.requests) == 300
+    assert all(2048 <= token < 4096 for request in fast.requests for token in request.prompt)
+    assert slow.requests[0].prompt[:8] != fast.requests[0].prompt[:8], "a server would find the prompts in its cache"
+    assert make_loads(parsed(*flags)) == [slow, fast]
+    assert make_loads(parsed(*flags, "--seed", "2")) != [slow, fast]
+
+
+def test_trace_load_keeps_arrivals_and_shared_prefixes(tmp_path: Path) -> None:
+    rows = [(0, 1024, 10, [1, 2]), (1000, 1500, 20, [1, 2, 3]), (4000, 600, 5, [4, 5])]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    (own,) = make_loads(parsed("--trace", str(path)))
+    (scaled,) = make_loads(parsed("--trace", str(path), "--rates", "5"))
+    assert own.rate == 0.5
+    assert [request.num_tokens for request in own.requests] == [10, 20, 5]
+    for load, seconds in ((own, 2.0), (scaled, 0.2)):
+        first, second, third = load.requests
+        assert (second.at - first.at, third.at - second.at) == pytest.approx((seconds / 2, 1.5 * seconds))
+        assert [len(request.prompt) for request in load.requests] == [1024, 1500, 600]
+        assert second.prompt[:1024] == first.prompt
+
+
+def trace(*tokens: float, start: float = 0.0, error: str = "") -> Trace:
+    return Trace(due=0.0, start=start, tokens=list(tokens), num_tokens=len(tokens), error=error)
+
+
+@pytest.mark.parametrize(
+    ("request_trace", "good"),
+    [
+        (trace(0.1, 0.11, 0.13), True),
+        (trace(0.3, 0.31), False),  # TTFT
+        (trace(0.3, 0.31, start=0.2), True),
+        (trace(0.1, 0.15, 0.2), False),  # per token
+        (trace(0.1, 0.1, 0.1, 0.1, 0.1, 0.18), False),  # longest gap
+        (trace(0.1), True),  # a single token has no time per token
+        (trace(0.1, 0.11, error="HTTP 503"), False),
+    ],
+)
+def test_request_is_good_if_it_meets_every_objective(request_trace: Trace, good: bool) -> None:
+    assert is_good(request_trace, parse_objectives(["ttft:200", "tpot:20", "gap:50"])) is good
+
+
+@pytest.mark.parametrize("text", ["ttft", "itl:20", "gap:fast"])
+def test_invalid_objective_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--goodput '{text}' is invalid; use ttft:MS, tpot:MS, gap:MS"):
+        parse_objectives([text])
+
+
+@pytest.mark.parametrize("text", ["http://h", "a=h:80", "a=vllm-pd:http://h", "a="])
+def test_invalid_system_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is invalid; use"):
+        System.of(text)
+
+
+def test_tokens_are_counted_as_they_arrive() -> None:
+    with_ids, without_ids = Trace(0.0), Trace(0.0)
+    reader = EventReader(with_ids)
+    for piece in (
+        b'data: {"choices":[{"text":"","token_ids":[7]}]}\n\nda',
+        b'ta: {"choices":[{"text":"ab","token_ids":[8,9]}]}\n\n',
+        b'data: {"choices":[{"text":"","token_ids":[]}]}\n\n',
+        b'data: {"choices":[],"usage":{"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":5}}}\n\n',
+        b"data: [DONE]\n\n",
+    ):
+        reader.feed(piece)
+    assert (len(with_ids.tokens), with_ids.num_tokens, with_ids.cached_tokens) == (3, 3, 5)
+    reader = EventReader(without_ids)
+    reader.feed(b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[{"text":""}]}\n\n')
+    reader.feed(b'data: {"choices":[{"text":"bc"}]}\n\ndata: {"choices":[],"usage":{"completion_tokens":3}}\n\n')
+    assert (len(without_ids.tokens), without_ids.num_tokens) == (2, 3)
+    reader.feed(b'data: {"error":{"message":"out of memory"}}\n\n')
+    assert "out of memory" in without_ids.error
+
+
+def test_slow_client_is_reported() -> None:
+    late = [Trace(due=0.0, start=0.2, tokens=[0.3], num_tokens=1)] * 3
+    assert "sent 200 ms late" in summarize("a", 1.0, late, (10.0, 0.1), {}).warning
+    assert "95% of a core" in summarize("a", 1.0, [trace(0.1)], (10.0, 9.5), {}).warning
+    punctual = summarize("a", 1.0, [trace(0.1)], (10.0, 1.0), {})
+    assert not punctual.warning
+    failed = summarize("b", 2.0, [trace(error="HTTP 503")], (10.0, 1.0), {})
+    assert "| 1 of 1 |" in table([punctual, failed], ["a", "b"])
+
+
+class Peer:
+    """A server that answers as vLLM does, and keeps the bodies of completions."""
+
+    def __init__(self, status: int) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._status = status
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Peer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Prompts of all completions, without order."""
+        return sorted(body["prompt"] for body in self.bodies)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(200, json.dumps({"data": [{"id": "m"}]}))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                peer.bodies.append(body)
+                if peer._status != 200:
+                    self._answer(peer._status, '{"error":{"message":"full"}}')
+                elif not body["stream"]:
+                    self._answer(200, json.dumps({"kv_transfer_params": {"remote_host": "here"}}))
+                else:
+                    events = ['{"choices":[{"text":"a","token_ids":[1]}]}'] * body["max_tokens"] + ["[DONE]"]
+                    self._answer(200, "".join(f"data: {event}\n\n" for event in events))
+
+            def _answer(self, status: int, text: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Write nothing."""
+
+        return Handler
+
+
+def test_systems_receive_the_same_requests(tmp_path: Path) -> None:
+    with Peer(200) as first, Peer(200) as second, Peer(200) as prefill, Peer(200) as decode:
+        systems = [
+            f"both={first.url},{second.url}",
+            "gone=http://127.0.0.1:9",
+            f"pd=vllm-pd:{prefill.url},{decode.url}",
+        ]
+        words = [word for system in systems for word in ("--system", system)]
+        words += ["--rates", "20,40", "--seconds", "0.2", "--prompt-tokens", "4", "--output-tokens", "3"]
+        assert goodput.main([*words, "--warmup", "2", "--json", str(tmp_path / "json")]) == 1, "one does not answer"
+    results = json.loads((tmp_path / "json").read_text())["results"]
+    found = [(each["system"], each["rate"], each["requests"], each["errors"]) for each in results]
+    assert found == [(name, rate, round(rate / 5), 0) for name in ("both", "pd") for rate in (20.0, 40.0)]
+    assert len(first.bodies) == len(second.bodies) == 7, "12 requests and two of the warm-up in turn"
+    assert sorted(first.prompts + second.prompts) == prefill.prompts == decode.prompts
+    assert all((body["max_tokens"], body["stream"]) == (1, False) for body in prefill.bodies)
+    assert all(body["kv_transfer_params"]["do_remote_decode"] for body in prefill.bodies)
+    assert all(body["kv_transfer_params"] == {"remote_host": "here"} for body in decode.bodies)
+    assert len({body["cache_salt"] for body in first.bodies + decode.bodies}) == 6, "one per measurement and warm-up"
+
+
+def test_system_that_refuses_every_request_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Peer(503) as server:
+        assert goodput.main(["--system", f"full={server.url}", "--rates", "9", "--seconds", "1", "--warmup", "1"]) == 1
+    assert "full: error: every request of the warm-up failed, the first one with: HTTP 503" in capsys.readouterr().err
+
+
+def test_fleets_are_started_measured_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = "--engine simulated --threads 1 --kv-cache-memory 64MiB --device cpu"
+    flags = ["--fleets", "2d", "up --no-such-flag", "--devices", "cpu", "--node-flags", node, "--out", str(tmp_path)]
+    load = ["--rates", "8", "--seconds", "1", "--prompt-tokens", "40", "--output-tokens", "5", "--warmup", "2"]
+    assert goodput_fleets.main([str(copy_without_weights(tmp_path)), *flags, *load]) == 1
+    captured = capsys.readouterr()
+    assert "--no-such-flag" in captured.err
+    (result,) = json.loads((tmp_path / "goodput.json").read_text())["results"]
+    assert (result["system"], result["requests"], result["errors"]) == ("2d", 8, 0)
+    assert captured.out == (tmp_path / "goodput.md").read_text()
+    assert "| errors | 0 of 8 |" in captured.out
