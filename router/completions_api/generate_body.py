@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from router.text.structured.structured_outputs import OutputGrammar, StructuredOutputs, requested_grammar
 
@@ -16,10 +17,14 @@ _GRAMMAR_FIELDS |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 ALL_LOGPROBS = 2**31 - 1  # alternatives: the whole vocabulary, which clients write as -1
 
 
+Number = TypeVar("Number", int, float)
+Defaulted = Annotated[Number | None, Meta(description="Default: that of the model, else OpenAI's.")]
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: bool | None = False  # accepted, never done
+    include_obfuscation: Annotated[bool | None, Meta(description="Accepted without effect.")] = False
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
@@ -28,12 +33,12 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float | None = None  # None, here and below: the model's default
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    temperature: Defaulted[float] = None
+    top_p: Defaulted[float] = None
+    top_k: Defaulted[int] = None
+    min_p: Defaulted[float] = None
     seed: int | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Defaulted[float] = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -47,7 +52,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
-    priority: int = 0  # lower runs earlier
+    priority: Annotated[int, Meta(description="Lower values run earlier.")] = 0
     response_format: dict[str, Any] = {}
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -58,15 +63,17 @@ class GenerateBody(msgspec.Struct, kw_only=True, frozen=True, dict=True):
     regex: str | None = None
     ebnf: str | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None  # -1: as many as fit
-    truncation_side: Literal["left", "right"] = "left"  # where tokens are dropped
+    truncate_prompt_tokens: Annotated[
+        int | None, Meta(description="Keep so many tokens of a prompt; -1: as many as fit.")
+    ] = None
+    truncation_side: Annotated[Literal["left", "right"], Meta(description="Where tokens are dropped.")] = "left"
     include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False  # the same, of SGLang
+    no_stop_trim: Annotated[bool, Meta(description="SGLang's name of include_stop_str_in_output.")] = False
     bad_words: list[str] = []
     allowed_token_ids: list[int] = []
     logprob_token_ids: list[int] = []
     return_tokens_as_token_ids: bool = False
-    thinking_token_budget: int | None = None  # -1: none
+    thinking_token_budget: Annotated[int | None, Meta(description="Limit of reasoning tokens; -1: none.")] = None
     request_id: str = ""
 
     @property

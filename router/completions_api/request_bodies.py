@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from pdserve.errors import RequestError
 from pdserve.records import MAX_PROMPT_LOGPROBS
@@ -60,11 +62,15 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True
-    separate_reasoning: bool = True  # SGLang's; false: reasoning stays in the content, with its markers
+    separate_reasoning: Annotated[
+        bool, Meta(description="SGLang; false: reasoning stays in the content, with its markers.")
+    ] = True
     echo: bool = False
     chat_template: str = ""
     documents: list[dict[str, Any]] = []
-    add_generation_prompt: bool | None = None  # default: true, unless the last message is to be continued
+    add_generation_prompt: Annotated[
+        bool | None, Meta(description="Default: true, unless the last message is continued.")
+    ] = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = {}

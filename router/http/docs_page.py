@@ -63,7 +63,7 @@ def _content(content: Fields) -> str:
 
 
 def _schema(schema: Fields) -> Iterator[str]:
-    yield f"<p>{escape(schema.get('description', ''))}"
+    yield f"<p>{_description(schema)}"
     if "properties" not in schema:
         yield _type(schema)
         return
@@ -71,8 +71,12 @@ def _schema(schema: Fields) -> Iterator[str]:
     yield "<table>"
     for name, field in schema["properties"].items():
         note = "required" if name in required else f"default {_json(field['default'])}" if "default" in field else ""
-        yield f"<tr><td><code>{escape(name)}</code><td>{_type(field)}<td>{note}"
+        yield f"<tr><td><code>{escape(name)}</code><td>{_type(field)}<td>{note}<td>{_description(field)}"
     yield "</table>"
+
+
+def _description(schema: Fields) -> str:
+    return escape(schema.get("description", ""))
 
 
 def _type(schema: Fields) -> str:

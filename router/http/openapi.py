@@ -185,8 +185,8 @@ def _or_null(field: Fields) -> Fields:
     null = {"type": "null"}
     if "anyOf" in field:
         return field if null in field["anyOf"] else {**field, "anyOf": [*field["anyOf"], null]}
-    default = {"default": field["default"]} if "default" in field else {}
-    return {"anyOf": [{key: field[key] for key in field if key != "default"}, null], **default}
+    notes: Fields = {key: field[key] for key in ("description", "default") if key in field}
+    return {"anyOf": [{key: field[key] for key in field if key not in notes}, null], **notes}
 
 
 def _operation(operation: Operation) -> Fields:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.errors import RequestError, shown
 from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.generate_body import Defaulted
 from router.completions_api.request_bodies import ChatBody, check_chat
 from router.messages_api.conversation import chat_messages
 from router.messages_api.params import (
@@ -26,11 +28,12 @@ EXTENSIONS = frozenset(
     | {*("stop_token_ids", "ignore_eos", "skip_special_tokens", "cache_salt", "priority", "structured_outputs")}
     | {*("chat_template_kwargs", "documents", "bad_words", "allowed_token_ids")}
 )
+NoEffect = Annotated[Any, Meta(description="Accepted without effect.")]
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """Fields that make the prompt; ``cache_control`` and below are accepted without effect."""
+    """Fields that make the prompt."""
 
     messages: list[MessageParam]
     model: str | None = None
@@ -39,26 +42,24 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
     tool_choice: ToolChoiceParam = ToolChoiceParam("auto")
     thinking: ThinkingParam = ThinkingParam("adaptive")
     output_config: OutputConfigParam = OutputConfigParam()
-    cache_control: Any = None
-    context_management: Any = None
-    speed: Any = None
+    cache_control: NoEffect = None
+    context_management: NoEffect = None
+    speed: NoEffect = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
-    """``max_tokens`` is lowered to the room in the context; ``diagnostics`` and below are accepted without effect."""
-
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(description="Limit of output tokens, lowered to the room in the context.")]
     stop_sequences: list[str] = []
     stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Defaulted[float] = None
+    top_p: Defaulted[float] = None
+    top_k: Defaulted[int] = None
     metadata: MetadataParam = MetadataParam()
-    diagnostics: Any = None
-    inference_geo: Any = None
-    service_tier: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    diagnostics: NoEffect = None
+    inference_geo: NoEffect = None
+    service_tier: NoEffect = None
+    user_profile_id: NoEffect = None
+    workspace_id: NoEffect = None
 
 
 class MessagesBody(ChatBody, kw_only=True, frozen=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.errors import RequestError
 from router.completions_api.body_parsing import convert, parse_json
@@ -22,7 +23,7 @@ class PoolingBody(msgspec.Struct, kw_only=True, frozen=True):
     model: str | None = None
     user: str | None = None
     cache_salt: str = ""
-    priority: int = 0  # lower runs earlier
+    priority: Annotated[int, Meta(description="Lower values run earlier.")] = 0
 
 
 class EmbeddingBody(PoolingBody, kw_only=True, frozen=True):
@@ -30,7 +31,9 @@ class EmbeddingBody(PoolingBody, kw_only=True, frozen=True):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None  # keeps the last tokens; -1: as many as fit
+    truncate_prompt_tokens: Annotated[
+        int | None, Meta(description="Keep so many tokens of a text; -1: as many as fit.")
+    ] = None
 
     def pack_inputs(self) -> list[str | bytes]:
         """The inputs one by one: texts, or packed token ids. Raises RequestError for a mixture."""
@@ -40,7 +43,7 @@ class EmbeddingBody(PoolingBody, kw_only=True, frozen=True):
 class PairBody(PoolingBody, kw_only=True, frozen=True):
     """Pairs of a query and a document."""
 
-    instruction: str | None = None  # of a reranker whose template has one
+    instruction: Annotated[str | None, Meta(description="For a reranker whose template has one.")] = None
 
     @property
     def pairs(self) -> tuple[list[str], list[str]]:
@@ -68,7 +71,7 @@ class TextDocument(msgspec.Struct, frozen=True):
 class RerankBody(PairBody, kw_only=True, frozen=True):
     query: str
     documents: list[str | TextDocument]
-    top_n: int | None = None  # None or 0: all
+    top_n: Annotated[int | None, Meta(description="Default and 0: all.")] = None
     return_documents: bool = True
 
     @property

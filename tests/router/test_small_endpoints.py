@@ -193,4 +193,5 @@ def test_docs_page_describes_every_path_without_scripts(client: httpx.Client) ->
     for path, methods in document["paths"].items():
         for method in methods:
             assert f"<code>{method.upper()} {path}</code>" in response.text
+    assert "Lower values run earlier." in response.text
     assert "<code>starting_after</code> (query): " in response.text
