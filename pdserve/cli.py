@@ -34,7 +34,7 @@ PROGRAMS = {
     "decode": ("decode_node", "start a decode node"),
     "serve": ("elastic_node", "start a node that prefills and decodes"),
     "router": ("router", "start a router"),
-    "doctor": ("engine.doctor", "check whether a node with these flags would start and work on this machine"),
+    "doctor": ("launcher.doctor", "check whether a node with these flags would start and work on this machine"),
 }
 
 

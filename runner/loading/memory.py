@@ -116,8 +116,8 @@ def _check_longest(config: NodeConfig, layout: KVLayout) -> None:
 
 def check_room(
     config: ModelConfig, position: RankPosition, layout: KVLayout | None, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raise CapacityError unless a rank's weights and KV cache fit in the device's free memory.
+) -> str:
+    """Return what a rank needs. Raises CapacityError unless its weights and KV cache fit in the device's free memory.
 
     Weights that no format packs are held in ``dtype``. Without a layout the cache takes what is left later.
     """
@@ -129,6 +129,8 @@ def check_room(
             f"weights ({gib(weights)}) and KV cache ({gib(cache)}) need more than the {gib(free)} that "
             f"are free on {device}; lower --kv-cache-memory, choose a smaller model or end other processes"
         )
+    rest = "a KV cache of what is left" if layout is None else f"KV cache {gib(cache)}"
+    return f"weights {gib(weights)}, {rest}; {'unknown' if free is None else gib(free)} free on {device}"
 
 
 def free_memory(device: torch.device) -> int | None:

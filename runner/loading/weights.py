@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _COMPUTED = (".rotary_emb.inv_freq",)  # buffers of old checkpoints that are computed here
 _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+_FLOATS = ("F64", "F32", "BF16", "F16")  # their names in safetensors
+
 _EMBEDDING = "embed_tokens.weight"  # of a body
 
 _DUMMY_DEVIATION = 0.02
@@ -105,11 +107,25 @@ def load_weights(
 ) -> None:
     """Fill every shard from the weight of that name, converting dtype and device.
 
-    Weights named in ``ignored`` are skipped. ``progress`` is called with the fraction filled. Raises CheckpointError
-    naming the tensor, and both shapes where they differ.
+    ``progress`` is called with the fraction filled. Raises CheckpointError, before anything is read as far as possible.
     """
     total = sum(shard.memory.numel() for shard in shards.values())
     done = 0
+    for name in check_weights(model_dir, weights, shards, ignored):
+        _fill(model_dir, name, shards[name], weights[name])
+        done += shards[name].memory.numel()
+        progress(done / total)
+
+
+def check_weights(
+    model_dir: Path, weights: Mapping[str, Any], shards: Mapping[str, WeightShard], ignored: Collection[str]
+) -> list[str]:
+    """Return the names of the weights to load: one for each shard. Reads none; shards may be on the meta device.
+
+    Weights named in ``ignored`` are skipped. Raises CheckpointError naming the tensor, and both shapes where they
+    differ.
+    """
+    names = []
     for name, source in weights.items():
         if name.endswith(_COMPUTED) or name in ignored or (name not in shards and is_padding_bias(name, weights)):
             continue
@@ -118,29 +134,40 @@ def load_weights(
                 f"{model_dir}: tensor {name} has no place in the model that config.json describes; leaving it out "
                 "would change results. Check architectures, num_hidden_layers and the bias flags"
             )
-        _fill(model_dir, name, shards[name], source)
-        done += shards[name].memory.numel()
-        progress(done / total)
+        _check_tensor(model_dir, name, shards[name], source)
+        names.append(name)
     if missing := [name for name in shards if name not in weights]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
             f"{model_dir} lacks the tensors {', '.join(missing[:3])}{more}; config.json and weights belong to "
             "different models"
         )
+    return names
 
 
-def _fill(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
-    """Copy the shard's part of ``source``, a slice of safetensors, which reads nothing before it is indexed."""
+def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
+    """Compare shapes and dtypes; ``source`` is a slice of safetensors, which reads nothing before it is indexed."""
     shape = tuple(source.get_shape())
     if shape != shard.full_shape:
         raise CheckpointError(
             f"{model_dir}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
             "the two belong to different models"
         )
+    dtype, memory = source.get_dtype(), shard.memory
+    if dtype not in _FLOATS and not isinstance(source, DequantizedSlice) and memory.dtype in _CONVERTIBLE:
+        raise _wrong_dtype(model_dir, name, dtype, memory)
+
+
+def _fill(model_dir: Path, name: str, shard: WeightShard, source: Any) -> None:
+    """Copy the shard's part of ``source``."""
     part, memory = source[shard.index], shard.memory
     if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
-        raise CheckpointError(
-            f"{model_dir}: tensor {name} has dtype {source.get_dtype()}, which cannot become {memory.dtype}; the "
-            "weight format that config.json names is another. Download the checkpoint again"
-        )
+        raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
     memory.copy_(part)
+
+
+def _wrong_dtype(model_dir: Path, name: str, dtype: str, memory: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{model_dir}: tensor {name} has dtype {dtype}, which cannot become {memory.dtype}; the weight format that "
+        "config.json names is another. Download the checkpoint again"
+    )

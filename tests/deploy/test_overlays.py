@@ -11,10 +11,10 @@ from overlays import KUBERNETES, OVERLAYS, REVISION, Pod, build, builder, of_kin
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from decode_node.decode_role import make_role as make_decode
-from engine.doctor import make_parser
 from engine.executor.multi_host import local_ranks_from
 from engine.frontend.frontend_flags import frontend_options_from
 from engine.frontend.node_command import role_parser
+from launcher.doctor import make_parser
 from launcher.up_flags import make_parser as make_up_parser
 from pdserve.config.flags import options_from
 from pdserve.discovery.sources import check_source

@@ -40,7 +40,7 @@ def test_no_check_fails_on_this_machine() -> None:
     status, findings = doctor("--device", "cpu", "--require-transport", "shm", UCX_TCP_PORT_RANGE="20000-20255")
     assert (status, failed(findings)) == (0, set()), findings
     assert "shm" in findings["transport"].text
-    checks = "clock tls port device checkpoint shm memlock nixl transport"
+    checks = "clock tls port device checkpoint tokenizer tensors memory shm memlock nixl transport"
     assert findings.keys() == {*checks.split(), "ucx ports"}
 
 

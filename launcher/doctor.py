@@ -1,8 +1,8 @@
-"""``pdserve doctor``: check whether a node with these flags would start on this machine.
+"""``pdserve doctor``: check whether a node with these flags, and a router for its model, would start on this machine.
 
 It takes the flags of a node, loads no weights, opens no port for others and leaves nothing behind but a cache of weight
-digests, which --prefill needs. It prints a line per
-check: ok; warn if a node would start; fail if it would not start, or not do what its flags say.
+digests, which --prefill needs. It prints a line per check: ok; warn if a node would start; fail if it would not start,
+or not do what its flags say. The last line is the verdict.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
+from pathlib import Path
 
 import grpc
 import msgspec
@@ -23,7 +24,8 @@ from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, 
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.device import node_devices
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
-from pdserve.config.node_config import NodeConfig, NodeOptions
+from pdserve.config.generation_defaults import load_generation_defaults
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
 from pdserve.config.resolve import resolve, with_weight_digests
 from pdserve.discovery.sources import source_addresses
 from pdserve.doctor import checks
@@ -72,9 +74,17 @@ def _run(args: argparse.Namespace) -> int:
         findings.append(finding)
         if not args.json:
             print(finding, flush=True)
-    if args.json:
-        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+    print(json.dumps(msgspec.to_builtins(findings), indent=2) if args.json else verdict(findings))
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the last line of the output."""
+    failed = [finding.check for finding in findings if finding.level is Level.FAIL]
+    if failed:
+        return f"\nverdict: it would not start, {', '.join(failed)} failed"
+    warned = [finding.check for finding in findings if finding.level is Level.WARN]
+    return "\nverdict: it would start" + (f"; see the warnings of {', '.join(warned)}" if warned else "")
 
 
 def _findings(
@@ -98,6 +108,12 @@ def _findings(
         yield run_check("checkpoint", checks.check_checkpoint, options, config)
     except PdserveError as exc:
         yield Finding("checkpoint", Level.FAIL, str(exc))
+    if config is not None:
+        yield run_check("tokenizer", _check_tokenizer, config)
+        if options.reads_weights:
+            yield run_check("tensors", _check_tensors, config)
+        if not options.simulated:
+            yield run_check("memory", _check_memory, config, devices)
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
@@ -108,6 +124,30 @@ def _findings(
         yield run_check("peers", _check_source, source, addresses)
         for address in addresses:
             yield run_check("peer", _check_peer, address, options, config)
+
+
+def _check_tokenizer(config: NodeConfig) -> Finding:
+    """Check what a router reads of a checkpoint."""
+    from router.server import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model_dir)
+    load_generation_defaults(Path(config.model_dir))
+    return ok("with a chat template" if tokenizer.chat_template else "without a chat template: completions only")
+
+
+def _check_tensors(config: NodeConfig) -> Finding:
+    from runner.loading.checkpoint_check import check_tensors
+
+    number = check_tensors(config)
+    if number is None:
+        return ok("their headers are whole; transformers compares their names when it loads them")
+    return ok(f"{number}, each of the shape that config.json asks for")
+
+
+def _check_memory(config: NodeConfig, devices: Sequence[DeviceInfo]) -> Finding:
+    from runner.loading.checkpoint_check import check_memory
+
+    return ok("; ".join(check_memory(config.for_rank(rank, device)) for rank, device in enumerate(devices)))
 
 
 def _check_nixl(required: str, on_gpu: bool) -> Iterator[Finding]:

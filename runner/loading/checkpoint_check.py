@@ -1,0 +1,42 @@
+"""Check that a node could load its checkpoint, without reading weights: for ``pdserve doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pdserve.config.model_config import TRANSFORMERS
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.parallel import ParallelConfig
+from runner.distributed.parallel_state import ParallelState
+from runner.loading.memory import check_room
+from runner.loading.weights import check_weights, open_weights
+from runner.models.quantization.unquantized import held_dtype
+from runner.models.registry import decoder_class
+from runner.placement import TensorPlacement, compute_dtype
+
+
+def check_tensors(config: NodeConfig) -> int | None:
+    """Return the number of tensors, each of which has its place in the model; None for a model of transformers.
+
+    Raises CheckpointError as the node would. The library checks its models only when it loads them.
+    """
+    if config.model.impl == TRANSFORMERS:
+        return None
+    whole = ParallelState(ParallelConfig((config.model.num_layers,)).position(0), DeviceInfo("cpu", 0, "CPU", 0), "")
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    meta = TensorPlacement(torch.device("meta"), dtype, dtype)
+    decoder = decoder_class(config.model.architecture)(config.model, whole, meta)
+    path = Path(config.model_dir)
+    with open_weights(path, config.model, torch.device("cpu"), dtype) as weights:
+        return len(check_weights(path, weights, dict(decoder.weight_shards()), decoder.ignored_weights()))
+
+
+def check_memory(config: NodeConfig) -> str:
+    """Return the sizes of a rank's weights and KV cache. Raises CapacityError unless both fit in its free memory."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    device = torch.device(config.device.kind if config.device.kind == "cpu" else f"cuda:{config.device.index}")
+    held = held_dtype(TensorPlacement(device, dtype, compute_dtype(device, dtype)))
+    layout = None if config.measure_kv_memory else config.kv_layout
+    return check_room(config.model, config.position, layout, device, held)
