@@ -16,13 +16,13 @@ from router.completions_api.generate_body import GenerateBody
 from router.completions_api.jobs import add_echo, encode_prompts, make_job
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse, Response
 from router.completions_api.token_params import check_logprobs, named_tokens
-from router.errors import ClientDisconnected, status_and_type
 from router.fleet.policy import GENERATE
 from router.gate.admission import RequestAdmission, RequestWork
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions, Job
-from router.http.model_endpoint import ModelEndpoint, delivery, send_pieces
+from router.http.delivery import delivery, send_body, send_stream
+from router.http.model_endpoint import ModelEndpoint
 from router.http.request_accounting import RequestAccounting
 from router.http.response_factory import (
     make_response,
@@ -36,11 +36,6 @@ from router.text.chat.output_parsing import OutputParsing
 from router.text.stop_strings import StopStrings
 
 _DEADLINE_GRACE = 0.5  # seconds that nodes get to end a request by its deadline before the router does
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # makes nginx forward each chunk
-]
 
 
 class GenerateEndpoint(ModelEndpoint[GenerateBody]):
@@ -123,43 +118,11 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
         turns = self._service.turns
         async with delivery(options.remaining, options.request_id, options.log_fields):
             if isinstance(response, EventStreamResponse):
-                return await _send_stream(send, response, headers, turns)
+                return await send_stream(send, response, headers, turns)
             assert isinstance(response, BodyResponse)
-            return await _send_body(send, response, headers, turns)
+            return await send_body(send, response, headers, turns)
 
 
 def _expire(generation: RequestGeneration) -> None:
     timeout = generation.options.timeout
     generation.fail(DeadlineExceeded(f"the request exceeded its time limit of {timeout:g} s; request fewer tokens"))
-
-
-async def _send_body(send: Send, response: BodyResponse, headers: Headers, turns: asyncio.Lock) -> str:
-    while not response.ended and not response.disconnected:
-        response.wake.clear()
-        await response.wake.wait()
-    if response.error is not None:
-        raise response.error
-    if response.disconnected:
-        raise ClientDisconnected
-    await send_pieces(send, response.body(), headers, turns, lambda: response.disconnected)
-    return "ok"
-
-
-async def _send_stream(send: Send, response: EventStreamResponse, headers: Headers, turns: asyncio.Lock) -> str:
-    await response.wake.wait()
-    if response.error is not None and not response.started:
-        raise response.error
-    await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
-    while not response.disconnected:
-        data = response.take()
-        last = response.ended and not response.has_more
-        await send({"type": "http.response.body", "body": data, "more_body": not last})
-        response.sent()
-        if last:
-            return "ok" if response.error is None else status_and_type(response.error)[1]
-        if response.has_more:
-            async with turns:
-                await asyncio.sleep(0)
-        else:
-            await response.wake.wait()
-    raise ClientDisconnected

@@ -6,9 +6,8 @@ Raw ASGI, because a stream has a chunk per token.
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -18,16 +17,11 @@ from pdserve.errors import PdserveError
 from pdserve.rpc.http_connections import abort_connection
 from router.errors import ClientDisconnected
 from router.gate.admission import RequestAdmission
-from router.gate.rate_limits import Headers
 from router.http.authentication import address_of, client_of
 from router.http.body_reader import BodyReader
 from router.http.error_responses import error_response
 from router.http.request_accounting import RequestAccounting
 from router.service import Service
-
-logger = logging.getLogger(__name__)
-
-_DELIVERY_GRACE = 60.0  # seconds beyond the deadline in which a slow client may read the rest
 
 Body = TypeVar("Body")
 
@@ -86,34 +80,3 @@ async def _watch_disconnect(receive: Receive) -> AsyncIterator[asyncio.Future[No
         yield disconnected
     finally:
         watcher.cancel()
-
-
-@asynccontextmanager
-async def delivery(remaining: float, request_id: str, log_fields: Mapping[str, object]) -> AsyncIterator[None]:
-    """Disconnect a client that reads the response beyond the ``remaining`` seconds and the grace period."""
-    try:
-        async with asyncio.timeout(remaining + _DELIVERY_GRACE):
-            yield
-    except TimeoutError as exc:
-        text = "request %s: the client reads too slowly; closing its connection"
-        logger.warning(text, request_id, extra=log_fields)
-        raise ClientDisconnected from exc
-
-
-async def send_pieces(
-    send: Send, pieces: Iterator[bytes], headers: Headers, turns: asyncio.Lock, disconnected: Callable[[], bool]
-) -> None:
-    """Send a JSON body. ``turns`` is held for each further piece, so that one is encoded per turn of the loop."""
-    body, following = next(pieces), next(pieces, None)
-    headers = [(b"content-type", b"application/json"), *headers]
-    if following is None:
-        headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    while following is not None:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-        async with turns:
-            await asyncio.sleep(0)
-        if disconnected():
-            raise ClientDisconnected
-        body, following = following, next(pieces, None)
-    await send({"type": "http.response.body", "body": body})

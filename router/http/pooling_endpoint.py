@@ -13,7 +13,8 @@ from router.errors import ClientDisconnected
 from router.fleet.fleet import ModelLimits
 from router.fleet.policy import EMBED, POOLING
 from router.gate.admission import RequestAdmission, RequestWork
-from router.http.model_endpoint import ModelEndpoint, delivery, send_pieces
+from router.http.delivery import delivery, send_pieces
+from router.http.model_endpoint import ModelEndpoint
 from router.http.request_accounting import RequestAccounting
 from router.pooling.answers import AnswerFields, make_answer
 from router.pooling.prompts import embedding_prompts, pair_prompts

@@ -20,8 +20,8 @@ from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers
 from router.generation.job import GenerationOptions, Job
 from router.http.body_reader import BodyReader
-from router.http.generate_endpoint import STREAM_HEADERS, GenerateEndpoint
-from router.http.model_endpoint import delivery, send_pieces
+from router.http.delivery import STREAM_HEADERS, delivery, send_pieces
+from router.http.generate_endpoint import GenerateEndpoint
 from router.http.request_accounting import RequestAccounting
 from router.responses_api.background import BackgroundItems, EventLog
 from router.responses_api.input_items import input_items, reference_of

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from pdserve.errors import RequestError, cut, shown
 from router.errors import ResponseNotStored
 from router.http.authentication import client_of
+from router.http.delivery import STREAM_HEADERS
 from router.http.responses_endpoint import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_store import ResponseStore
@@ -56,13 +57,13 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
             return _json(data)
         going = running.get((owner, name))
         if going is not None and going.log is not None:
-            return StreamingResponse(going.log.read(query.starting_after), media_type="text/event-stream")
+            return _events(going.log.read(query.starting_after))
         events = b"" if going is not None else await opened(name).events(owner, name)
         if not events:
             text = f"response {shown(name)} has no events: it was not created with background and stream"
             raise RequestError(text, "stream")
         later = await asyncio.to_thread(_events_after, events, query.starting_after)
-        return StreamingResponse(_chunks(later), media_type="text/event-stream")
+        return _events(_chunks(later))
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> Response:
@@ -125,6 +126,11 @@ def _events_after(events: bytes, number: int) -> bytes:
             return b""
         position = end + 2
     return events[position:]
+
+
+def _events(chunks: AsyncIterator[bytes]) -> Response:
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    return StreamingResponse(chunks, headers=headers)
 
 
 def _json(data: bytes) -> Response:
