@@ -111,8 +111,8 @@ def decode_cost(load: RequestLoad, throughput: Throughput, prompt_tokens: int) -
     decodes, line = load.to_decode, throughput.decode
     rest = 1.0 - min(load.prompt_share, _MOST_PROMPT_SHARE)
     added = _DELAY_WEIGHT * _OUTPUT_TOKENS * (line.base + line.slope * (2 * decodes + 1)) / (rest * rest)
-    if load.backlog:
-        added += _queue_delay(load, throughput, decodes + 1) - _queue_delay(load, throughput, decodes)
+    if load.backlog and not decodes:  # further sequences hardly add to the delay
+        added += _queue_delay(load, throughput, 1)
     used = 1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
     return added * (1.0 + used) + _block_wait(load, prompt_tokens)
 

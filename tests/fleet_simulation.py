@@ -24,7 +24,7 @@ from router.fleet.node_client import PAUSE, REPORTED
 from router.fleet.policy import FleetSnapshot, NodeView, Policy, PolicyRequest, prefix_aware
 
 MODEL = "m"
-_MOVE_INTERVAL = 0.25  # seconds between two looks for streams to move
+_MOVE_INTERVAL = 0.5  # seconds between two decisions of a router (router/fleet/stream_mover.py)
 
 Moves = Callable[[FleetSnapshot], Sequence[Move]]
 

@@ -15,7 +15,8 @@ from router.fleet.policy import FleetSnapshot, NodeView, filled, typical_through
 _TOKENS = 50  # assumed rest of an answer
 _MOVE_SECONDS = 2e-3  # cost of a move: a pause of 13 ms between two tokens
 _CERTAIN = 0.8  # of what a move saves: the rest of an answer may be short, and reports are old
-_MOST = 32  # streams between two nodes at a time
+_OVERLOADED = 0.3  # seconds of prompts that wait on a node which no stream moves to
+_COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 
 
 class Move(NamedTuple):
@@ -47,7 +48,9 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
 def _best_count(source: NodeView, target: NodeView, typical: Throughput) -> int:
     from_costs, to_costs = _costs(source, typical), _costs(target, typical)
     best, most = 0, 0.0
-    for count in range(1, min(_MOST, source.load.decoding) + 1):
+    if to_costs.prompt.at(target.load.backlog) > _OVERLOADED:
+        return 0
+    for count in {min(count, source.load.decoding) for count in _COUNTS}:
         saved = _CERTAIN * _saved(source, from_costs, count) + _saved(target, to_costs, -count) - count * _MOVE_SECONDS
         if saved > most:
             best, most = count, saved
