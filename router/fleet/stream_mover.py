@@ -1,4 +1,4 @@
-"""Moves running streams to nodes that can read their KV, as router/fleet/moves.py decides once per second.
+"""Moves running streams to nodes that can read their KV, as router/fleet/moves.py decides twice per second.
 
 Streams with the least KV move first: their pauses are the shortest, and most of them have the longest rest before them.
 Those of one node follow each other at a distance, so that the pause of each is that of a single handoff.
@@ -17,7 +17,7 @@ from router.fleet.policy import BOTH, FleetSnapshot, NodeChoice
 
 logger = logging.getLogger(__name__)
 
-_PERIOD = 1.0  # seconds between two decisions
+_PERIOD = 0.5  # seconds between two decisions
 _DISTANCE = 0.03  # seconds between two streams of one node
 _MOST = 32  # streams of one node per decision
 
