@@ -4,6 +4,7 @@
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2       a tiny random checkpoint, on the CPU
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --prefill-pp 2 --decode-tp 2
     python bench/chaos.py --seconds 60 --real --prefill 1 --decode 2 --dtype bfloat16 --no-faults         the control
+    python bench/chaos.py --seconds 600 --real --elastic 3                          nodes that prefill and decode
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine. First, the undisturbed fleet
 answers every request. Then clients repeat the requests for --seconds, while nodes are killed (frontend, engine or
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body, new_unbuffered_body
 from fault_injection import FaultInjector, random_faults
-from fleet import Fleet, add_tokenizer, start_fleet
+from fleet import Fleet, add_tokenizer, start_elastic, start_fleet
 from hostile_streams import HostileStreams
 
 SIMULATED = ("--engine", "simulated")
@@ -53,6 +54,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--prefill", type=int, default=4, metavar="N")
     parser.add_argument("--decode", type=int, default=4, metavar="N")
+    parser.add_argument(
+        "--elastic", type=int, default=0, metavar="N", help="so many nodes of both roles, and no others"
+    )
     parser.add_argument("--real", action="store_true", help="nodes with a tiny model instead of simulated ones")
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}-pp", type=int, default=1, metavar="N", help="pipeline stages of each")
@@ -77,11 +81,16 @@ def main() -> int:
         path = Path(directory) / "model"
         model = add_tokenizer(make_checkpoint(path, "qwen3", dtype=args.dtype, vocab_size=VOCABULARY))
         router = ("--migrations", str(args.migrations))
+        if args.elastic:
+            listed = Path(directory) / "nodes"
+            flags = (*engine, "--handoff-min-tokens", "1")
+            with start_elastic(model, listed, args.elastic, flags, router) as fleet:
+                return run(fleet, args, {"both": args.elastic})
         with start_fleet(model, args.prefill, args.decode, True, prefill, decode, router) as fleet:
-            return run(fleet, args)
+            return run(fleet, args, {"prefill": args.prefill, "decode": args.decode})
 
 
-def run(fleet: Fleet, args: argparse.Namespace) -> int:
+def run(fleet: Fleet, args: argparse.Namespace, counts: dict[str, int]) -> int:
     rng = random.Random(args.seed)
     bodies = [new_body(rng, max_prompt=300, max_tokens=150) for _ in range(args.requests)]
     load = Load([*bodies, *(new_unbuffered_body(rng) for _ in range(args.slow))])
@@ -89,8 +98,8 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
         load.tolerance = BFLOAT16_TOLERANCE
     asyncio.run(load.record_expected(fleet.url, rng))
     started = time.monotonic()
-    ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp}
-    faults = random_faults(args.seed, args.prefill, args.decode, args.pause, ranks)
+    ranks = {"prefill": args.prefill_pp * args.prefill_tp, "decode": args.decode_pp * args.decode_tp, "both": 1}
+    faults = random_faults(args.seed, counts, args.pause, ranks)
     if args.no_faults:
         faults = iter(())
     overdue = threading.Timer(args.seconds + OVERDUE_SECONDS, report_overdue, (fleet, load))
@@ -100,10 +109,12 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
         asyncio.run(load.run(fleet.url, args.clients, args.seconds, args.seed))
     overdue.cancel()
     lasted = time.monotonic() - started
-    for node in (*fleet.prefill, *fleet.decode):
+    for node in fleet.nodes:
         node.wait_idle(RELEASE_SECONDS)
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
-    print(f"seed {args.seed}, {lasted:.0f} s: {counts}; {load.tokens} tokens, {sum(injector.injected.values())} faults")
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in load.outcomes.most_common())
+    print(
+        f"seed {args.seed}, {lasted:.0f} s: {outcomes}; {load.tokens} tokens, {sum(injector.injected.values())} faults"
+    )
     print(f"  slowest answer: {load.slowest:.1f} s")
     print("\n".join(f"  {what}: {count}" for what, count in sorted(injector.injected.items())))
     print("\n".join(f"  hostile streams to {what}: {count}" for what, count in sorted(hostile.ends.items())))
@@ -117,7 +128,7 @@ def run(fleet: Fleet, args: argparse.Namespace) -> int:
 def report_overdue(fleet: Fleet, load: Load) -> None:
     """Print what has not ended long after the last request was sent."""
     print(f"overdue: requests {sorted(load.in_flight.values())}", flush=True)
-    for node in (*fleet.prefill, *fleet.decode):
+    for node in fleet.nodes:
         try:
             status, state = node.status(), node.describe().state
             counts = f"{status.waiting} waiting, {status.reading} reading, {status.running} running"

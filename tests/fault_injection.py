@@ -18,7 +18,7 @@ import grpc
 from fleet import Fleet, NodeProcess
 
 KINDS = ("kill", "kill engine", "terminate", "stop node", "stop frontend", "stop engine")
-ONE_RANK = {"prefill": 1, "decode": 1}
+ONE_RANK = {"prefill": 1, "decode": 1, "both": 1}
 SETTLE_SECONDS = 3.0  # until all routers and peers know that a node is ready again
 
 
@@ -34,14 +34,14 @@ class Fault:
 
 
 def random_faults(
-    seed: int, num_prefill: int, num_decode: int, pause: float, ranks: Mapping[str, int] = ONE_RANK
+    seed: int, counts: Mapping[str, int], pause: float, ranks: Mapping[str, int] = ONE_RANK
 ) -> Iterator[Fault]:
-    """Yield faults without end; ``pause`` is the mean pause.
+    """Yield faults without end, of ``counts`` nodes by role; ``pause`` is the mean pause.
 
     ``ranks`` gives the ranks of a node by role. Ranks other than rank 0 also get faults of their own.
     """
     rng = random.Random(seed)
-    nodes = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
+    nodes = [(role, index) for role, count in counts.items() for index in range(count)]
     kinds = {
         role: (*KINDS, *(f"{action} rank {rank}" for rank in range(1, count) for action in ("kill", "stop")))
         for role, count in ranks.items()
@@ -94,13 +94,13 @@ class FaultInjector:
             self._error = exc
 
     def _node(self, fault: Fault) -> NodeProcess:
-        return (self._fleet.prefill if fault.role == "prefill" else self._fleet.decode)[fault.index]
+        return self._fleet.of_role(fault.role)[fault.index]
 
     def _may_inject(self, fault: Fault) -> bool:
-        """Return whether the node is ready and, if it is a decode node, another one serves."""
+        """Return whether the node is ready and, if it decodes, another one serves."""
         unready = self._unready()
         settled = time.monotonic() - SETTLE_SECONDS
-        others = [d for d in self._fleet.decode if d not in unready and self._ready_since.get(d, 0.0) < settled]
+        others = [d for d in self._fleet.decoding if d not in unready and self._ready_since.get(d, 0.0) < settled]
         node = self._node(fault)
         return node not in unready and (fault.role == "prefill" or any(other is not node for other in others))
 

@@ -215,6 +215,21 @@ class Fleet:
         self.close()
 
     @property
+    def nodes(self) -> list[NodeProcess]:
+        return [*self.prefill, *self.decode, *self.both]
+
+    @property
+    def prefilling(self) -> list[NodeProcess]:
+        return [*self.prefill, *self.both]
+
+    @property
+    def decoding(self) -> list[NodeProcess]:
+        return [*self.decode, *self.both]
+
+    def of_role(self, role: str) -> list[NodeProcess]:
+        return {"prefill": self.prefill, "decode": self.decode, "both": self.both}[role]
+
+    @property
     def url(self) -> str:
         assert self.router is not None
         return f"http://{self.router.address}"
@@ -264,7 +279,7 @@ class Fleet:
 
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until every process is ready. Fail with a child's last output if it ends instead."""
-        processes = [*self.prefill, *self.decode, *self.both, *([self.router] if self.router else [])]
+        processes = [*self.nodes, *([self.router] if self.router else [])]
         self.wait_until(lambda: all(self._is_ready(process.child) for process in processes), seconds)
 
     def serves(self) -> bool:
@@ -395,6 +410,24 @@ def start_fleet(
         if router:
             fleet.start_router(model_dir, router_flags)
         fleet.wait_ready()
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def start_elastic(
+    model_dir: Path, listed: Path, nodes: int, flags: Sequence[str] = (), router_flags: Sequence[str] = ()
+) -> Fleet:
+    """Start connected nodes of both roles and a router; ``listed`` is a file for their addresses."""
+    fleet = Fleet()
+    try:
+        for _ in range(nodes):
+            fleet.start_both(model_dir, listed, flags)
+        fleet.start_router(model_dir, router_flags)
+        fleet.wait_ready()
+        connected = nodes - 1
+        fleet.wait_until(lambda: all(len(n.describe().connected_peers) == connected for n in fleet.both), 30.0)
     except BaseException:
         fleet.close()
         raise

@@ -44,9 +44,9 @@ class HostileStreams:
     def _run(self) -> None:
         while not self._stopping.wait(0.02):
             if self._rng.random() < 0.5:
-                self._attack_decode(self._rng.choice(self._fleet.decode))
+                self._attack_decode(self._rng.choice(self._fleet.decoding))
             else:
-                self._attack_prefill(self._rng.choice(self._fleet.prefill))
+                self._attack_prefill(self._rng.choice(self._fleet.prefilling))
 
     def _attack_decode(self, node: NodeProcess) -> None:
         number = self._number()

@@ -39,6 +39,8 @@ class LiveModel(msgspec.Struct, frozen=True):
     decode_ready: int
     decode: int
     served: bool  # a node that takes its requests is ready
+    both_ready: int = 0  # nodes of both roles, in no other count
+    both: int = 0
 
 
 class LiveNodeStats(msgspec.Struct, frozen=True):
@@ -57,7 +59,7 @@ class LiveNode(msgspec.Struct, frozen=True):
     """
 
     name: str  # "" before contact
-    role: str  # prefill or decode
+    role: str  # prefill, decode or both
     address: str
     model: str
     state: str

@@ -37,16 +37,24 @@ def screen(report: LiveReport, url: str, width: int, height: int | None = None) 
     head = _header(now, url)
     if height is None or height >= _MIN_HISTORY_HEIGHT:
         head += _sparklines(report.history, width)
-    prefills, decodes = ([node for node in now.nodes if node.role == role] for role in ("prefill", "decode"))
-    wanted = [len(prefills), len(decodes), len(now.connections)]
+    roles = _roles(now.nodes)
+    wanted = [*map(len, roles.values()), len(now.connections)]
     lengths = wanted if height is None else fit(wanted, height - len(head) - 2 * len(wanted))  # a title and a blank
     several = len(now.models) > 1
-    tables = (
-        _nodes("prefill", prefills, several, lengths[0]),
-        _nodes("decode", decodes, several, lengths[1]),
-        _connections(now.connections, lengths[2]),
-    )
+    tables = [
+        _nodes(role, nodes, several, length) for (role, nodes), length in zip(roles.items(), lengths, strict=False)
+    ]
+    tables.append(_connections(now.connections, lengths[-1]))
     return Group(*head, *(part for table in tables for part in (Text(), table)))
+
+
+def _roles(nodes: Sequence[LiveNode]) -> dict[str, list[LiveNode]]:
+    """Nodes by role; with nodes of both roles, without the roles that have none."""
+    found = {role: [node for node in nodes if node.role == role] for role in ("prefill", "decode", "both")}
+    if not found["both"]:
+        del found["both"]
+        return found
+    return {role: listed for role, listed in found.items() if listed}
 
 
 def fit(wanted: Sequence[int], room: int) -> list[int]:
@@ -86,7 +94,10 @@ def _header(now: LiveNow, url: str) -> list[Text]:
 
 
 def _model(model: LiveModel) -> Text:
-    nodes = f"  {model.prefill_ready} of {model.prefill} prefill, {model.decode_ready} of {model.decode} decode"
+    counts = [(model.prefill_ready, model.prefill, "prefill"), (model.decode_ready, model.decode, "decode")]
+    if model.both:
+        counts = [*(each for each in counts if each[1]), (model.both_ready, model.both, "both")]
+    nodes = "  " + ", ".join(f"{ready} of {total} {role}" for ready, total, role in counts)
     if model.served:
         return Text.assemble((clean(model.name), "bold"), _part(nodes))
     return Text.assemble((clean(model.name), "bold red"), _part(nodes), ("  not served", "bold red"))
@@ -133,7 +144,8 @@ def sparkline(values: Sequence[float | None], columns: int) -> tuple[str, float]
 
 def _nodes(role: str, nodes: Sequence[LiveNode], shows_model: bool, length: int) -> Table:
     last = ("prompt/s", "backlog") if role == "prefill" else ("output/s", "step")
-    table = _table(f"{role} nodes", "state", "run", "wait", "KV", *last, "cached")
+    title = "nodes of both roles" if role == "both" else f"{role} nodes"
+    table = _table(title, "state", "run", "wait", "KV", *last, "cached")
     for node in _visible(nodes, length):
         mark, style = _MARKS.get(node.state, ("?", "yellow"))
         state = node.state if node.lost_seconds is None else f"{node.state} {age(node.lost_seconds)}"

@@ -17,7 +17,7 @@ from router.dashboard.status_poller import Key, StatusPoller
 from router.dashboard.traffic_log import TrafficLog, TrafficSample
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
-from router.fleet.policy import NodeView
+from router.fleet.policy import BOTH, NodeView
 from router.metrics import RouterMetrics
 
 _MAX_CONNECTIONS = 50  # in a report
@@ -76,8 +76,8 @@ class DashboardState:
             cached_tokens=int(_value(metrics.cached_tokens)),
             ttft=tuple(metrics.ttft.counts),
             itl=tuple(metrics.itl.counts),
-            kv_prefill=_kv_share(view for view in views if view.role == "prefill"),
-            kv_decode=_kv_share(view for view in views if view.role == "decode"),
+            kv_prefill=_kv_share(view for view in views if view.prefills),
+            kv_decode=_kv_share(view for view in views if view.decodes),
         )
         self._traffic.add(second, sample)
         listed = {(node.role, node.address): node for node in self._nodes}
@@ -89,11 +89,11 @@ class DashboardState:
     def _live_now(self) -> live.LiveNow:
         nodes = [self._live_node(node) for node in self._nodes]
         nodes.sort(key=lambda node: (node.role != "prefill", node.state == "ready", node.name, node.address))
-        names = {node.address: node.name or node.address for node in nodes if node.role == "prefill"}
+        names = {node.address: node.name or node.address for node in nodes if node.role != "decode"}
         connections: list[live.LiveConnection] = []
         decodes: list[NodeHistory] = []
         for (role, address), history in self._poller.histories.items():
-            if role == "decode" and history.has_rates:
+            if role != "prefill" and history.has_rates:
                 decodes.append(history)
                 _, name, _ = self._last_seen.get((role, address), (0.0, address, ""))
                 connections += history.connections(name, names)
@@ -115,7 +115,8 @@ class DashboardState:
         total = Counter(node.role for node in used)
         ready = Counter(node.role for node in used if node.state == "ready")
         served = any(view.serves and view.model == name for view in self._nodes.views())
-        return live.LiveModel(name, ready["prefill"], total["prefill"], ready["decode"], total["decode"], served)
+        counts = (ready["prefill"], total["prefill"], ready["decode"], total["decode"])
+        return live.LiveModel(name, *counts, served, ready[BOTH], total[BOTH])
 
     def _live_node(self, node: NodeClient) -> live.LiveNode:
         key = node.role, node.address
@@ -128,7 +129,7 @@ class DashboardState:
             return live.LiveNode(name, node.role, node.address, model, "lost", lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
         history, load = self._poller.histories.get(key), node.reported
-        has_step = node.role == "decode" and bool(view.throughput.decode)
+        has_step = view.decodes and bool(view.throughput.decode)
         return live.LiveNode(
             name=view.node_id,
             role=node.role,

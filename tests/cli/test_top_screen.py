@@ -27,7 +27,7 @@ texts = st.text(max_size=120)
 nodes = st.builds(
     LiveNode,
     name=texts,
-    role=st.sampled_from(["prefill", "decode"]),
+    role=st.sampled_from(["prefill", "decode", "both"]),
     address=texts,
     model=texts,
     state=st.sampled_from(["ready", "stuck", "lost", "unheard of"]),
@@ -46,7 +46,7 @@ connections = st.builds(
 )
 
 
-@given(st.lists(nodes, max_size=12), st.lists(connections, max_size=12), st.integers(60, 200), st.integers(18, 60))
+@given(st.lists(nodes, max_size=12), st.lists(connections, max_size=12), st.integers(60, 200), st.integers(20, 60))
 def test_any_report_fits_the_terminal(
     some: list[LiveNode], reads: list[LiveConnection], width: int, height: int
 ) -> None:

@@ -10,7 +10,7 @@ from exposition import Row, documented_metrics
 
 from router.metrics import RouterMetrics
 
-ROLES = {"router": "R", "prefill": "P", "decode": "D"}  # component → letter in the table
+ROLES = {"router": "R", "prefill": "P", "decode": "D", "both": "PD"}  # component → letters in the table
 SCRAPED = frozenset({"namespace", "pod", "instance", "job", "component"})  # labels that come with scraping
 ROWS = {name: row for row in documented_metrics() for name in row.series}
 _BUCKETS = set(re.findall(r'^(\w+_bucket{)(?:.*,)?(le=".*?")', RouterMetrics().export().decode(), re.MULTILINE))
@@ -46,7 +46,7 @@ def _check_selector(selector: promql.VectorSelector) -> set[str]:
         assert matcher.name in labels | SCRAPED, f"{name} has no label {matcher.name}"
         values = matcher.value.split("|")
         if matcher.name == "component":
-            assert all(ROLES[value] in row.on for value in values), f"{name} is not on {matcher.value}"
+            assert all({*ROLES[value]} & {*row.on} for value in values), f"{name} is not on {matcher.value}"
         elif matcher.name == "le":
             assert (name + "{", f'le="{matcher.value}"') in _BUCKETS
         elif matcher.name in labels:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
-from fleet import MODEL_NAME, Fleet, add_tokenizer
+from fleet import MODEL_NAME, Fleet, add_tokenizer, start_elastic
 from node_client import RouterClient, greedy
 from running_request import RunningRequest
 
@@ -28,21 +28,6 @@ FLAGS = ("--handoff-min-tokens", "1", "--block-size", "16", "--kv-checksum", "on
 PATIENCE = 15.0  # seconds
 
 
-def start_elastic(model: Path, listed: Path, flags: Sequence[str], router_flags: Sequence[str] = ()) -> Fleet:
-    """Start two nodes of both roles, each connected to the other, and a router."""
-    fleet = Fleet()
-    try:
-        for _ in range(2):
-            fleet.start_both(model, listed, flags)
-        fleet.start_router(model, router_flags)
-        fleet.wait_ready()
-        fleet.wait_until(lambda: all(node.describe().connected_peers for node in fleet.both), PATIENCE)
-    except BaseException:
-        fleet.close()
-        raise
-    return fleet
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", "qwen3", num_hidden_layers=2))
@@ -50,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with start_elastic(model, tmp_path_factory.mktemp("listed") / "nodes", FLAGS) as fleet:
+    with start_elastic(model, tmp_path_factory.mktemp("listed") / "nodes", 2, FLAGS) as fleet:
         yield fleet
 
 
@@ -141,7 +126,7 @@ def nodes_ready(fleet: Fleet) -> float:
 def test_full_nodes_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> None:
     """Each prompt needs most of a node's blocks, and goes to both nodes: one reserves blocks, the other computes it."""
     flags = ("--engine", "simulated", "--kv-cache-memory", "512KiB", "--max-model-len", "512")
-    with start_elastic(model, tmp_path / "nodes", flags) as small:
+    with start_elastic(model, tmp_path / "nodes", 2, flags) as small:
         first, second = small.both
         total = first.status().total_blocks * first.describe().kv_layout.block_size
         names = [node.describe().node_id for node in small.both]
@@ -162,7 +147,7 @@ def test_full_nodes_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> N
 
 def test_a_killed_node_costs_no_answer_and_a_drained_one_no_failure(model: Path, tmp_path: Path) -> None:
     prompts = random_prompts(4, 6, 300)
-    with start_elastic(model, tmp_path / "nodes", ("--engine", "simulated", "--handoff-min-tokens", "1")) as fleet:
+    with start_elastic(model, tmp_path / "nodes", 2, ("--engine", "simulated", "--handoff-min-tokens", "1")) as fleet:
         expected = [fleet.complete(prompt, 100) for prompt in prompts]
         first, second = fleet.both
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -66,7 +66,7 @@ def test_answers_stay_exact_while_nodes_die_and_hang_at_random(model: Path) -> N
     load, rng = new_load(seed=2, count=20, max_prompt=300, max_tokens=100)
     with start_fleet(model, 2, 3, True, simulated, simulated, ("--migrations", "20")) as fleet:
         asyncio.run(load.record_expected(fleet.url, rng))
-        with FaultInjector(fleet, random_faults(7, num_prefill=2, num_decode=3, pause=0.7)):
+        with FaultInjector(fleet, random_faults(7, {"prefill": 2, "decode": 3}, pause=0.7)):
             asyncio.run(load.run(fleet.url, clients=8, seconds=6.0, seed=4))
         assert not load.failures, load.failures[0]
         assert load.outcomes["exact"]

@@ -66,6 +66,7 @@ const DECODE = [
   column("Step", ifPresent((node) => seconds(node.step_seconds))),
   CACHED,
 ];
+const BOTH = [...DECODE.slice(0, -1), PREFILL[5], PREFILL[6], CACHED];
 const CONNECTIONS = [
   {
     title: "From → to",
@@ -90,6 +91,7 @@ const tables = {
     "No prefill node is listed: prompts are computed on decode nodes. --prefill says where some are."),
   decode: new Table(find("decode-nodes"), "Decode nodes", DECODE,
     "No decode node is listed: every request gets a 503. --decode says where some are."),
+  both: new Table(find("both-nodes"), "Nodes of both roles", BOTH, ""),
 };
 const connections = new Table(find("connections"), "Handoffs between nodes", CONNECTIONS, "No decode node knows a prefill node yet.");
 
@@ -102,6 +104,8 @@ export function showNodes(now) {
     const ready = nodes.filter((node) => node.state === "ready").length;
     const cached = role === "prefill" && now.traffic.cached_share !== null
       ? ` · ${percent(now.traffic.cached_share)} of all prompt tokens were cached` : "";
+    const hidden = !nodes.length && (role === "both" || now.nodes.some((node) => node.role === "both"));
+    find(`${role}-count`).parentElement.hidden = find(`${role}-nodes`).parentElement.hidden = hidden;
     say(find(`${role}-count`), nodes.length ? `${ready} of ${nodes.length} ready${cached}` : "");
     table.show(nodes.map((node) => [node.address, {...node, showsModel: several || node.state === "unused"}]), kindOf);
   }

@@ -47,7 +47,9 @@ export function showModels(models) {
   models.forEach((model, index) => {
     const [state, text] = list.children[index].children;
     mark(state, model.served ? "good" : "gone", model.name);
-    const nodes = `${model.prefill_ready} of ${model.prefill} prefill, ${model.decode_ready} of ${model.decode} decode`;
+    const roles = {prefill: model.prefill, decode: model.decode, both: model.both};
+    const shown = Object.keys(roles).filter((role) => roles[role] || (role !== "both" && !model.both));
+    const nodes = shown.map((role) => `${model[`${role}_ready`]} of ${roles[role]} ${role}`).join(", ");
     say(text, model.served ? nodes : `not served: ${nodes}`);
   });
 }
