@@ -19,6 +19,7 @@ from launcher.startup_display import Display, serving_display, starting_display
 from launcher.supervisor import Changed, Child, Died, Printed, Supervisor
 from launcher.up_flags import check_roles, router_options
 from launcher.welcome import print_welcome
+from pdserve.checkpoint.files import read_text
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.logs import setup_logging
 from pdserve.process import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit
@@ -26,6 +27,8 @@ from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import load_chain
 from router.gate.keys import KeyFile
 from router.options import RouterOptions
+from router.text.chat.template import MAX_SOURCE, ChatTemplate
+from router.text.chat.template_renderer import check_template
 
 _log = logging.getLogger(__name__)
 
@@ -153,11 +156,13 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 
 def check_router(options: RouterOptions) -> None:
-    """Raise ConfigError or CapacityError unless the router's ports are free and its files valid."""
+    """Raise an error unless the router's ports are free and its files valid."""
     check_port(options.host, options.port, "--port")
     if options.metrics_port is not None:
         check_port(options.metrics_host, options.metrics_port, "--metrics-port")
     if options.api_keys is not None:
         KeyFile(options.api_keys)
+    if options.chat_template is not None:
+        check_template(ChatTemplate(read_text(Path(options.chat_template), MAX_SOURCE), {}))
     if options.tls_cert is not None and options.tls_key is not None:
         load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Path(options.tls_cert), Path(options.tls_key))

@@ -18,7 +18,7 @@ def print_welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router:
     if router.log_format == "json":
         print(_json_welcome(url, config, nodes), flush=True)
     else:
-        print(_welcome(url, config, nodes, router.dashboard, router.api_keys is not None), flush=True)
+        print(_welcome(url, config, nodes, router), flush=True)
 
 
 def _json_welcome(url: str, config: NodeConfig, nodes: Sequence[Member]) -> str:
@@ -31,11 +31,11 @@ def _json_welcome(url: str, config: NodeConfig, nodes: Sequence[Member]) -> str:
     return json_line("INFO", "up", message, None, {"url": url, "nodes": fields})
 
 
-def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], dashboard: bool, needs_key: bool) -> str:
-    path, body = _example_body(config)
+def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: RouterOptions) -> str:
+    path, body = _example_body(config, router)
     text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False).replace("'", "'\\''")
-    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
-    watch = f"Dashboard: {url}/dashboard\n" if dashboard else ""
+    key = " -H 'Authorization: Bearer KEY'" if router.api_keys else ""
+    watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
@@ -55,14 +55,14 @@ def node_table(nodes: Sequence[Member]) -> str:
     )
 
 
-def _example_body(config: NodeConfig) -> tuple[str, dict[str, object]]:
+def _example_body(config: NodeConfig, router: RouterOptions) -> tuple[str, dict[str, object]]:
     """Return path and body of a request, without the model."""
     if config.pooling is not None and config.pooling.task == EMBED:
         return "embeddings", {"input": ["Hello", "world"]}
     if config.pooling is not None:
         return "rerank", {"query": "capital of France", "documents": ["Paris", "a river"]}
     limits: dict[str, object] = {"max_tokens": 32, "stream": True}
-    if has_chat_template(Path(config.model_dir)):
+    if router.chat_template or has_chat_template(Path(config.model_dir)):
         return "chat/completions", {"messages": [{"role": "user", "content": "Hello"}], **limits}
     return "completions", {"prompt": "Hello", **limits}
 

@@ -70,6 +70,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     response_store_size: int = 256 * 1024 * 1024
     response_store_seconds: float = 30 * 86400.0  # as OpenAI keeps them
     generation_config: str = "auto"  # "auto": defaults of generation_config.json; "none"
+    chat_template: str | None = None  # Jinja file; None: the checkpoint's
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_tokenizer_info_endpoint: bool = False
@@ -145,6 +146,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     add_drain_flag(parser, "it ends with an error; counted from the end of the grace period")
     text = "where sampling parameters come from that a request leaves out: auto is the model's generation_config.json"
     add("--generation-config", f"{text} (default %(default)s)", choices=["auto", "none"])
+    add("--chat-template", "Jinja file, in place of the chat template of a single MODEL", "FILE")
     for flag in ("--tool-call-parser", "--reasoning-parser"):
         add(flag, f"one of {', '.join(parser_names(flag))}", "NAME", partial(parser_name, flag))
     tokenizer_info = "serve the tokenizer's configuration and the chat template at /tokenizer_info"
@@ -171,6 +173,8 @@ def router_options_from(args: argparse.Namespace) -> RouterOptions:
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together; give both or none")
     models, aliases = _models(args)
+    if args.chat_template is not None and len(models) > 1:
+        raise ConfigError(f"--chat-template is for a single model, not for {len(models)}; start a router for each")
     own = ("models", "aliases")
     fields = {name: getattr(args, name) for name in RouterOptions.__struct_fields__ if name not in own}
     fields |= {name: tuple(fields[name]) for name in ("prefill", "decode", "node", "cors_origins")}

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from pdserve.checkpoint.files import read_text
 from pdserve.config.hub import resolve_model
 from pdserve.errors import CheckpointError, ConfigError
 from pdserve.logs import set_process_fields
@@ -30,6 +31,7 @@ from router.file_reload import FileReloader
 from router.http.app import create_app
 from router.options import RouterOptions
 from router.service import Service
+from router.text.chat.template import MAX_SOURCE
 from router.text.chat.template_renderer import check_template
 from router.text.tokenizer import Tokenizer
 
@@ -57,7 +59,7 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     name = join_address(socket.gethostname(), listener.getsockname()[1])
     set_process_fields(node=name)
     status.loading("tokenizer", -1)
-    tokenizers = {name: (root, load_tokenizer(root)) for name, root in options.models}
+    tokenizers = {name: (root, load_tokenizer(root, options.chat_template)) for name, root in options.models}
     service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))
     metrics = service.metrics
     limit = ConnectionLimit(max_connections, metrics.evicted_connections.inc, metrics.refused_connections.inc)
@@ -90,14 +92,15 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     server.run(sockets=[listener])
 
 
-def load_tokenizer(root: str) -> Tokenizer:
-    """Load a model's tokenizer and compile its chat template. Raises CheckpointError."""
-    tokenizer = Tokenizer.load(resolve_model(root))
+def load_tokenizer(root: str, template_file: str | None = None) -> Tokenizer:
+    """Load a model's tokenizer and compile its chat template, or that of a file. Raises CheckpointError."""
+    template = None if template_file is None else read_text(Path(template_file), MAX_SOURCE)
+    tokenizer = Tokenizer.load(resolve_model(root), template)
     if tokenizer.chat_template is not None:
         try:
             check_template(tokenizer.chat_template)
         except CheckpointError as exc:
-            raise CheckpointError(f"{root}: {exc}") from exc
+            raise CheckpointError(f"{template_file or root}: {exc}") from exc
     return tokenizer
 
 

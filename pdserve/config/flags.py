@@ -36,6 +36,12 @@ SIZE_UNITS = {
 }
 
 
+#: Flags of vLLM that are refused with a reason.
+_REFUSED = {
+    "--trust-remote-code": "code from checkpoints never runs; architectures of the transformers library run without it",
+}
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """Adds the default to each help text that says nothing about it."""
 
@@ -70,6 +76,8 @@ class CommandParser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             return f"unexpected argument {argument!r} (see {self.prog} --help)"
         flag = argument.split("=", 1)[0]
+        if flag in _REFUSED:
+            return f"{flag} is not supported: {_REFUSED[flag]}"
         nearest = difflib.get_close_matches(flag, list(self._option_string_actions), n=1, cutoff=0.5)
         remedy = f"did you mean {nearest[0]}?" if nearest else f"see {self.prog} --help"
         return f"unknown flag {flag}; {remedy}"
@@ -164,6 +172,7 @@ class _Flag(NamedTuple):
     help: str
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
+    alias: str | None = None  # the flag of vLLM with this meaning
 
 
 _GROUPS: dict[str, tuple[_Flag, ...]] = {
@@ -215,8 +224,8 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
         _Flag("sim_speed", "F", "divides all costs; inf: no delay (default %(default)g)", _float),
     ),
     "ranks": (
-        _Flag("pp", "N", "pipeline stages (default %(default)s)", positive_int),
-        _Flag("tp", "M", "tensor shards per stage (default %(default)s)", positive_int),
+        _Flag("pp", "N", "pipeline stages (default %(default)s)", positive_int, alias="--pipeline-parallel-size"),
+        _Flag("tp", "M", "tensor shards per stage (default %(default)s)", positive_int, alias="--tensor-parallel-size"),
         _Flag("stage_layers", "N,N,…", "layers of each stage (default: split evenly)", _numbers),
         _Flag(
             "shared_mlps",
@@ -250,6 +259,7 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "N",
             "tokens per step (default: 2048 on a CPU, 8192 on a GPU; 512 and 2048 with --pp)",
             positive_int,
+            alias="--max-num-batched-tokens",
         ),
         _Flag(
             "itl_target",
@@ -278,13 +288,17 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
     defaults = _defaults()
     for title, flags in _GROUPS.items():
         group = parser.add_argument_group(title)
-        for name, metavar, text, parse, choices in flags:
+        for name, metavar, text, parse, choices, alias in flags:
+            spellings = [_spelling(name), *([alias] if alias else [])]
             if defaults[name] is False:
-                group.add_argument(_spelling(name), action="store_true", help=text)
+                group.add_argument(*spellings, action="store_true", help=text)
             else:
                 group.add_argument(
-                    _spelling(name), type=parse, default=defaults[name], choices=choices, metavar=metavar, help=text
+                    *spellings, type=parse, default=defaults[name], choices=choices, metavar=metavar, help=text
                 )
+            if name == "cuda_graphs":
+                eager = "the same as --cuda-graphs off"
+                group.add_argument("--enforce-eager", dest=name, action="store_const", const="off", help=eager)
     add_tls_flag(parser)
 
 

@@ -81,8 +81,8 @@ class Tokenizer:
         self._bytes = byte_table(backend)
 
     @classmethod
-    def load(cls, model_dir: Path) -> Tokenizer:
-        """Raises CheckpointError when there is no usable tokenizer."""
+    def load(cls, model_dir: Path, template: str | None = None) -> Tokenizer:
+        """``template`` replaces the checkpoint's chat template. Raises CheckpointError without a usable tokenizer."""
         path = model_dir / "tokenizer.json"
         if not os.path.exists(path):
             raise CheckpointError(f"{model_dir} has no tokenizer.json; convert its tokenizer to the fast format")
@@ -95,7 +95,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {exc}; download the checkpoint again") from exc
         config = _read_config(model_dir / "tokenizer_config.json")
         try:
-            return cls(backend, config, _find_template(model_dir, config))
+            return cls(backend, config, template or _find_template(model_dir, config))
         except CheckpointError as exc:
             raise CheckpointError(f"{model_dir}: {exc}") from exc
 

@@ -31,7 +31,10 @@ def change_json(file: str, **fields: Any) -> Break:
 
 
 def write(file: str, text: str) -> Break:
-    return lambda directory: (directory / file).write_text(text) and None
+    def change(directory: Path) -> None:
+        (directory / file).write_text(text)
+
+    return change
 
 
 def remove(file: str) -> Break:

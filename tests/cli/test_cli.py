@@ -133,6 +133,7 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["up", "--nodes", "3"], ["--nodes 3", "--elastic"]),
         (["up", "--tls-cert", "cert.pem"], ["--tls-cert", "--tls-key"]),
         (["up", "--api-keys", "/no/such/keys"], ["/no/such/keys"]),
+        (["up", "--chat-template", "/no/such.jinja"], ["/no/such.jinja"]),
         (["up", "--tool-call-parser", "bogus"], ["bogus", "hermes"]),
         (["up", "--max-inflight", "0"], ["--max-inflight", "at least 1"]),
         (["up", "--host", "no.such.host.invalid"], ["no.such.host.invalid", "--host"]),

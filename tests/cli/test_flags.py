@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from launcher.up_flags import make_parser
 from pdserve.config.flags import CommandParser, add_node_flags, node_flags_of, options_from, parse_size
 from pdserve.config.node_config import NodeOptions
+from pdserve.errors import ConfigError
 
 
 def parse(argv: list[str]) -> NodeOptions:
     parser = CommandParser()
     add_node_flags(parser)
     return options_from(parser.parse_args(argv))
+
+
+def test_flags_of_vllm_are_understood() -> None:
+    words = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --max-num-batched-tokens 512 --enforce-eager"
+    options = parse(["m", *words.split(), "--gpu-memory-utilization", "0.5"])
+    assert options == NodeOptions(
+        model="m", tp=2, pp=3, max_batch_tokens=512, cuda_graphs="off", gpu_memory_utilization=0.5
+    )
+    with pytest.raises(ConfigError, match="code from checkpoints never runs"):
+        parse(["m", "--trust-remote-code"])
 
 
 def test_help_shows_the_defaults() -> None:

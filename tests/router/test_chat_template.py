@@ -10,7 +10,9 @@ import pytest
 import small_tokenizers
 import transformers
 
-from pdserve.errors import CheckpointError, RequestError
+from pdserve.errors import CheckpointError, ConfigError, RequestError
+from router.options import parse_options
+from router.server import load_tokenizer
 from router.text.chat.messages import check_messages
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.tokenizer import Tokenizer
@@ -116,6 +118,21 @@ def test_variables_reach_the_template(reference: Any, variables: dict[str, Any])
         messages, chat_template=source, tokenize=False, add_generation_prompt=True, **variables
     )
     assert ChatTemplate(source, TOKENS).render(RenderRequest(messages, True, variables)) == expected
+
+
+def test_template_of_a_file_replaces_the_checkpoints(tmp_path: Path) -> None:
+    directory = small_tokenizers.write(
+        tmp_path / "model", small_tokenizers.byte_level(), **{**TOKENS, "chat_template": small_tokenizers.CHATML}
+    )
+    options = parse_options([str(directory), "--chat-template", str(TEMPLATES / "llama3.jinja")])
+    template = load_tokenizer(str(directory), options.chat_template).chat_template
+    assert template is not None
+    assert template.source == (TEMPLATES / "llama3.jinja").read_text()
+    (broken := tmp_path / "broken.jinja").write_text("{% if")
+    with pytest.raises(CheckpointError, match=r"broken\.jinja"):
+        load_tokenizer(str(directory), str(broken))
+    with pytest.raises(ConfigError, match="single model"):
+        parse_options(["--model", "a=m", "--model", "b=n", "--chat-template", "x"])
 
 
 def test_chat_token_ids_equal_transformers(reference: Any, tmp_path: Path) -> None:
