@@ -166,7 +166,7 @@ def costs_of(config: NodeConfig, decode: dict[int, float], prefill: dict[int, fl
     )
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
@@ -179,7 +179,7 @@ def _prompts(text: str) -> list[tuple[int, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_node_flags(parser)
-    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32])
     parser.add_argument("--prompts", type=_prompts, default=[(1, 256), (1, 1024)])
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=2)

@@ -21,7 +21,7 @@ class RequestStates(SequenceRows):
     """
 
     def __init__(self, state: DeviceState, writes: StagedWrites, microbatches: int, is_last_stage: bool) -> None:
-        """The indices of the last ``microbatches`` steps are kept: so many batches alternate."""
+        """The indices of as many batches are kept as alternate: ``microbatches``, and one with a chunk of a prompt."""
         count = state.num_tokens.shape[0]
         super().__init__(count)
         self._state = state
@@ -30,7 +30,7 @@ class RequestStates(SequenceRows):
         self.num_computed: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
         self.num_tokens: NDArray[np.int32] = np.zeros(count, dtype=np.int32)  # with those being sampled
         self._num_blocks: NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self._recent: deque[tuple[tuple[ScheduledSequence, ...], BatchIndices]] = deque(maxlen=microbatches)
+        self._recent: deque[tuple[tuple[ScheduledSequence, ...], BatchIndices]] = deque(maxlen=microbatches + 1)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -71,9 +71,11 @@ class RequestStates(SequenceRows):
 
     def _indices_of(self, scheduled: tuple[ScheduledSequence, ...]) -> BatchIndices:
         """Return the indices of a recent step if they fit, which saves most of the work, else new ones."""
-        for known, indices in self._recent:
-            if known == scheduled:
-                return indices
+        for number, entry in enumerate(self._recent):
+            if entry[0] == scheduled:
+                del self._recent[number]
+                self._recent.append(entry)  # the longest unused one is replaced
+                return entry[1]
         columns = np.array([(s.seq, s.num_tokens, s.num_samples) for s in scheduled], dtype=np.int64)
         seqs, lengths, samples = columns.T
         query_starts = np.zeros(len(scheduled) + 1, dtype=np.int32)

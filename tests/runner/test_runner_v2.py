@@ -16,6 +16,7 @@ import runner
 from pdserve.protocols import ModelRunner, PendingStep
 from pdserve.records import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
+from runner.v2.sampling_metadata import DeviceSamplingRow, MetadataBuilder, SamplingMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
@@ -127,6 +128,34 @@ def test_a_prompt_joins_a_decoding_batch(checkpoint: Path) -> None:
     steps.drain()
     assert steps.outputs[0] == reference(checkpoint, first, 7)
     assert steps.outputs[1] == reference(checkpoint, second, 5)
+
+
+def test_decode_batches_are_kept_between_chunks_of_a_prompt(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling parameters of the decode batch are copied to the device once, while it alternates with chunks."""
+    copied: list[int] = []
+    copy = MetadataBuilder.build
+
+    def build_counted(builder: MetadataBuilder, rows: Sequence[DeviceSamplingRow]) -> SamplingMetadata:
+        copied.append(len(rows))
+        return copy(builder, rows)
+
+    monkeypatch.setattr(MetadataBuilder, "build", build_counted)
+    steps = Overlapped(build(checkpoint))
+    copied.clear()
+    prompts = prompt_of(20, 1), prompt_of(7, 2), prompt_of(25, 3)
+    streams, chunks = [one(0), one(1)], (9, 6, 10)
+    steps.launch(
+        [ScheduledSequence(seq, len(prompts[seq]), 1) for seq in range(2)],
+        new=[new_sequence(seq, prompts[seq], 10 * seq) for seq in range(2)],
+    )
+    for number, chunk in enumerate(chunks):
+        new = [] if number else [new_sequence(2, prompts[2], 20)]
+        steps.launch([*streams, ScheduledSequence(2, chunk, int(number == 2))], new=new)
+        steps.launch(streams)
+    steps.drain()
+    for seq, count in enumerate((7, 7, 1)):
+        assert steps.outputs[seq] == reference(checkpoint, prompts[seq], count)
+    assert copied == [2, 2, 2, 2, 3], "the first prompts, a chunk, the decode batch, and two chunks"
 
 
 def test_a_chunk_of_one_token_that_samples_nothing_leaves_other_rows_alone(checkpoint: Path) -> None:
