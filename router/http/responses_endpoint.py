@@ -15,7 +15,7 @@ from starlette.types import Send
 from pdserve.errors import RequestError
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.response_writers import Response
-from router.errors import status_and_type
+from router.errors import ResponseNotStored, status_and_type
 from router.gate.admission import RequestAdmission
 from router.gate.rate_limits import Headers
 from router.generation.job import GenerationOptions, Job
@@ -85,14 +85,16 @@ class ResponsesEndpoint(GenerateEndpoint):
     async def _deliver(self, send: Send, response: Response, options: GenerationOptions, headers: Headers) -> str:
         if not isinstance(response, BackgroundItems):
             return await super()._deliver(send, response, options, headers)
-        assert self._store is not None
+        store = self._store
+        assert store is not None
         key = (options.owner, response.response.id)
-        self._store.put(options.owner, response.response, response.items)
-        response.on_final = partial(self._finish, options.owner, response)
+        store.put(options.owner, response.response, response.items)
+        response.on_final = partial(_finish, store, options.owner, response)
         if response.ended:  # no node took it
             response.on_final(response.response)
         self._running[key] = response
         try:
+            await _check_stored(store, *key)
             async with delivery(options.remaining, options.request_id, options.log_fields):
                 if response.log is None:
                     await send_pieces(send, response.body(), headers, self._service.turns, lambda: False)
@@ -105,9 +107,17 @@ class ResponsesEndpoint(GenerateEndpoint):
             del self._running[key]
         return "ok" if response.error is None else status_and_type(response.error)[1]
 
-    def _finish(self, owner: str, response: BackgroundItems, final: ResponseObject) -> None:
-        assert self._store is not None
-        self._store.finish(owner, final, () if response.log is None else response.log.pieces())
+
+def _finish(store: ResponseStore, owner: str, response: BackgroundItems, final: ResponseObject) -> None:
+    store.finish(owner, final, () if response.log is None else response.log.pieces())
+
+
+async def _check_stored(store: ResponseStore, owner: str, response_id: str) -> None:
+    """Raises RequestError if a background response was not written: its client could never read it."""
+    try:
+        await store.response(owner, response_id)
+    except ResponseNotStored as exc:
+        raise RequestError(f"the background response cannot be stored: {exc}", "background") from exc
 
 
 async def _send_events(send: Send, log: EventLog, headers: Headers) -> None:

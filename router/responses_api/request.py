@@ -57,11 +57,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
         return self.previous_response_id is not None or references
 
 
-# Chat fields that this endpoint spells differently.
+# Chat fields that this endpoint spells differently, or does not have.
 CHAT_ONLY = frozenset(
     {*("messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n")}
     | {*("prompt_logprobs", "return_token_ids", "include_reasoning", "continue_final_message")}
-    | {"add_generation_prompt"}
+    | {*("add_generation_prompt", "echo", "separate_reasoning", "return_tokens_as_token_ids")}
 )
 
 

@@ -21,7 +21,6 @@ _VERSION = 1  # of the tables
 _MAX_ENTRIES = 100_000
 _ENTRY_SHARE = 4  # an entry may have this part of all bytes
 _OVERHEAD = 256  # bytes of an entry or item beside its content
-_INTERRUPTED = {"code": "server_error", "message": "the router ended before the response was complete"}
 _TABLES = """
 CREATE TABLE responses (
   number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
@@ -84,13 +83,18 @@ class ResponseDatabase:
             self._evict()
 
     def finish(self, owner: str, response_id: str, response: bytes, item_ids: Sequence[str], events: bytes) -> None:
-        """Replace the response of an entry, unless it was deleted. Raises StoreError."""
-        row = self._row("number, bytes", owner, response_id)
+        """Replace the response of an entry, unless it was deleted; one that is too large fails. Raises StoreError."""
+        row = self._connection.execute(
+            "SELECT number, bytes, response FROM responses WHERE owner = ? AND id = ?", (owner, response_id)
+        ).fetchone()
         if row is None:
             return
-        number, size = row
+        number, size, started = row
         added = len(response) + len(events) + _OVERHEAD * len(item_ids)
-        self._check_size(size + added)
+        try:
+            self._check_size(size + added)
+        except StoreError as exc:
+            response, item_ids, events, added = _failed(started, f"the response is not stored: {exc}"), (), b"", 0
         with self._transaction() as db:
             sql = "UPDATE responses SET response = ?, events = ?, bytes = bytes + ?, done = 1 WHERE number = ?"
             db.execute(sql, (response, events, added, number))
@@ -164,9 +168,8 @@ class ResponseDatabase:
     def _fail_interrupted(self) -> None:
         db = self._connection
         for number, data in db.execute("SELECT number, response FROM responses WHERE done = 0").fetchall():
-            failed = {**msgspec.json.decode(data), "status": "failed", "error": _INTERRUPTED}
             sql = "UPDATE responses SET response = ?, done = 1 WHERE number = ?"
-            db.execute(sql, (msgspec.json.encode(failed), number))
+            db.execute(sql, (_failed(data, "the router ended before the response was complete"), number))
 
     def _check_size(self, size: int) -> None:
         limit = self.limits.max_bytes // _ENTRY_SHARE
@@ -201,6 +204,11 @@ class ResponseDatabase:
         self._bytes_of[owner] = self._bytes_of.get(owner, 0) + size
         if not self._bytes_of[owner]:
             del self._bytes_of[owner]
+
+
+def _failed(response: bytes, message: str) -> bytes:
+    error = {"code": "server_error", "message": message}
+    return msgspec.json.encode({**msgspec.json.decode(response), "status": "failed", "error": error})
 
 
 class _Status(msgspec.Struct):

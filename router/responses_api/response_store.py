@@ -56,10 +56,13 @@ class ResponseStore:
 
     def put(self, owner: str, response: ResponseObject, items: Sequence[Item]) -> None:
         """Store a response soon, in place of an earlier state; later calls see it. Neither may change any more."""
-        self._write(response.id, lambda: self._database.put(_entry(owner, response, items)))
+        if self._unwritten < _MAX_UNWRITTEN:
+            self._write(response.id, lambda: self._database.put(_entry(owner, response, items)))
+        else:
+            self._not_written(response.id, f"{self._unwritten} others are not written yet")
 
     def finish(self, owner: str, response: ResponseObject, events: Iterable[bytes]) -> None:
-        """Replace the state of a response that is still stored, and add its events."""
+        """Replace the state of a response that is still stored, and add its events. What is too large has failed."""
 
         def write() -> None:
             data = b"".join(json_pieces(response))
@@ -106,9 +109,6 @@ class ResponseStore:
             raise StoreFailed("the response store cannot be read; see the router's log") from exc
 
     def _write(self, response_id: str, write: Callable[[], None]) -> None:
-        if self._unwritten >= _MAX_UNWRITTEN:
-            self._not_written(response_id, f"{self._unwritten} others are not written yet")
-            return
         self._unwritten += 1
         loop = asyncio.get_running_loop()
         written = self._thread.submit(write)

@@ -245,6 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "include": ["file_search_call.results"]}, "file_search_call"),
     ({"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
     ({"input": "a", "messages": []}, "/v1/chat/completions"),
+    ({"input": "a", "echo": True}, "/v1/chat/completions"),
     ({"input": "a", "temprature": 1}, "did you mean temperature"),
     ({"input": "a", "max_output_tokens": 0}, "at least 1"),
 ]

@@ -33,7 +33,8 @@ def storing_router(
     folder = tmp_path_factory.mktemp("store")
     (folder / "keys.toml").write_text("".join(key_entry(name, key) for name, key in KEYS.items()))
     flags = ["--decode", scripted_node.address, "--api-keys", str(folder / "keys.toml")]
-    with router_process(reading_dir, [*flags, "--response-store", f"sqlite:{folder / 'responses.db'}"]) as process:
+    flags += ["--response-store", f"sqlite:{folder / 'responses.db'}", "--response-store-size", "400K"]
+    with router_process(reading_dir, flags) as process:
         yield process
 
 
@@ -192,6 +193,13 @@ def test_background_response_is_cancelled(alice: openai.OpenAI, node: Speech) ->
     assert alice.responses.cancel(response_id) == alice.responses.retrieve(response_id) == cancelled
 
 
+def test_background_response_that_cannot_be_stored_is_refused(alice: openai.OpenAI, node: Speech) -> None:
+    fields = node.say("One", then=" two")
+    with pytest.raises(openai.BadRequestError, match="at most 100000 per response"):
+        alice.responses.create(input="Hi", background=True, metadata={"a": "x" * 150_000}, **fields)
+    node.wait_cancelled()
+
+
 def test_only_background_responses_are_cancelled(alice: openai.OpenAI, node: Speech) -> None:
     response = alice.responses.create(input="Hi", **node.say("Hello"))
     with pytest.raises(openai.BadRequestError, match="without background"):
@@ -282,6 +290,15 @@ def test_too_large_an_entry_is_refused(open_database: Callable[..., ResponseData
     with pytest.raises(Exception, match="allows 25000 per response"):
         database.put(entry("2", num_bytes=30_000))
     assert database.num_entries == 1
+
+
+def test_response_that_grows_too_large_has_failed(open_database: Callable[..., ResponseDatabase]) -> None:
+    database = open_database(100_000)
+    database.put(entry("1", status="in_progress"))
+    database.finish("a", "1", entry("1", num_bytes=30_000).response, ["item"], b"")
+    failed = json.loads(database.read("response", "a", "1") or b"")
+    assert failed["status"] == "failed"
+    assert "allows 25000" in failed["error"]["message"]
 
 
 def test_old_entries_are_gone(open_database: Callable[..., ResponseDatabase]) -> None:
