@@ -20,6 +20,7 @@ from router.messages_api.params import (
     RedactedThinkingBlockParam,
     SearchResultBlockParam,
     TextBlockParam,
+    TextOrImageParam,
     TextualBlockParam,
     ThinkingBlockParam,
     ToolReferenceBlockParam,
@@ -36,7 +37,7 @@ _BETWEEN = "\n"  # texts of neighbouring blocks
 _REQUEST_HASH = "x-anthropic-billing-header"
 
 
-def chat_messages(system: str | Sequence[TextBlockParam], messages: Sequence[MessageParam]) -> list[Message]:
+def chat_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam]) -> list[Message]:
     """Convert a conversation. Raises RequestError for blocks that are no text, and for an open tool_use at the end."""
     chat = _Chat()
     chat.add_system(system, "system")
@@ -145,7 +146,8 @@ def _text(block: ContentBlockParam | TextualBlockParam, where: str) -> str:
         case TextBlockParam():
             return block.text
         case SearchResultBlockParam():
-            return _BETWEEN.join([block.title, block.source, *(part.text for part in block.content)])
+            parts = (_text(part, at) for part, at in _blocks(block.content, f"{where}.content"))
+            return _BETWEEN.join([block.title, block.source, *parts])
         case ToolReferenceBlockParam():
             return block.tool_name
         case DocumentBlockParam(source={"type": "text", "data": str() as data}):

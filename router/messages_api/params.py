@@ -38,10 +38,13 @@ class DocumentBlockParam(Struct, tag="document", frozen=True):
     source: dict[str, Any]
 
 
+TextOrImageParam = TextBlockParam | ImageBlockParam  # msgspec requires the type in unions only
+
+
 class SearchResultBlockParam(Struct, tag="search_result", frozen=True):
     title: str
     source: str
-    content: list[TextBlockParam]
+    content: list[TextOrImageParam]
 
 
 class ToolReferenceBlockParam(Struct, tag="tool_reference", frozen=True):

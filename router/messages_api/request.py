@@ -16,7 +16,7 @@ from router.messages_api.params import (
     MessageParam,
     MetadataParam,
     OutputConfigParam,
-    TextBlockParam,
+    TextOrImageParam,
     ThinkingParam,
     ToolChoiceParam,
     ToolParam,
@@ -37,7 +37,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     messages: list[MessageParam]
     model: str | None = None
-    system: str | list[TextBlockParam] = ""
+    system: str | list[TextOrImageParam] = ""
     tools: list[ToolParam] = []
     tool_choice: ToolChoiceParam = ToolChoiceParam("auto")
     thinking: ThinkingParam = ThinkingParam("adaptive")

@@ -228,6 +228,17 @@ def test_empty_messages_are_empty_texts(content: Any) -> None:
     assert parse_messages(data).messages == [{"role": "user", "content": ""}]
 
 
+def test_blocks_with_text_become_text() -> None:
+    found = [
+        {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "C"}]},
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "f"}]}
+    messages = [{"role": "user", "content": [result, *found]}]
+    chat = parse_messages(json.dumps({"max_tokens": 1, "messages": messages}).encode()).messages
+    assert [message["content"] for message in chat] == ["f", "T\nS\nC\nD"]
+
+
 def test_later_instructions_change_no_earlier_part_of_the_chat() -> None:
     """Otherwise each of them would void the cached prefix."""
     messages = [USER, {"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}]
@@ -290,6 +301,7 @@ REFUSED: list[tuple[Fields, str]] = [
         "add a message with its tool_result",
     ),
     ({"messages": [USER, {"role": "assistant", "content": []}]}, "no text to continue"),
+    ({"system": [{"text": "a"}]}, "type is missing"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tool_choice": {"type": "any"}}, "needs tools"),
