@@ -1,7 +1,8 @@
 """Model a load on a number of nodes: utilisation, TTFT, ITL, and the first bottleneck.
 
 Each role is modelled alone: prompts reach decode nodes at their arrival times, regardless of their time on P.
-``aggregated`` nodes do both, like decode nodes without prefill nodes.
+``aggregated`` nodes do both, like decode nodes without prefill nodes. ``elastic`` nodes do both, and lean: as many as
+the prompts need compute prompts, and the others decode; one does both in part if too few would decode otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from statistics import fmean
 
 import msgspec
 
+from pdserve.config.node_config import AUTO_ITL_STEPS
 from pdserve.errors import ConfigError
 from pdserve.plan.costs import Costs
 from pdserve.plan.queues import beside, occupancy, percentile, waits, weighted_percentile
@@ -20,8 +22,8 @@ from pdserve.plan.workload import Workload
 
 _FULL = 0.01  # accepted share of time in which a decode node is full, so that new requests wait
 _RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
-_LENGTHS = 32  # quantiles that represent all prompts
 _JOINING_STEPS = 2.5  # steps until a joining sequence has its token: half of one, one in flight, its own
+_BESIDE_DECODES = (AUTO_ITL_STEPS + 1.0) / (AUTO_ITL_STEPS - 1.0)  # times the duration of a prompt alone
 _REPORTED = (50, 99)  # percentiles to report beside the SLO
 
 
@@ -74,18 +76,6 @@ class NodeLoad:
         return fmean(self.prefill_seconds)
 
     @cached_property
-    def pieces(self) -> list[int]:
-        """Steps per prompt."""
-        pairs = zip(self.workload.prompts, self.workload.cached, strict=True)
-        return [ceil((prompt - cached) / self.costs.step_tokens) for prompt, cached in pairs]
-
-    @cached_property
-    def piece_seconds(self) -> list[float]:
-        """Quantiles of the time of a prompt chunk."""
-        parts = sorted(s / n for s, n in zip(self.prefill_seconds, self.pieces, strict=True) for _ in range(n))
-        return [parts[len(parts) * (2 * index + 1) // (2 * _LENGTHS)] for index in range(_LENGTHS)]
-
-    @cached_property
     def handoff_seconds(self) -> float:
         """Time that a handoff adds to the gap after the first token, for the mean prompt."""
         return self.costs.second_token(self.workload.mean_prompt, self.network)
@@ -117,30 +107,54 @@ class NodeLoad:
         return msgspec.structs.replace(role, kv_gb_per_s=traffic)
 
     def aggregated(self, rate: float, nodes: int) -> PlannedRole:
-        """Model nodes that prefill and decode: a prompt chunk delays all sequences that decode in the same step."""
+        """Model nodes that prefill and decode, with the default ITL target: chunks delay all sequences beside them."""
         busy = rate * self.prefill_mean / nodes
         if busy > 1.0 - self.limits.headroom:
             return PlannedRole(nodes=nodes, lacks="compute", utilisation=busy)
-        pieces = rate / nodes * fmean(self.pieces)  # per second
 
         def step(batch: int) -> float:
             return self.step(batch) / (1.0 - busy)
 
-        def with_piece(batch: int) -> Sequence[tuple[float, float]]:
-            share = min(1.0, pieces * step(batch)) / _LENGTHS
-            return [(seconds, share) for seconds in self.piece_seconds]
+        def with_chunk(batch: int) -> Sequence[tuple[float, float]]:
+            chunk = (AUTO_ITL_STEPS - 1.0) * self.step(batch)
+            return [(chunk, min(0.5, busy / chunk * step(batch)))]
 
-        role = self._decoding(rate / nodes, nodes, 0.0, step, with_piece, [])
+        role = self._decoding(rate / nodes, nodes, 0.0, step, with_chunk, [])
         if role.lacks and not role.itl:
             return role
-        shared = self.step(round(role.mean_batch))
-        seconds = [own + shared * n for own, n in zip(self.prefill_seconds, self.pieces, strict=True)]
-        busy = rate * fmean(seconds) / nodes
+        seconds = [own * _BESIDE_DECODES for own in self.prefill_seconds]
+        busy *= _BESIDE_DECODES
         if busy > 1.0 - self.limits.headroom:
             return msgspec.structs.replace(role, lacks="compute", utilisation=busy)
         ttft = self._first_tokens(seconds, 0.0, rate, nodes)
         lacks = role.lacks or _missed("TTFT", ttft, self.slo.ttft)
         return msgspec.structs.replace(role, ttft=ttft, lacks=lacks, utilisation=max(role.utilisation, busy))
+
+    def elastic(self, rate: float, nodes: int) -> PlannedRole:
+        """Model nodes that lean to either role (``pdserve serve``), with the default ITL target."""
+        needed = rate * self.prefill_mean / (1.0 - self.limits.headroom)  # nodes that prompts occupy
+        if needed >= nodes:
+            return PlannedRole(nodes=nodes, lacks="compute", utilisation=rate * self.prefill_mean / nodes)
+        for leaning in (ceil(needed), needed):
+            if leaning < nodes and not (role := self._leaning(rate, nodes, leaning)).lacks:
+                return role
+        return self.aggregated(rate, nodes)
+
+    def _leaning(self, rate: float, nodes: int, leaning: float) -> PlannedRole:
+        """Model ``nodes`` of which ``leaning`` compute prompts; one does both if that is no whole number."""
+        decoding, part = nodes - leaning, leaning % 1.0
+        long_gaps = part / (AUTO_ITL_STEPS + 1.0)
+        share = (1.0 - part) / decoding * long_gaps / (1.0 - part + 2.0 * long_gaps)
+
+        def longer(batch: int) -> Sequence[tuple[float, float]]:
+            return [((AUTO_ITL_STEPS - 1.0) * self.step(batch), share)]
+
+        expected, handoff = rate / decoding * 2 * self.prefill_mean, [(self.handoff_seconds, 1.0)]
+        role = self._decoding(rate / decoding, nodes, expected, self.step, longer, handoff)
+        if role.lacks and not role.itl:
+            return role
+        ttft = self._first_tokens(self.prefill_seconds, self.costs.first_token_ms / 1e3, rate, ceil(leaning))
+        return msgspec.structs.replace(role, ttft=ttft, lacks=role.lacks or _missed("TTFT", ttft, self.slo.ttft))
 
     def _first_tokens(self, seconds: Sequence[float], exposed: float, rate: float, nodes: int) -> dict[int, float]:
         """Return TTFT percentiles for prompts that take ``seconds``. Waiting prompts share steps."""

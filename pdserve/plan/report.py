@@ -22,6 +22,7 @@ def as_json(load: NodeLoad, plan: Plan) -> dict[str, Any]:
     return found | {
         "gpus": plan.nodes * costs.gpus,
         "gpus_aggregated": None if plan.aggregated is None else plan.aggregated.nodes * costs.gpus,
+        "gpus_elastic": None if plan.elastic is None else plan.elastic.nodes * costs.gpus,
         "requests_per_s_per_gpu": plan.rate / plan.nodes / costs.gpus,
         "output_tokens_per_s_per_gpu": plan.rate * workload.mean_output / plan.nodes / costs.gpus,
         "kv_bytes_per_token": costs.shape.kv_bytes,
@@ -56,6 +57,7 @@ def as_text(load: NodeLoad, plan: Plan) -> str:
             *_notes(load, plan),
             "",
             *_verdict(load, plan),
+            *_elastic_verdict(load, plan),
             *(f"doubtful: {text}" for text in _doubts(load, plan)),
         ]
     )
@@ -89,6 +91,8 @@ def _table(plan: Plan, gpus: int) -> Iterator[str]:
     named = [("prefill", plan.prefill), ("decode", plan.decode)]
     if plan.aggregated is not None:
         named.append(("aggregated", plan.aggregated))
+    if plan.elastic is not None:
+        named.append(("elastic", plan.elastic))
     for name, role in named:
         times = [_ms(of[percent]) if of else "" for of in (role.ttft, role.itl) for percent in (50, 99)]
         batch = f"{role.mean_batch:.0f} of {role.most_batch}" if role.most_batch else ""
@@ -131,6 +135,18 @@ def _verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
         )
         if not load.slo.itl:
             yield "(disaggregation improves the tail of ITL: set --slo itl:p99=… if it matters)"
+
+
+def _elastic_verdict(load: NodeLoad, plan: Plan) -> Iterator[str]:
+    if plan.elastic is None or plan.elastic.nodes < 2:
+        return
+    gpus, others = plan.elastic.nodes * load.costs.gpus, [plan.nodes]
+    if plan.aggregated is not None:
+        others.append(plan.aggregated.nodes)
+    if plan.elastic.nodes <= min(others):
+        yield f"best: {gpus} GPUs of elastic nodes, whose roles follow the load; start them with `pdserve serve`"
+    else:
+        yield f"elastic nodes, whose roles follow the load, would take {gpus} GPUs"
 
 
 def _split_is_better(plan: Plan) -> bool:

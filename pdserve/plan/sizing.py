@@ -27,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decode_lacks: str
     aggregated: PlannedRole | None  # the same load on aggregated nodes; None if no number suffices
     aggregated_lacks: str  # their bottleneck if none suffices
+    elastic: PlannedRole | None  # the same load on nodes that lean to either role; None if no number suffices
 
     @property
     def nodes(self) -> int:
@@ -37,11 +38,8 @@ def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
     """Raises CapacityError if no number of nodes suffices."""
     prefill, prefill_needs = _fewest(lambda nodes: load.on_prefill(rate, nodes), "prefill")
     decode, decode_needs = _fewest(lambda nodes: load.on_decode(rate, nodes), "decode")
-    try:
-        aggregated: PlannedRole | None = _fewest(lambda nodes: load.aggregated(rate, nodes), "aggregated")[0]
-        lacks = ""
-    except CapacityError:
-        aggregated, lacks = None, load.aggregated(rate, _MOST_NODES).lacks
+    aggregated = _fewest_if_any(lambda nodes: load.aggregated(rate, nodes))
+    lacks = "" if aggregated else load.aggregated(rate, _MOST_NODES).lacks
     full = NodeLoad(load.costs, load.workload, load.slo, msgspec.structs.replace(load.limits, headroom=0.0))
     prefill_carries, prefill_lacks = _most(lambda at: full.on_prefill(at, prefill.nodes).lacks, rate)
     decode_carries, decode_lacks = _most(lambda at: full.on_decode(at, decode.nodes).lacks, rate)
@@ -57,6 +55,7 @@ def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
         decode_lacks=decode_lacks,
         aggregated=aggregated,
         aggregated_lacks=lacks,
+        elastic=_fewest_if_any(lambda nodes: load.elastic(rate, nodes)),
     )
 
 
@@ -103,6 +102,13 @@ def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRo
         else:
             high, found = middle, role
     return found, needs
+
+
+def _fewest_if_any(try_out: Callable[[int], PlannedRole]) -> PlannedRole | None:
+    try:
+        return _fewest(try_out, "such")[0]
+    except CapacityError:
+        return None
 
 
 def _best(role: PlannedRole) -> str:

@@ -133,3 +133,12 @@ def test_load_that_no_number_of_nodes_can_serve_is_refused(slo: Slo, message: st
 def test_one_gpu_is_too_few_for_both_roles() -> None:
     with pytest.raises(CapacityError, match="1 GPUs are 1 nodes; a prefill and a decode node need 2 GPUs"):
         plan_for_gpus(NodeLoad(COSTS, CHAT, Slo(), LoadLimits()), 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(loads)
+def test_elastic_nodes_take_no_more_than_the_better_of_both(rate: float) -> None:
+    plan = plan_for_rate(NodeLoad(COSTS, CHAT, Slo({99: 1.0}, {99: 0.05}), LoadLimits()), rate)
+    assert plan.elastic is not None
+    others = [plan.nodes, *([] if plan.aggregated is None else [plan.aggregated.nodes])]
+    assert plan.elastic.nodes <= min(others)
