@@ -38,9 +38,7 @@ class Service:
 
 
 @contextmanager
-def serve(
-    directory: Path, node_flags: Sequence[str], router_flags: Sequence[str] = (), model_dir: Path = EMBEDDED_MODEL
-) -> Iterator[Service]:
+def serve(directory: Path, node_flags: Sequence[str], model_dir: Path = EMBEDDED_MODEL) -> Iterator[Service]:
     """Run a service while the context is open; the key file is written to ``directory``."""
     key, limited_key = new_key(), new_key()
     key_file = directory / "keys.toml"
@@ -48,6 +46,7 @@ def serve(
     with Fleet() as fleet:
         fleet.start_prefill(model_dir, node_flags)
         fleet.start_decode(model_dir, node_flags)
-        fleet.start_router(model_dir, ["--api-keys", str(key_file), "--tool-call-parser", "hermes", *router_flags])
+        flags = ["--api-keys", str(key_file), "--tool-call-parser", "hermes", "--response-store", "memory"]
+        fleet.start_router(model_dir, flags)
         fleet.wait_ready()
         yield Service(fleet.url, key, limited_key, model_dir=model_dir)

@@ -22,11 +22,11 @@ ENDS = [0, 2, *range(1000, 1060)]  # of 4096 tokens, so that the random model's 
 
 @pytest.fixture(scope="module")
 def brief_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A model whose answers end soon, with stored responses."""
+    """A model whose answers end soon."""
     directory = tmp_path_factory.mktemp("brief")
     model_dir = Path(shutil.copytree(EMBEDDED_MODEL, directory / "model"))
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
-    with serve(directory, REAL_NODES, ["--response-store", "memory"], model_dir) as service:
+    with serve(directory, REAL_NODES, model_dir) as service:
         yield service
 
 

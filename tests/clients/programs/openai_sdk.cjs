@@ -79,6 +79,22 @@ test("responses: whole, streamed, and with a function", async () => {
   assert.equal(item.name, "paint");
 });
 
+test("responses: in the background, continued and deleted", async () => {
+  const request = { model, input: "Say something.", max_output_tokens: 24 };
+  const { id } = await client.responses.create({ ...request, background: true, stream: false });
+  const events = await collect(await client.responses.create({ ...request, background: true, stream: true }));
+  const again = await collect(await client.responses.retrieve(events[0].response.id, { stream: true }));
+  assert.deepEqual(again, events);
+  let first;
+  do first = await client.responses.retrieve(id);
+  while (first.status === "in_progress");
+  const second = await client.responses.create({ ...request, previous_response_id: id });
+  const items = await collect(client.responses.inputItems.list(second.id));
+  assert.equal(items.length, 2 + first.output.length);
+  await client.responses.delete(id);
+  await assert.rejects(client.responses.retrieve(id), OpenAI.NotFoundError);
+});
+
 test("models lists the served model", async () => {
   const names = (await collect(client.models.list())).map((entry) => entry.id);
   assert.deepEqual(names, [model]);

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import time
 import unittest
 from typing import Any, Literal
 
@@ -173,6 +174,26 @@ class Responses(unittest.TestCase):
         items: Any = [*MESSAGES, call.model_dump(exclude_none=True), result]
         answer = client.responses.create(**{**fields, "input": items, "max_output_tokens": 8})
         assert answer.usage is not None
+
+    def test_background_response_is_polled_continued_and_deleted(self) -> None:
+        response = client.responses.create(**RESPONSE, background=True)
+        while response.status in ("queued", "in_progress"):
+            time.sleep(0.05)
+            response = client.responses.retrieve(response.id)
+        second = client.responses.create(**RESPONSE, previous_response_id=response.id)
+        items: Any = client.responses.input_items.list(second.id, order="asc")
+        assert [item.content[0].text for item in items] == [RESPONSE["input"], response.output_text, RESPONSE["input"]]
+        client.responses.delete(response.id)
+        with self.assertRaises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+
+    def test_stream_of_a_background_response_is_resumed(self) -> None:
+        stream = client.responses.create(**RESPONSE, background=True, stream=True)
+        first: Any = next(iter(stream))
+        stream.close()
+        rest = list(client.responses.retrieve(first.response.id, stream=True, starting_after=0))
+        assert [event.sequence_number for event in rest] == list(range(1, len(rest) + 1))
+        assert rest[-1].type in ("response.completed", "response.incomplete")
 
 
 class Models(unittest.TestCase):
