@@ -4,7 +4,7 @@
     pdserve decode MODEL --port 9002 --prefill 127.0.0.1:9001 &
     python bench/arrivals.py --decode 127.0.0.1:9002 --rate 4 --prompt 2048
 
-Requests arrive as a Poisson process for ``--seconds``; every prompt is handed off. Each figure is p50 / p99 in ms:
+Requests arrive as a Poisson process for ``--seconds``; every prompt is handed off. Figures are percentiles in ms:
 ``ttft``, ``second`` (first token to second token) and ``itl`` (all later gaps). They show the effect of the prefill
 node's ``--decode-ahead`` under load: a smaller ``second`` without a larger ``ttft``.
 """
@@ -12,44 +12,41 @@ node's ``--decode-ahead`` under load: a smaller ``second`` without a larger ``tt
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
 import time
-from itertools import pairwise
 
-import numpy as np
-from decode_client import DecodeClient, connect, run_bench
+from decode_client import connect, run_bench
+from http_load import Trace, percentiles
+from loads import make_load, open_loop, random_prompt
 
-
-async def request(client: DecodeClient, prompt: list[int], num_tokens: int) -> tuple[float, list[float]]:
-    """Send a prompt; return the seconds to the first token and the gaps between tokens."""
-    start = time.perf_counter()
-    times = await client.token_times(prompt, num_tokens, client.prefill_node)
-    return times[0] - start, [after - before for before, after in pairwise(times)]
+from pdserve.plan.workload import workload_of
 
 
 async def run(args: argparse.Namespace) -> None:
     source = random.Random(f"{args.seed} {args.rate}")  # prompts of an earlier run would be cached
+    workload = workload_of(
+        str(args.prompt), str(args.tokens), 0.0, round(args.rate * args.seconds), source.getrandbits(60)
+    )
     async with connect(args.decode) as client:
-        vocabulary = range(client.node.vocab_size)
-        await request(client, source.choices(vocabulary, k=args.prompt), args.tokens)  # warms up
-        running, end = [], time.perf_counter() + args.seconds
-        while time.perf_counter() < end:
-            prompt = source.choices(vocabulary, k=args.prompt)
-            running.append(asyncio.create_task(request(client, prompt, args.tokens)))
-            await asyncio.sleep(source.expovariate(args.rate))
-        answers = await asyncio.gather(*running)
+
+        async def send(number: int, trace: Trace) -> None:
+            trace.start = time.perf_counter()
+            trace.tokens = await client.token_times(prompts[number], args.tokens, client.prefill_node)
+
+        vocabulary = client.node.vocab_size
+        prompts = [random_prompt(source, args.prompt, vocabulary) for _ in workload.prompts]
+        warmup = random_prompt(source, args.prompt, vocabulary)
+        await client.token_times(warmup, args.tokens, client.prefill_node)
+        traces = await open_loop(make_load(workload, args.rate, prompts).requests, send)
     figures = {
-        "ttft_ms": [first for first, _ in answers],
-        "second_ms": [gaps[0] for _, gaps in answers],
-        "itl_ms": [gap for _, gaps in answers for gap in gaps[1:]],
+        "ttft_ms": [trace.ttft for trace in traces],
+        "second_ms": [trace.gaps[0] for trace in traces],
+        "itl_ms": [gap for trace in traces for gap in trace.gaps[1:]],
     }
-    result = {
-        name: [round(1e3 * float(p), 1) for p in np.percentile(times, (50, 99))] for name, times in figures.items()
-    }
-    print(json.dumps({"requests": len(answers), "rate": args.rate, "prompt_tokens": args.prompt} | result))
+    result = {name: percentiles(seconds) for name, seconds in figures.items()}
+    print(json.dumps({"requests": len(traces), "rate": args.rate, "prompt_tokens": args.prompt} | result))
 
 
 def main() -> int:

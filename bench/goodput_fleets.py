@@ -1,11 +1,11 @@
 """bench/goodput.py on fleets that this script starts one after the other, for example on two GPUs of a machine.
 
     python bench/make_checkpoint.py /tmp/l --shape llama-8b --config-only
-    python bench/goodput_fleets.py /tmp/l --fleets 1p1d 2d --devices cuda:0 cuda:1 --rates 8,16,24 \\
+    python bench/goodput_fleets.py /tmp/l --devices cuda:0 cuda:1 --rates 8,16,24 \\
         --node-flags "--load-format dummy --max-model-len 16384" --out "$OUT"
 
 A fleet is ``1p1d`` (one prefill and one decode node), ``2d`` (decode nodes that prefill, too), another pair of numbers,
-or ``up`` with flags of ``pdserve up``: ``"up --prefill 1 --decode 2"``. Nodes get ``--devices`` in this order; ``up``
+or ``up`` with flags of ``pdserve up``: ``"up --elastic"``. Nodes get ``--devices`` in this order; ``up``
 assigns its own. ``--node-flags`` go to every node and to ``up``. Each ``--system`` is a server that already runs; it is
 measured first. Other flags are those of bench/goodput.py.
 
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", metavar="MODEL", help="checkpoint of the fleets' nodes")
     parser.add_argument(
-        "--fleets", nargs="*", default=["1p1d", "2d", "up"], metavar="FLEET", help="1p1d, 2d, 'up FLAGS'"
+        "--fleets", nargs="*", default=["1p1d", "2d", "up --elastic"], metavar="FLEET", help="1p1d, 2d, 'up FLAGS'"
     )
     parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], metavar="DEVICE", help="of the nodes")
     parser.add_argument("--node-flags", default="", metavar="FLAGS", help="flags of every node and of `pdserve up`")

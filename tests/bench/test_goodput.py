@@ -190,11 +190,11 @@ def test_systems_receive_the_same_requests(tmp_path: Path) -> None:
             f"pd=vllm-pd:{prefill.url},{decode.url}",
         ]
         words = [word for system in systems for word in ("--system", system)]
-        words += ["--rates", "20,40", "--seconds", "0.2", "--prompt-tokens", "4", "--output-tokens", "3"]
+        words += ["--rates", "40,80", "--seconds", "0.1", "--prompt-tokens", "4", "--output-tokens", "3"]
         assert goodput.main([*words, "--warmup", "2", "--json", str(tmp_path / "json")]) == 1, "one does not answer"
     results = json.loads((tmp_path / "json").read_text())["results"]
     found = [(each["system"], each["rate"], each["requests"], each["errors"]) for each in results]
-    assert found == [(name, rate, round(rate / 5), 0) for name in ("both", "pd") for rate in (20.0, 40.0)]
+    assert found == [(name, rate, round(rate / 10), 0) for name in ("both", "pd") for rate in (40.0, 80.0)]
     assert len(first.bodies) == len(second.bodies) == 7, "12 requests and two of the warm-up in turn"
     assert sorted(first.prompts + second.prompts) == prefill.prompts == decode.prompts
     assert all((body["max_tokens"], body["stream"]) == (1, False) for body in prefill.bodies)
@@ -212,7 +212,7 @@ def test_system_that_refuses_every_request_is_an_error(capsys: pytest.CaptureFix
 def test_fleets_are_started_measured_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     node = "--engine simulated --threads 1 --kv-cache-memory 64MiB --device cpu"
     flags = ["--fleets", "2d", "up --no-such-flag", "--devices", "cpu", "--node-flags", node, "--out", str(tmp_path)]
-    load = ["--rates", "8", "--seconds", "1", "--prompt-tokens", "40", "--output-tokens", "5", "--warmup", "2"]
+    load = ["--rates", "16", "--seconds", "0.5", "--prompt-tokens", "40", "--output-tokens", "5", "--warmup", "1"]
     assert goodput_fleets.main([str(copy_without_weights(tmp_path)), *flags, *load]) == 1
     captured = capsys.readouterr()
     assert "--no-such-flag" in captured.err
