@@ -119,13 +119,13 @@ class FullMessage(MessageResponse, BodyResponse):
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """The arguments as a JSON object. Arguments that are none, or cut off, become Anthropic's INVALID_JSON."""
+    """The arguments as a JSON object. Those that are no object, or cut off, become Anthropic's INVALID_JSON."""
     if not arguments.strip():
         return _NO_INPUT
     try:
         if isinstance(msgspec.json.decode(arguments), dict):
             return msgspec.Raw(arguments.encode())
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         pass
     return msgspec.Raw(_encode({"INVALID_JSON": arguments}))
 

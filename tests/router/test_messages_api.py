@@ -126,9 +126,11 @@ def test_limits_are_told_apart(ask: Any, scripted_node: ScriptedNode) -> None:
     assert conversation.message.sampling.max_tokens + len(conversation.prompt) == 1000
 
 
-def test_arguments_that_are_no_json_are_kept(ask: Any) -> None:
-    message = ask('<tool_call>{"name": "f", "arguments": {"a": 1', finish="length", tools=TOOLS).json()
-    assert message["content"][0]["input"] == {"INVALID_JSON": '{"a": 1'}
+@pytest.mark.parametrize("arguments", ['{"a": 1', '{"a": 1,}', '{"a":' + "[" * 2000 + "]" * 2000 + "}"])
+def test_arguments_that_are_no_json_are_kept(ask: Any, arguments: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}'
+    message = ask(text, finish="length", tools=TOOLS, max_tokens=5000).json()
+    assert message["content"][0]["input"] == {"INVALID_JSON": arguments}
 
 
 def test_reasoning_may_be_left_out(ask: Any) -> None:
