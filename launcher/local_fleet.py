@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,7 +84,6 @@ class LocalFleet:
     """Start each process as soon as the addresses it needs are known, and again after it has died.
 
     Ports of nodes of both roles are chosen before they start, because each needs the addresses of all.
-
     Nodes that share a GPU start one after the other, so that each measures its own memory only.
     """
 
@@ -94,8 +94,8 @@ class LocalFleet:
         self._decode = _members("decode", plan.decode, args)
         model = [plan.config.model_dir, "--served-model-name", plan.config.served_model_name]
         self._elastic = _members("elastic", plan.elastic, args)
-        for node in self._elastic:
-            node.address = f"{LOCAL}:{_free_port()}"
+        for node, port in zip(self._elastic, _free_ports(len(self._elastic)), strict=True):
+            node.address = f"{LOCAL}:{port}"
         self._router = Member("router", "router", [*model, *role_words("router", args)])
 
     @property
@@ -162,10 +162,10 @@ def _device(options: NodeOptions) -> str:
     return ", ".join(f"cuda:{gpu}{share}" for gpu in gpus_of(options)) or "cpu"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCAL, 0))
-        return int(probe.getsockname()[1])
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as probes:
+        servers = [probes.enter_context(socket.create_server((LOCAL, 0))) for _ in range(number)]
+        return [int(server.getsockname()[1]) for server in servers]
 
 
 def _port_of(member: Member) -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pdserve.logs import message_of
+from pdserve.logs import level_of, message_of
 
 STOP_EACH = 1.0  # seconds between the stop signal to one group of children and the signal to the next
 STOP_ALL = 3.0  # seconds after the first stop signal until the remaining children are killed
@@ -86,9 +86,9 @@ class Child:
 
     @property
     def last_error(self) -> str:
-        """The error it reported, or else the last line it printed."""
-        printed = [line for line in self.last_lines if line.strip()]
-        return self.error or (message_of(printed[-1]) if printed else "it printed nothing")
+        """The error it reported, or else the last line it printed that is not routine."""
+        printed = [line for line in self.last_lines if line.strip() and level_of(line) != "INFO"]
+        return self.error or (message_of(printed[-1]) if printed else "it printed no error")
 
 
 @dataclass(frozen=True)

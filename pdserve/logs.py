@@ -117,9 +117,10 @@ def relayed_text(line: str, child: str) -> str:
 
 
 def level_of(line: str) -> str:
-    """Return the level of a text log line, empty for any other line."""
-    match = _TEXT_LINE.fullmatch(line)
-    return match["level"] if match else ""
+    """Return the level of a log line, empty for any other line."""
+    if match := _TEXT_LINE.fullmatch(line):
+        return match["level"]
+    return str((_parse_json_line(line) or {}).get("level", ""))
 
 
 def _parse_json_line(line: str) -> dict[str, Any] | None:
