@@ -21,6 +21,7 @@ class Constraint:
     rules: ChoiceRules | None = None
     mask: bytes | None = None
     matcher: Matcher | None = None  # after the tokens so far; made with the first token
+    fixed: bool = False  # ``mask`` is for all further tokens, too
 
 
 @dataclass(slots=True, eq=False)

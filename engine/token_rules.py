@@ -29,6 +29,11 @@ class TokenRules:
                 self._longer[word[-2]].append(word)
         self.longest = max(map(len, sampling.bad_words), default=0)  # tokens of a bad word
 
+    @property
+    def always_fixed(self) -> bool:
+        """Whether the mask does not depend on the output."""
+        return not self._longer and not self.sampling.thinking_end_ids
+
     def mask_of(self, token_ids: Iterable[int]) -> bytes:
         words = bytearray(self._num_bytes)
         for token_id in token_ids:

@@ -116,6 +116,7 @@ class GrammarConstraints:
             allowed = constraint.rules.mask(choice.token_ids, choice.prompt_len, forbidden)
         if constraint.grammar is None:
             constraint.mask = allowed
+            constraint.fixed = choice.request.rules is not None and choice.request.rules.always_fixed and not forbidden
             return
         self._choices[constraint] = choice
         self._advances.append(Advance(choice.request.client, constraint, token_ids, forbidden, allowed))

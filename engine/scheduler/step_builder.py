@@ -115,12 +115,13 @@ class StepBuilder:
         )
 
     def _add_mask(self, sequence: Sequence) -> None:
-        """Move the mask of a sequence that samples into the step."""
+        """Move the mask of a sequence that samples into the step; a fixed one stays as well."""
         constraint = sequence.constraint
         if constraint is not None:
             assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"
             self._masks.append(TokenMask(sequence.seq, constraint.mask))
-            constraint.mask = None
+            if not constraint.fixed:
+                constraint.mask = None
 
     def _send_blocks(self, sequence: Sequence) -> None:
         """Send the runner the blocks of a sequence that it lacks, or the whole sequence if it does not know it."""

@@ -26,6 +26,7 @@ class ChoiceParser:
     def __init__(self, parsing: OutputParsing) -> None:
         self._parser = parsing.new_parser()
         self._include_reasoning = parsing.include_reasoning
+        self._forced = parsing.forced
         self._has_call = False
 
     def feed(self, choice: Choice, text: str, output: pb.Output, usage: Usage) -> list[OutputDelta]:
@@ -34,7 +35,8 @@ class ChoiceParser:
         if output.has_token and (was_reasoning or self._parser.reasoning):
             usage.reasoning_tokens += 1
         if choice.finish_reason:
-            deltas += self._parser.flush()
+            held = self._parser.flush()
+            deltas += [delta for delta in held if not (self._forced and delta.kind is DeltaKind.CONTENT)]
         self._has_call = self._has_call or any(delta.kind is DeltaKind.CALL for delta in deltas)
         if self._has_call and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"

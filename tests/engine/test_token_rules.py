@@ -88,6 +88,22 @@ def test_forbidden_end_is_allowed_where_no_other_token_is() -> None:
     assert allowed(rules.mask(tokens, 1, {7, 9})) == {7, 9}
 
 
+def test_rules_that_do_not_depend_on_the_output_keep_steps_in_flight() -> None:
+    fixed = SamplingParams(20, min_tokens=2, allowed_token_ids=(6, 7, 8), bad_words=((8,),))
+    varying = SamplingParams(20, allowed_token_ids=(6, 7), bad_words=((6, 6, 6),))
+    overlapped = []
+    for sampling in (fixed, varying):
+        node = Node(64, 2)
+        node.submit(0, [1, 2, 3], sampling, Mode.LOCAL)
+        node.run()
+        assert len(node.tokens[0, 0]) == 20
+        assert set(node.tokens[0, 0]) <= {6, 7}
+        overlapped.append(node.runner.num_overlapped)
+        node.close()
+    assert overlapped[0] > 10
+    assert overlapped[1] == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_choices_follow_token_rules_and_resume_with_the_same_tokens(depth: int) -> None:
     """The toy model samples from its mask alone, so the tokens show every mask."""

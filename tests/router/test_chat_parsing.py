@@ -96,11 +96,21 @@ def test_truncated_call_ends_with_length(sdk: openai.OpenAI, say: Any) -> None:
 
 def test_forced_call_that_is_cut_off_is_left_out(sdk: openai.OpenAI, say: Any) -> None:
     forced: Any = {"type": "function", "function": {"name": "f"}}
-    for text, calls in (('{"a": "b', []), ('{"a": "b"}', ['{"a": "b"}'])):
+    whole = '[{"name": "f", "arguments": {}}'
+    cuts: list[tuple[Any, str, list[str]]] = [
+        (forced, '{"a": "b', []),
+        (forced, '{"a": "b"}', ['{"a": "b"}']),
+        ("required", "[", []),
+        ("required", whole + ', {"name', ["{}"]),
+    ]
+    for choose, text, calls in cuts:
         fields = say(text, finish="length")
-        choice = sdk.chat.completions.create(tools=TOOLS, tool_choice=forced, **fields).choices[0]
+        choice = sdk.chat.completions.create(tools=TOOLS, tool_choice=choose, **fields).choices[0]
         assert choice.finish_reason == "length"
+        assert not choice.message.content
         assert [call.function.arguments for call in choice.message.tool_calls or []] == calls
+        texts, _, finish = collect(sdk.chat.completions.create(tools=TOOLS, tool_choice=choose, stream=True, **fields))
+        assert (texts["content"], finish) == ("", "length")
 
 
 def test_tools_and_earlier_calls_reach_the_prompt(
@@ -144,6 +154,18 @@ def test_include_reasoning_false_drops_reasoning(sdk: openai.OpenAI, say: Any) -
     message: Any = sdk.chat.completions.create(**say("<think>a</think>b", include_reasoning=False)).choices[0].message
     assert message.content == "b"
     assert not hasattr(message, "reasoning")
+
+
+def test_small_habits_of_peers(sdk: openai.OpenAI, say: Any) -> None:
+    fields = say("ok")
+    fields["messages"] = [*ASK, {"role": "assistant", "content": None}, {"role": "user", "content": None, "extra": 1}]
+    answer = sdk.chat.completions.create(top_logprobs=0, **fields)
+    assert answer.choices[0].message.content == "ok"
+    assert answer.choices[0].logprobs is None
+    options: Any = {"include_usage": None, "continuous_usage_stats": None}
+    assert all(
+        chunk.usage is None for chunk in sdk.chat.completions.create(stream=True, stream_options=options, **say("ok"))
+    )
 
 
 @pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}])

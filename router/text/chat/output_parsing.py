@@ -21,6 +21,7 @@ class OutputParsing(msgspec.Struct, frozen=True):
     new_call_id: Callable[[], str]
     markers: tuple[str, ...]  # special tokens that the parser must see as text
     include_reasoning: bool = True
+    forced: bool = False  # the output is calls; a beginning that is cut off is no content
 
 
 def select_parsing(
@@ -44,6 +45,7 @@ def select_parsing(
         new_call_id=parsers.new_call_id,
         markers=markers,
         include_reasoning=include_reasoning,
+        forced=use.must_call,
     )
 
 
