@@ -21,18 +21,16 @@ class TokenRules:
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         self.sampling = sampling
         self._num_bytes = (vocab_size + 31) // 32 * 4  # as in TokenMask
-        allowed = self.mask_of(sampling.allowed_token_ids or range(vocab_size))
+        allowed = ((1 << vocab_size) - 1).to_bytes(self._num_bytes, "little")
+        if sampling.allowed_token_ids:
+            allowed = self.mask_of(sampling.allowed_token_ids)
         self.fixed = without(allowed, [word[0] for word in sampling.bad_words if len(word) == 1])
         self._longer: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # bad words, by their last but one token
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._longer[word[-2]].append(word)
+        self.always_fixed = not self._longer and not sampling.thinking_end_ids  # independent of the output
         self.longest = max(map(len, sampling.bad_words), default=0)  # tokens of a bad word
-
-    @property
-    def always_fixed(self) -> bool:
-        """Whether the mask does not depend on the output."""
-        return not self._longer and not self.sampling.thinking_end_ids
 
     def mask_of(self, token_ids: Iterable[int]) -> bytes:
         words = bytearray(self._num_bytes)
@@ -53,6 +51,7 @@ class ChoiceRules:
         self._rules = rules
         self._scanned = 0  # output tokens that were looked at
         self._thinks_from = _UNBEGUN if rules.sampling.thinking_start_ids else 0  # index in the output
+        self.always_fixed = rules.always_fixed  # apart from forbidden tokens
 
     def mask(self, token_ids: array[int], prompt_len: int, forbidden: Collection[int]) -> bytes:
         """Return the mask of the next token; ``token_ids`` are the prompt and the output.

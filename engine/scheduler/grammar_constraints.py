@@ -111,13 +111,12 @@ class GrammarConstraints:
     def _advance(self, choice: Choice, token_ids: Sequence[int]) -> None:
         constraint = choice.constraint
         assert constraint is not None
-        forbidden, allowed = self._forbidden(choice), None
-        if constraint.rules is not None:
-            allowed = constraint.rules.mask(choice.token_ids, choice.prompt_len, forbidden)
-        if constraint.grammar is None:
-            constraint.mask = allowed
-            constraint.fixed = choice.request.rules is not None and choice.request.rules.always_fixed and not forbidden
-            return
+        rules, forbidden, allowed = constraint.rules, self._forbidden(choice), None
+        if rules is not None:
+            allowed = rules.mask(choice.token_ids, choice.prompt_len, forbidden)
+            if constraint.grammar is None:
+                constraint.mask, constraint.fixed = allowed, rules.always_fixed and not forbidden
+                return
         self._choices[constraint] = choice
         self._advances.append(Advance(choice.request.client, constraint, token_ids, forbidden, allowed))
 
