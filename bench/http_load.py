@@ -213,6 +213,8 @@ async def complete(
         trace.error = f"HTTP {status}: {cut(reader.other.decode(errors='replace'))}"
     elif not trace.error and trace.num_tokens != num_tokens:
         trace.error = f"{trace.num_tokens} tokens instead of {num_tokens}"
+    elif not trace.error and not trace.tokens:
+        trace.error = "no event with text; the server must support return_token_ids"
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:

@@ -131,9 +131,10 @@ def test_slow_client_is_reported() -> None:
 class Peer:
     """A server that answers as vLLM does, and keeps the bodies of completions."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, event: str = '{"choices":[{"text":"a","token_ids":[1]}]}') -> None:
         self.bodies: list[dict[str, Any]] = []
         self._status = status
+        self._event = event  # per token
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -167,7 +168,7 @@ class Peer:
                 elif not body["stream"]:
                     self._answer(200, json.dumps({"kv_transfer_params": {"remote_host": "here"}}))
                 else:
-                    events = ['{"choices":[{"text":"a","token_ids":[1]}]}'] * body["max_tokens"] + ["[DONE]"]
+                    events = [peer._event] * body["max_tokens"] + ["[DONE]"]
                     self._answer(200, "".join(f"data: {event}\n\n" for event in events))
 
             def _answer(self, status: int, text: str) -> None:
@@ -207,6 +208,13 @@ def test_system_that_refuses_every_request_is_an_error(capsys: pytest.CaptureFix
     with Peer(503) as server:
         assert goodput.main(["--system", f"full={server.url}", "--rates", "9", "--seconds", "1", "--warmup", "1"]) == 1
     assert "full: error: every request of the warm-up failed, the first one with: HTTP 503" in capsys.readouterr().err
+
+
+def test_answer_without_any_event_of_a_token_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Peer(200, event='{"choices":[{"text":""}],"usage":{"completion_tokens":1}}') as server:
+        flags = ["--rates", "9", "--seconds", "1", "--output-tokens", "1", "--warmup", "1"]
+        assert goodput.main(["--system", f"mute={server.url}", *flags]) == 1
+    assert "no event with text; the server must support return_token_ids" in capsys.readouterr().err
 
 
 def test_fleets_are_started_measured_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
