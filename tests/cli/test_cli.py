@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pooling_checkpoints import make_embedder
 
 from launcher.__main__ import main as up_main
 from pdserve.cli import main
@@ -194,6 +195,13 @@ def test_programs_print_help_and_refuse_unknown_flags(role: str) -> None:
     assert done.returncode == 2
     assert "--no-such-flag" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_node_of_both_roles_refuses_an_embedding_model(tmp_path: Path) -> None:
+    done = run("serve", str(make_embedder(tmp_path / "m")), "--device", "cpu")
+    assert done.returncode == 2
+    assert "a node of role both generates" in done.stderr
+    assert "pdserve prefill" in done.stderr
 
 
 def test_traceback_is_printed_only_on_request() -> None:
