@@ -57,13 +57,12 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
             return _json(data)
         going = running.get((owner, name))
         if going is not None and going.log is not None:
-            return _events(going.log.read(query.starting_after))
+            return _event_stream(going.log.read(query.starting_after))
         events = b"" if going is not None else await opened(name).events(owner, name)
         if not events:
             text = f"response {shown(name)} has no events: it was not created with background and stream"
             raise RequestError(text, "stream")
-        later = await asyncio.to_thread(_events_after, events, query.starting_after)
-        return _events(_chunks(later))
+        return _event_stream(_chunks(await asyncio.to_thread(_events_after, events, query.starting_after)))
 
     @app.delete("/v1/responses/{name}")
     async def delete(name: str, request: Request) -> Response:
@@ -128,7 +127,7 @@ def _events_after(events: bytes, number: int) -> bytes:
     return events[position:]
 
 
-def _events(chunks: AsyncIterator[bytes]) -> Response:
+def _event_stream(chunks: AsyncIterator[bytes]) -> Response:
     headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
     return StreamingResponse(chunks, headers=headers)
 
