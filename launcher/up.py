@@ -63,7 +63,7 @@ def up(args: argparse.Namespace) -> int:
 
 
 def watch(children: Supervisor, display: Display, until: Callable[[], bool], died: Callable[[Child], None]) -> None:
-    """Display the children's events until ``until()``. Call ``died`` for a child that dies or reports a failure."""
+    """Display the children's events until ``until()``. Call ``died`` for a child that dies."""
     while not until():
         for event in children.wait(POLL_SECONDS):
             match event:
