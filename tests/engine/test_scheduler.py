@@ -11,6 +11,7 @@ from toy import reference, reference_ranks
 from toy_node import BATCH_TOKENS, BLOCK, DEPTHS, Make, Node
 
 from engine.ipc.messages import Cancel, FreeLease, Leased, Mode, PrefillLocally, StartRead
+from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.records import FinishReason, SamplingParams
 
 PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
@@ -27,16 +28,21 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
         max_size=12,
     ),
     num_blocks=st.integers(12, 40),
+    itl_target=st.sampled_from([0.0, None, 0.02]),
 )
 @settings(max_examples=60, deadline=None)
 def test_local_requests_are_exact_under_preemption(
-    depth: tuple[int, int], requests: list[tuple[int, int, int, bool, int, int, int]], num_blocks: int
+    depth: tuple[int, int],
+    requests: list[tuple[int, int, int, bool, int, int, int]],
+    num_blocks: int,
+    itl_target: float | None,
 ) -> None:
     """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens.
 
     Log-probabilities of a prompt token are sent exactly once.
     """
-    node = Node(num_blocks, *depth)
+    costs = SimulatedCosts(prompt_token=2e-3)
+    node = Node(num_blocks, *depth, itl_target=itl_target, seconds=lambda plan: costs.of_step(plan.scheduled))
     expected, ranks = {}, {}
     for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):
         prompt = [7 if shared else rid] * length
