@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from http_load import COMPLETIONS, Endpoint, Trace, complete
@@ -69,7 +69,7 @@ class System(NamedTuple):
 
 
 class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw
+    kv_transfer_params: dict[str, Any]
 
 
 async def with_transfer(prefill: Endpoint, body: bytes, headers: dict[str, str]) -> bytes:
@@ -86,7 +86,7 @@ async def with_transfer(prefill: Endpoint, body: bytes, headers: dict[str, str])
     try:
         if status == 200:
             params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
-            return body[:-1] + b',"kv_transfer_params":' + bytes(params) + b"}"
+            return body[:-1] + b',"kv_transfer_params":' + msgspec.json.encode(params) + b"}"
     except msgspec.DecodeError:
-        pass  # an answer without parameters
+        pass  # no parameters, or null: the server has no connector
     raise ServerError(f"HTTP {status} without kv_transfer_params: {cut(answer.decode(errors='replace'))}")

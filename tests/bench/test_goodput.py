@@ -128,13 +128,22 @@ def test_slow_client_is_reported() -> None:
     assert "| 1 of 1 |" in table([punctual, failed], ["a", "b"])
 
 
+TRANSFER = {"remote_host": "here"}
+
+
 class Peer:
     """A server that answers as vLLM does, and keeps the bodies of completions."""
 
-    def __init__(self, status: int, event: str = '{"choices":[{"text":"a","token_ids":[1]}]}') -> None:
+    def __init__(
+        self,
+        status: int,
+        event: str = '{"choices":[{"text":"a","token_ids":[1]}]}',
+        transfer: dict[str, str] | None = TRANSFER,
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self._status = status
         self._event = event  # per token
+        self._transfer = transfer
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -166,7 +175,7 @@ class Peer:
                 if peer._status != 200:
                     self._answer(peer._status, '{"error":{"message":"full"}}')
                 elif not body["stream"]:
-                    self._answer(200, json.dumps({"kv_transfer_params": {"remote_host": "here"}}))
+                    self._answer(200, json.dumps({"kv_transfer_params": peer._transfer}))
                 else:
                     events = [peer._event] * body["max_tokens"] + ["[DONE]"]
                     self._answer(200, "".join(f"data: {event}\n\n" for event in events))
@@ -200,7 +209,7 @@ def test_systems_receive_the_same_requests(tmp_path: Path) -> None:
     assert sorted(first.prompts + second.prompts) == prefill.prompts == decode.prompts
     assert all((body["max_tokens"], body["stream"]) == (1, False) for body in prefill.bodies)
     assert all(body["kv_transfer_params"]["do_remote_decode"] for body in prefill.bodies)
-    assert all(body["kv_transfer_params"] == {"remote_host": "here"} for body in decode.bodies)
+    assert all(body["kv_transfer_params"] == TRANSFER for body in decode.bodies)
     assert len({body["cache_salt"] for body in first.bodies + decode.bodies}) == 6, "one per measurement and warm-up"
 
 
@@ -208,6 +217,13 @@ def test_system_that_refuses_every_request_is_an_error(capsys: pytest.CaptureFix
     with Peer(503) as server:
         assert goodput.main(["--system", f"full={server.url}", "--rates", "9", "--seconds", "1", "--warmup", "1"]) == 1
     assert "full: error: every request of the warm-up failed, the first one with: HTTP 503" in capsys.readouterr().err
+
+
+def test_prefill_server_without_a_connector_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Peer(200, transfer=None) as server:
+        system = f"pd=vllm-pd:{server.url},{server.url}"
+        assert goodput.main(["--system", system, "--rates", "9", "--seconds", "1", "--warmup", "1"]) == 1
+    assert "prefill: HTTP 200 without kv_transfer_params" in capsys.readouterr().err
 
 
 def test_answer_without_any_event_of_a_token_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
