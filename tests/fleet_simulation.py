@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
-from simulated_node import BLOCK, Events, Job, SimulatedNode
+from simulated_node import BLOCK, Events, Job, NodeCosts, SimulatedNode
 
 from pdserve.plan.queues import percentile
-from pdserve.request_cost import TYPICAL, RequestLoad
+from pdserve.request_cost import RequestLoad
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED
 from router.fleet.policy import FleetSnapshot, NodeView, Policy, PolicyRequest, prefix_aware
@@ -50,19 +50,21 @@ class Simulation:
         find_moves: Moves = moves,
         itl_target: float | None = None,
         routers: int = 1,
+        costs: NodeCosts = NodeCosts(),  # noqa: B008
     ) -> None:
         self.handoffs = self.moves = 0
         self.shares: list[list[float]] = []  # of time spent on prompts, of each node, by second
         self._events = Events()
         self._policy, self._find_moves = policy, find_moves
         self._nodes = {
-            name: SimulatedNode(self._events, name, role, itl_target, self._ended)
+            name: SimulatedNode(self._events, name, role, itl_target, costs, self._ended)
             for name, role in ((f"n{number:02}", role) for number, role in enumerate(roles))
         }
         self._peers = frozenset(self._nodes)
         self._reports: dict[str, RequestLoad] = {}
         self._routers = [_Router(number, number, {name: deque() for name in self._nodes}) for number in range(routers)]
         self._left = 0
+        self._typical = costs.lines
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Serve jobs until all have ended."""
@@ -101,7 +103,7 @@ class Simulation:
 
     def _snapshot(self, router: _Router) -> FleetSnapshot:
         views = tuple(router.views.get(name) or self._view(router, node) for name, node in self._nodes.items())
-        return FleetSnapshot(MODEL, views, router.counter, TYPICAL)
+        return FleetSnapshot(MODEL, views, router.counter, self._typical)
 
     def _view(self, router: _Router, node: SimulatedNode) -> NodeView:
         """See NodeClient.view."""

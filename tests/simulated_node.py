@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
+
+import msgspec
 
 from engine.throughput_meter import PromptShare
 from pdserve.config.node_config import AUTO_ITL_STEPS
@@ -20,9 +23,15 @@ BLOCK = 16  # tokens
 KV_TOKENS = 800_000  # of a node
 _MAX_SEQS = 256  # sequences of a node
 _FULL_STEP = 8192  # prompt tokens of a step without decodes
-_CONTEXT = 34.5e-9  # seconds of a step per token of context of its decodes (pdserve/plan/measured)
 _TYPICAL_CONTEXT = 2000  # tokens
 _FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
+
+
+class NodeCosts(NamedTuple):
+    """Seconds: of steps and reads, and of a step per token of context of its decodes (pdserve/plan/measured)."""
+
+    lines: Throughput = TYPICAL
+    context: float = 34.5e-9
 
 
 class Events:
@@ -79,14 +88,21 @@ class _Step:
 
 
 class SimulatedNode:
-    """``itl_target`` is in seconds; None: automatic; 0: none. ``on_end`` is called with each job that has ended."""
+    """``target`` is the ITL target in seconds, None: automatic, 0: none. ``on_end`` receives each ended job."""
 
     def __init__(
-        self, events: Events, name: str, role: str, itl_target: float | None, on_end: Callable[[Job], None]
+        self,
+        events: Events,
+        name: str,
+        role: str,
+        target: float | None,
+        costs: NodeCosts,
+        on_end: Callable[[Job], None],
     ) -> None:
         self.name, self.role = name, role
+        self._costs, self._lines = costs, costs.lines
         self.decoding: set[Job] = set()
-        self._events, self._itl_target, self._on_end = events, itl_target, on_end
+        self._events, self._itl_target, self._on_end = events, target, on_end
         self._prompts: deque[Job] = deque()  # not completely planned
         self._joining: list[Job] = []  # with KV here, in no step yet
         self._due: list[tuple[int, int, Job]] = []  # a heap by the number of the last step
@@ -105,7 +121,6 @@ class SimulatedNode:
     # ------------------------------------------------------------ requests
 
     def expect(self, job: Job) -> None:
-        """Decode the job when its prompt is done."""
         job.node = self
         self._expected += 1
 
@@ -122,7 +137,6 @@ class SimulatedNode:
         self._wake()
 
     def movable(self, router: int) -> list[Job]:
-        """Return the jobs of a router that decode here, those with the fewest tokens first."""
         done = len(self._gaps)
         jobs = [each for each in self.decoding if each.router == router and each.joined < done and each.due > done + 2]
         return sorted(jobs, key=lambda job: (job.decoded + done - job.joined, job.at))
@@ -137,7 +151,7 @@ class SimulatedNode:
         self._context -= context + self._planned - done
         self._kv -= context
         target.expect(job)
-        self._events.after(HANDOFF_SECONDS + TYPICAL.read.at(context), lambda: target.join(job, context))
+        self._events.after(HANDOFF_SECONDS + self._lines.read.at(context), lambda: target.join(job, context))
 
     # ------------------------------------------------------------ reports
 
@@ -145,9 +159,9 @@ class SimulatedNode:
     def throughput(self) -> Throughput:
         """The costs as the node measures them: decodes have the contexts of its sequences."""
         context = self._context / len(self.decoding) if self.decoding else _TYPICAL_CONTEXT
-        return Throughput(
-            TYPICAL.prompt, LinearCost(TYPICAL.decode.base, TYPICAL.decode.slope + _CONTEXT * context), TYPICAL.read
-        )
+        line = self._lines.decode
+        decode = LinearCost(line.base, line.slope + self._costs.context * context)
+        return msgspec.structs.replace(self._lines, decode=decode)
 
     @property
     def itl_target(self) -> float:
@@ -188,9 +202,9 @@ class SimulatedNode:
         joined, self._joining = self._joining, []
         decodes = len(self.decoding) + len(joined)
         self._context += sum(job.prompt + job.decoded for job in joined)
-        base = TYPICAL.decode.at(decodes) + _CONTEXT * self._context
+        base = self._lines.decode.at(decodes) + self._costs.context * self._context
         done, tokens = self._plan_prompts(self._room(decodes, base))
-        added = tokens * TYPICAL.prompt.slope
+        added = tokens * self._lines.prompt.slope
         self._follows = added > base
         if not decodes and not tokens:
             return None
@@ -211,7 +225,7 @@ class SimulatedNode:
             return _FULL_STEP
         if self._follows and sum(not job.computed for job in self._prompts) <= decodes:
             return 0
-        return int(max(self.itl_target - seconds, seconds) / TYPICAL.prompt.slope)
+        return int(max(self.itl_target - seconds, seconds) / self._lines.prompt.slope)
 
     def _plan_prompts(self, room: int) -> tuple[list[Job], int]:
         done, tokens = list[Job](), 0
@@ -266,7 +280,7 @@ class SimulatedNode:
         job.first = job.last = self._events.now + _FIRST_TOKEN * (target is not self)
         if target is not self:
             self._for_peers -= 1
-            rest = HANDOFF_SECONDS + TYPICAL.read.at(min(job.prompt, _FULL_STEP))
+            rest = HANDOFF_SECONDS + self._lines.read.at(min(job.prompt, _FULL_STEP))
             self._events.after(rest, lambda: self._hand_over(job, target))
         elif job.output == 1:
             self._kv -= job.prompt

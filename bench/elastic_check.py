@@ -1,0 +1,103 @@
+"""The simulation of bench/elastic_shift.py compared with running nodes: simulated engines, a real router, HTTP clients.
+
+    PYTHONPATH=.:tests python bench/elastic_check.py --rates 8 16 --slower 4
+
+Two nodes, elastic and as a prefill and a decode node; the same lognormal requests for both. Printed are simulated /
+measured ms. All costs are ``--slower`` times as long, so that nodes, router and clients need few CPU cycles; printed
+times are divided by it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from fleet import Fleet, start_elastic
+from fleet_simulation import Simulation
+from plan_check import replay
+from replay import make_long_model
+from simulated_node import KV_TOKENS, Job, NodeCosts
+
+from pdserve.plan.queues import percentile
+from pdserve.plan.workload import Workload, workload_of
+from pdserve.request_cost import TYPICAL, LinearCost, Throughput
+
+SHARES = (50, 90)
+
+
+def scaled(costs: Throughput, times: float) -> Throughput:
+    lines = (LinearCost(times * line.base, times * line.slope) for line in (costs.prompt, costs.decode, costs.read))
+    return Throughput(*lines)
+
+
+class Results(NamedTuple):
+    """Seconds of each request, and the share of handoffs."""
+
+    ttft: list[float]
+    per_token: list[float]
+    handoffs: float
+
+
+def simulated(roles: Sequence[str], workload: Workload, rate: float, times: float) -> Results:
+    at = accumulate(gap / rate for gap in workload.gaps)
+    jobs = [Job(*values) for values in zip(at, workload.prompts, workload.outputs, strict=True)]
+    simulation = Simulation(roles, costs=NodeCosts(scaled(TYPICAL, times), context=0.0))  # engines ignore contexts, too
+    simulation.run(jobs)
+    tokens = [job.per_token for job in jobs if job.output > 1]
+    return Results([job.ttft for job in jobs], tokens, simulation.handoffs / len(jobs))
+
+
+def measured(roles: Sequence[str], workload: Workload, rate: float, times: float) -> Results:
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory)
+        flags = ["--engine", "simulated", "--sim-speed", str(1 / times), "--dtype", "bfloat16"]
+        flags += ["--kv-cache-memory", str(KV_TOKENS * make_long_model(model)), "--max-batch-tokens", "8192"]
+        flags += ["--max-waiting", "4096", "--peer-timeout", "30"]
+        with running(roles, model, flags) as fleet:
+            traces = asyncio.run(replay(fleet.url, workload, rate))
+            handoffs = sum(node.counter("handoffs") for node in (*fleet.decode, *fleet.both))
+    tokens = [fmean(trace.gaps) for trace in traces if trace.gaps]
+    return Results([trace.ttft for trace in traces], tokens, handoffs / len(traces))
+
+
+def running(roles: Sequence[str], model: Path, flags: Sequence[str]) -> Fleet:
+    policy = ["--policy", "prefix-aware"]
+    if "both" in roles:
+        return start_elastic(model, model / "nodes", len(roles), flags, policy)
+    fleet = Fleet()
+    fleet.start_prefill(model, flags)
+    fleet.start_decode(model, flags)
+    fleet.start_router(model, policy)
+    fleet.wait_ready()
+    return fleet
+
+
+def cells(values: Sequence[float], times: float) -> list[str]:
+    return [f"{1e3 * percentile(values, share) / times:.3g}" for share in SHARES]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="+", default=[8.0, 16.0], help="requests/s, before --slower")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--slower", type=float, default=4.0)
+    args = parser.parse_args(argv)
+    print("| requests/s | fleet | TTFT p50 | p90 | per token p50 | p90 | handoffs |\n|---|---|---|---|---|---|---|")
+    workload = workload_of("mean=2000,p99=9350", "mean=200,p99=935", 0.0, args.requests)
+    for rate in args.rates:
+        for name, roles in (("1P1D", ["prefill", "decode"]), ("elastic", ["both", "both"])):
+            results = [run(roles, workload, rate / args.slower, args.slower) for run in (simulated, measured)]
+            rows = [[*cells(each.ttft, args.slower), *cells(each.per_token, args.slower)] for each in results]
+            times = [" / ".join(pair) for pair in zip(*rows, strict=True)]
+            handoffs = " / ".join(f"{each.handoffs:.0%}" for each in results)
+            print(f"| {rate:g} | {name} | {' | '.join(times)} | {handoffs} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
