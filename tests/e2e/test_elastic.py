@@ -91,7 +91,7 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
         await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
 
         async def answers(salt: str, moving: bool) -> list[list[int]]:
-            requests = [RunningRequest(prompt, 400, served, metrics, salt) for prompt in prompts]
+            requests = [RunningRequest(prompt, 200, served, metrics, salt) for prompt in prompts]
             for request in requests:
                 await request.start()
             for request in requests:
@@ -123,6 +123,7 @@ def nodes_ready(fleet: Fleet) -> float:
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(ready))
 
 
+@pytest.mark.slow
 def test_full_nodes_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> None:
     """Each prompt needs most of a node's blocks, and goes to both nodes: one reserves blocks, the other computes it."""
     flags = ("--engine", "simulated", "--kv-cache-memory", "512KiB", "--max-model-len", "512")
@@ -145,6 +146,7 @@ def test_full_nodes_do_not_wait_for_each_other(model: Path, tmp_path: Path) -> N
             node.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_killed_node_costs_no_answer_and_a_drained_one_no_failure(model: Path, tmp_path: Path) -> None:
     prompts = random_prompts(4, 6, 300)
     with start_elastic(model, tmp_path / "nodes", 2, ("--engine", "simulated", "--handoff-min-tokens", "1")) as fleet:
