@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from itertools import pairwise
 from typing import NamedTuple
@@ -187,6 +188,8 @@ def test_sequences_continue_after_a_handoff_while_a_long_prompt_pauses(pauses: b
     node.submit(9, [9] * 6, SamplingParams(max_tokens=30), Mode.HANDOFF, client=1)
     node.step()
     node.obey(StartRead(9, "unknown", (1, 2), 6))  # fails, but what matters here is when the sequence continues
+    while not node.step().reads:
+        time.sleep(0.01)  # the connector's thread reports it
     while len(model.steps) < 8 or model.steps[-1].mixed != pauses:
         node.step()
     node.obey(KVConfirmed(9, ((1, 2, 3),)))
