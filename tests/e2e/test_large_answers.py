@@ -91,6 +91,7 @@ def test_limit_of_repeated_prompts_is_in_the_error(client: httpx.Client, fields:
     assert said in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_answer_beyond_the_memory_of_a_request_ends_with_an_error(client: httpx.Client) -> None:
     body = {"prompt": "hi", "n": 128, "max_tokens": 8000, "logprobs": 20, "ignore_eos": True}
     response = client.post("/v1/completions", json=body)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from checkpoints import make_checkpoint, reference_greedy, reference_model
 from fleet import add_tokenizer, start_fleet
 from quantized_checkpoints import quantize
@@ -19,6 +20,7 @@ FLAGS = ("--max-batch-tokens", "64", "--max-num-seqs", "8", "--max-model-len", "
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2}
 
 
+@pytest.mark.slow
 def test_fp8_blocks_are_exact_through_a_handoff_to_tensor_shards(tmp_path: Path) -> None:
     plain = add_tokenizer(make_checkpoint(tmp_path / "plain", "qwen3", **SIZES))
     directory = quantize(plain, tmp_path / "quantized", "fp8 blocks")

@@ -60,6 +60,7 @@ async def run_clients(load: Load, urls: Sequence[str], is_over: Callable[[], boo
         await load.run_until(is_over, client, CLIENTS, seed=0)
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_fails_no_request(model: Path) -> None:
     load = restart_all(model, SIMULATED, max_tokens=100)
     assert not load.failures, load.failures[0]

@@ -30,8 +30,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def cached(fleet: Fleet, name: str, prompt: list[int], salt: str = "") -> int:
-    """Send the prompt; return how many of its tokens were cached."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "cache_salt": salt}
+    """Send the prompt; return how many of its tokens were cached. D caches it, too: P samples fewer than 8 tokens."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "cache_salt": salt}
     headers = {"authorization": f"Bearer {KEYS[name]}"}
     response = httpx.post(f"{fleet.url}/v1/completions", json=body, headers=headers, timeout=60.0)
     return int(response.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])
