@@ -1,4 +1,4 @@
-"""What ``pdserve up`` prints once all processes are ready: where each runs, and a request to try."""
+"""Prints the summary of ``pdserve up`` when all processes are ready: devices, addresses and an example request."""
 
 from __future__ import annotations
 

@@ -22,16 +22,19 @@ from pdserve.request_cost import RequestLoad
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED
 from router.fleet.policy import FleetSnapshot, NodeView, Policy, PolicyRequest, prefix_aware
+from router.fleet.stream_mover import MOVE_INTERVAL
 
 MODEL = "m"
-_MOVE_INTERVAL = 0.5  # seconds between two decisions of a router (router/fleet/stream_mover.py)
 
 Moves = Callable[[FleetSnapshot], Sequence[Move]]
 
 
 @dataclass
 class _Router:
-    """What one router knows: reports, and what it has sent since: time, uncached tokens, tokens, for a peer."""
+    """The knowledge of one router. ``views``: the last reports of its nodes. ``sent``: prompts since then, by node.
+
+    An entry of ``sent`` is (time, uncached tokens, tokens, whether the prompt is for a peer).
+    """
 
     number: int
     counter: int
@@ -76,7 +79,7 @@ class Simulation:
             self._reports[node.name] = node.report()
             self._events.after(PAUSE * number / len(self._nodes), partial(self._report, node))
         for router in self._routers:
-            self._events.after(_MOVE_INTERVAL, partial(self._move, router))
+            self._events.after(MOVE_INTERVAL, partial(self._move, router))
         self._events.after(1.0, self._observe)
         while self._left:
             self._events.next()
@@ -152,7 +155,7 @@ class Simulation:
                 self._sent(router, self._nodes[target], 0, job.prompt + job.decoded)
                 router.in_flight.update({source: -1, target: 1})
                 self.moves += 1
-        self._events.after(_MOVE_INTERVAL, partial(self._move, router))
+        self._events.after(MOVE_INTERVAL, partial(self._move, router))
 
 
 # ---------------------------------------------------------------- loads and figures

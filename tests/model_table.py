@@ -1,4 +1,4 @@
-"""What runs of every causal type of the installed transformers: docs/model-table.md, by ``scripts/model-table``."""
+"""Runs every causal type of the installed transformers; ``scripts/model-table`` writes docs/model-table.md from it."""
 
 from __future__ import annotations
 

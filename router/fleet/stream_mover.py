@@ -17,7 +17,7 @@ from router.fleet.policy import BOTH, FleetSnapshot, NodeChoice
 
 logger = logging.getLogger(__name__)
 
-_PERIOD = 0.5  # seconds between two decisions
+MOVE_INTERVAL = 0.5  # seconds between two decisions
 _DISTANCE = 0.03  # seconds between two streams of one node
 _MOST = 32  # streams of one node per decision
 
@@ -39,7 +39,7 @@ class StreamMover:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(_PERIOD)
+            await asyncio.sleep(MOVE_INTERVAL)
             try:
                 await self.move_streams()
             except Exception:  # a bug here must not end all later moves

@@ -108,12 +108,12 @@ def test_an_unknown_prefill_node_is_recomputed_or_fails_by_policy(nodes: Nodes) 
     prompt = prompt_of(64, seed=7)
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(4), cache_salt="local").tokens
-        assert client.generate(prompt, greedy(4), "nobody:1").tokens == expected
+        assert client.generate(prompt, greedy(4), "unknown:1").tokens == expected
     with RouterClient(nodes.strict.address) as client:
-        failure = client.generate(prompt, greedy(4), "nobody:1").failure
+        failure = client.generate(prompt, greedy(4), "unknown:1").failure
         assert failure is not None
         assert failure.code == pb.Failure.NODE_FAILED
-        assert "nobody:1" in failure.message
+        assert "unknown:1" in failure.message
 
 
 @pytest.mark.parametrize(

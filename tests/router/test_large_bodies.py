@@ -101,7 +101,9 @@ def longest_wait(url: str) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_costly_body_is_rejected_and_delays_nobody(router: RouterProcess, client: httpx.Client, name: str) -> None:
+def test_costly_body_is_rejected_and_delays_no_other_client(
+    router: RouterProcess, client: httpx.Client, name: str
+) -> None:
     path, make, said = BODIES[name]
     data = make()
     with longest_wait(router.url) as wait:

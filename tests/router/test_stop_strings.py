@@ -17,7 +17,7 @@ stop_lists = st.lists(st.text(ALPHABET, min_size=1, max_size=4) | st.text("ab", 
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str]:
-    """What is sent, and the stop string that was found."""
+    """Return the texts that are sent, and the stop string that was found."""
     matcher = StopMatcher(StopStrings(stops))
     sent = []
     for piece in pieces:

@@ -48,7 +48,7 @@ def alice(storing_router: RouterProcess) -> Iterator[openai.OpenAI]:
 
 
 class Speech:
-    """What the node says to one test: the text so far at once, the rest after ``finish``."""
+    """The node's output in one test: a first text at once, the rest after ``finish``."""
 
     def __init__(self, node: ScriptedNode, tokenizer: Tokenizer, salt: str) -> None:
         self._node, self._tokenizer = node, tokenizer

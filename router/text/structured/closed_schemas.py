@@ -26,7 +26,7 @@ Schema = dict[str, Any]
 
 
 class _Declared(msgspec.Struct):
-    """What a schema and those that it combines declare. ``decided``: one of them says something about others."""
+    """Properties that a schema and its combined schemas declare. ``decided``: one of them rules on other properties."""
 
     any: bool = False
     names: dict[str, bool] = {}  # ordered; the values are schemas that allow everything

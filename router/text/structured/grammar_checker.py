@@ -31,7 +31,7 @@ class GrammarQuestion(msgspec.Struct, frozen=True):
 
 
 class GrammarAnswer(msgspec.Struct, frozen=True):
-    """What is wrong with a grammar; empty for nothing. ``text``: translated EBNF."""
+    """The result for one grammar: ``problem`` is empty if it compiles; ``text`` is translated EBNF."""
 
     problem: str = ""
     text: str = ""
