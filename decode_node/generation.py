@@ -157,7 +157,7 @@ class NodeGeneration:
     ) -> None:
         """Forward the ``number``-th token of a choice, which P has sampled; end the choice if it is the last."""
         reason = finish_reason(sample.token_id, number, self.sampling, eos_token_ids)
-        self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens)
+        self._emit(choice, sample.token_id, sample.logprobs, reason, cached_tokens, number == 1)
 
     def fail(self, error: PdserveError) -> None:
         """End the request with an error, here and in the engine. Idempotent."""
@@ -209,6 +209,7 @@ class NodeGeneration:
         logprobs: TokenLogprobs | None,
         finish: FinishReason | None,
         cached_tokens: int,
+        handed_off: bool = False,
     ) -> None:
         if choice not in self._choices:
             return
@@ -220,6 +221,8 @@ class NodeGeneration:
             output.logprobs.CopyFrom(logprobs_to_pb(logprobs))
         if cached_tokens:
             output.cached_tokens = cached_tokens
+        if handed_off:
+            output.handed_off = True
         if finish is not None:
             output.finish_reason = finish
             self._choices.remove(choice)

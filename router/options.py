@@ -125,7 +125,7 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     origins = "let web pages of this origin, such as https://chat.example, use the API; repeatable; * is any origin"
     cors: dict[str, Any] = {"type": _origin, "action": "append", "default": [], "metavar": "ORIGIN"}
     parser.add_argument("--cors-origin", dest="cors_origins", help=origins, **cors)
-    no_dashboard = "no /dashboard, and no `pdserve top`"
+    no_dashboard = "no /dashboard, no `pdserve top`, and no response headers that name nodes"
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false", help=no_dashboard)
     add("--log-requests", "log each request with the name of its API key", action="store_true")
     add_log_flag(parser)

@@ -913,6 +913,7 @@ class Output(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HANDED_OFF_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     choice: _builtins.int
     token_id: _builtins.int
@@ -922,6 +923,8 @@ class Output(_message.Message):
     """"", "stop" or "length" """
     cached_tokens: _builtins.int
     """prompt tokens found in a prefix cache; in the first output of a request"""
+    handed_off: _builtins.bool
+    """P has computed the prompt; in the first output of a request"""
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs: ...
     @_builtins.property
@@ -944,10 +947,11 @@ class Output(_message.Message):
         cached_tokens: _builtins.int = ...,
         failure: Global___Failure | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        handed_off: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choice", b"choice", "failure", b"failure", "finish_reason", b"finish_reason", "handed_off", b"handed_off", "has_token", b"has_token", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,7 @@ class RequestGeneration:
         self.consumer = consumer
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token
+        self.nodes = ("", "")  # ids of P and D of the first token; no P: D has computed the prompt
         self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
         self.paused = False
         self._unfinished = len(self.runs)
@@ -124,6 +125,7 @@ class PromptRun:
         self._generation = generation
         self._observe_itl = generation.metrics.itl.observe
         self._call: NodeCall | None = None
+        self._prefill_node = ""  # of the present call; D may still compute the prompt itself
         self._waiting = True  # for the first token of the present call
         self._started = False  # a token has arrived
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
@@ -170,6 +172,7 @@ class PromptRun:
             self._call = self._fleet.move(message, self, to, num_tokens)
         else:
             self._call = self._fleet.generate(message, self, to, self.prefix)
+        self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
         span.set({"pdserve.decode_node": self._call.node.node_id, "pdserve.prefill_node": message.prefill_node})
         self._waiting = True
@@ -276,6 +279,7 @@ class PromptRun:
         generation.metrics.ttft.observe(ttft)
         if generation.ttft is None:
             generation.ttft = ttft
+            generation.nodes = (self._prefill_node if output.handed_off else "", self._call.node.node_id)
             generation.options.span.event("first token")
         generation.usage.cached_tokens += output.cached_tokens
         generation.metrics.cached_tokens.inc(output.cached_tokens)

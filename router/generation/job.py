@@ -35,6 +35,7 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     owner: str = ""  # of stored responses
     continues_prompt: bool = True  # true for a completion; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None = ()  # None: all
+    names_nodes: bool = False  # response headers name prefill and decode node
     span: Span = NO_SPAN  # the request's
 
     @property

@@ -22,6 +22,7 @@ from router.http.body_reader import BodyReader
 from router.http.docs_page import DOCS_PATH, docs_page
 from router.http.error_responses import error_response, http_error, server_error
 from router.http.generate_endpoint import GenerateEndpoint
+from router.http.node_headers import DECODE_NODE, PREFILL_NODE
 from router.http.openapi import check_documented, openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.request_ids import send_with_id
@@ -118,7 +119,7 @@ def create_app(service: Service) -> ASGIApp:
             allow_origins=service.options.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", PREFILL_NODE, DECODE_NODE],
         )
     return whole
 

@@ -12,6 +12,7 @@ from starlette.types import Send
 from router.completions_api.response_writers import BodyResponse, EventStreamResponse
 from router.errors import ClientDisconnected, status_and_type
 from router.gate.rate_limits import Headers
+from router.http.node_headers import node_headers
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ async def send_body(send: Send, response: BodyResponse, headers: Headers, turns:
         raise response.error
     if response.disconnected:
         raise ClientDisconnected
+    headers = [*headers, *node_headers(response.generation)]
     await send_pieces(send, response.body(), headers, turns, lambda: response.disconnected)
     return "ok"
 
@@ -70,7 +72,8 @@ async def send_stream(send: Send, response: EventStreamResponse, headers: Header
     await response.wake.wait()
     if response.error is not None and not response.started:
         raise response.error
-    await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, *headers]})
+    headers = [*STREAM_HEADERS, *headers, *node_headers(response.generation)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     while not response.disconnected:
         data = response.take()
         last = response.ended and not response.has_more

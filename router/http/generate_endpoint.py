@@ -75,6 +75,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBody]):
             owner=admission.owner,
             continues_prompt=body.continues_prompt,
             visible_special_tokens=visible_special_tokens(body, parsing),
+            names_nodes=service.options.dashboard,
             span=accounting.span,
         )
         work = RequestWork(

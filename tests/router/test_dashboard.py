@@ -73,10 +73,26 @@ def test_page_is_public_and_its_state_needs_a_key(
         assert response.headers["cache-control"] == "no-store"
 
 
-def test_no_dashboard_removes_the_routes(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+def complete(client: httpx.Client, node: ScriptedNode) -> dict[str, str]:
+    """Return the response headers that name nodes."""
+
+    async def script(conversation: Conversation) -> None:
+        conversation.token(65, finish="length")
+
+    node.scripts["named"] = script
+    response = client.post("/v1/completions", json={"prompt": [1, 2], "cache_salt": "named"}).raise_for_status()
+    return {name: value for name, value in response.headers.items() if name.startswith("x-pdserve")}
+
+
+def test_prompt_without_handoff_has_a_decode_node_only(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    assert complete(client, scripted_node) == {"x-pdserve-decode-node": "d0"}
+
+
+def test_no_dashboard_removes_routes_and_names_of_nodes(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
     flags = ["--decode", scripted_node.address, "--no-dashboard"]
     with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
         assert [client.get(path).status_code for path in (*PAGE, STATE_PATH)] == [404] * (len(PAGE) + 1)
+        assert complete(client, scripted_node) == {}
 
 
 def test_requests_appear_within_seconds(client: httpx.Client, scripted_node: ScriptedNode) -> None:
