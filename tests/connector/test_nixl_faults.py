@@ -220,14 +220,13 @@ def test_environment_is_restored_after_ucx_has_started(
 
 
 def test_ended_sources_leave_no_shared_memory(make_source: MakeSource) -> None:
-    def left() -> tuple[list[str], int]:
-        segments = Path("/proc/sysvipc/shm").read_text().splitlines()
-        return sorted(name for name in os.listdir("/dev/shm") if "ucx" in name), len(segments)
-
-    before = left()
-    make_source(SMALL).kill()
-    assert make_source(SMALL).finish() == 0
-    assert left() == before
+    killed, finished = make_source(SMALL), make_source(SMALL)
+    used = killed.shared_memory() | finished.shared_memory()
+    assert used
+    killed.kill()
+    assert finished.finish() == 0
+    segments = {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()}
+    assert not any(each in segments or os.path.exists(each) for each in used)
 
 
 def test_importing_the_connector_imports_no_nixl() -> None:
