@@ -43,24 +43,33 @@ class DecodeClient:
         """Return the node's value of a series of docs/metrics.md."""
         return (await self._node_stub.Status(pb.StatusRequest())).counters[name]
 
-    async def token_times(self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "") -> list[float]:
-        """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival.
+    async def token_times(
+        self, token_ids: Sequence[int], num_tokens: int, prefill_node: str = "", times: list[float] | None = None
+    ) -> list[float]:
+        """Generate ``num_tokens`` greedy tokens; return the time.perf_counter() of each arrival, also in ``times``.
 
-        An empty ``prefill_node`` means prefill on D. Raises RuntimeError if the request fails.
+        An empty ``prefill_node`` means prefill on D. Raises RuntimeError if the request fails. Cancelling the task
+        cancels the request.
         """
         self._number += 1
-        times: list[float] = []
+        times = [] if times is None else times
+        number = self._number
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[self._number] = times, num_tokens, done
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         generate = pb.Generate(
-            request=self._number,
+            request=number,
             token_ids=pack_tokens(list(token_ids)),
             sampling=sampling_to_pb(sampling),
             prefill_node=prefill_node,
         )
         self._requests.put_nowait(pb.ServeRequest(generate=generate))
-        await done
+        try:
+            await done
+        except asyncio.CancelledError:
+            del self._waiting[number]
+            self._requests.put_nowait(pb.ServeRequest(cancel=pb.Cancel(request=number)))
+            raise
         return times
 
     async def read(self) -> None:
@@ -73,6 +82,8 @@ class DecodeClient:
             done.set_exception(RuntimeError("the decode node ended the stream"))
 
     def _take(self, output: pb.Output, now: float) -> None:
+        if output.request not in self._waiting:
+            return  # cancelled
         times, num_tokens, done = self._waiting[output.request]
         times += [now] * output.has_token
         if output.HasField("failure"):

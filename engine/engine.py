@@ -8,6 +8,7 @@ from engine.ipc import messages
 from engine.ipc.channel import Channel
 from engine.liveness.heartbeat_sender import LoopTimer
 from engine.scheduler.scheduler import Scheduler
+from pdserve.records import ModelRunnerOutput, StepPlan
 
 
 class Engine:
@@ -41,12 +42,17 @@ class Engine:
         """One iteration: plan, load KV, execute, apply the step that is due, emit."""
         plan = self._scheduler.plan()
         self._emit()  # reservations and refusals do not wait for the device
+        if self._pipeline.delays_results(plan):
+            self._apply(self._pipeline.take_oldest())
         self._pipeline.launch(plan)
         self._scheduler.prepare()
         result = self._pipeline.take(plan)
         if result is not None:
-            self._scheduler.apply(*result, self._pipeline.step_seconds)
-            self._emit()
+            self._apply(result)
+
+    def _apply(self, result: tuple[StepPlan, ModelRunnerOutput]) -> None:
+        self._scheduler.apply(*result, self._pipeline.step_seconds)
+        self._emit()
 
     def handle(self, commands: list[messages.ToEngine]) -> None:
         """Carry out commands in order."""

@@ -25,7 +25,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler, PeerConnec
 from engine.liveness.heartbeat_sender import HeartbeatSender
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import ConnectorFactory, Scheduler
-from engine.scheduler.step_builder import FULL_STEP
+from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from pdserve.kv import KVLayout
@@ -99,6 +99,7 @@ def _scheduler(config: NodeConfig, layout: KVLayout, grammars: GrammarWorkers, a
         max_num_seqs=config.max_num_seqs,
         max_batch_tokens=config.max_batch_tokens,
         full_step=FULL_STEP[config.device.kind],
+        tile=TILE[config.device.kind],
         max_waiting=config.max_waiting,
         itl_target=config.itl_target,
         stages=config.parallel.pp,

@@ -141,6 +141,11 @@ class Sequence:
         return self.num_launched > self.num_computed
 
     @property
+    def joins_after_handoff(self) -> bool:
+        """Whether its first step on this node continues an answer."""
+        return not self.last_step and self.num_launched >= self.prompt_len
+
+    @property
     def can_decode_ahead(self) -> bool:
         """Whether a token for its peer may be decoded now: one at a time, so that the peer waits for one step at most.
 

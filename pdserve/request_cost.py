@@ -16,10 +16,13 @@ HALF_LIFE = 10.0  # seconds after which a measurement that is not repeated count
 HANDOFF_SECONDS = 3e-3  # from P's first token to confirmed KV, without the read of the last part
 _OUTPUT_TOKENS = 100  # assumed length of an answer
 _NO_ROOM_SECONDS = 1.0  # assumed wait for KV blocks, if too few are free
-_DELAY_WEIGHT = 0.16  # of a second between later tokens, against one before a first token
+_DELAY_WEIGHT = 0.12  # of a second between later tokens, against one before a first token
 _QUEUE_WEIGHT = 100.0  # delayed prompts per second of backlog, those that are still to come included
 _MOST_PROMPT_SHARE = 0.8  # of time: a share near 1 would make costs infinite
 _LEAST_LEFT = 0.1  # of time, left to prompts by sequences that decode
+
+AUTO_ITL_STEPS = 7.0  # default ITL target, in decode steps of one sequence; engine/scheduler/itl_target.py says why
+_LEAST_ITL_STEPS = 2.5  # the same in decode steps of all sequences, if that is longer
 
 
 class LinearCost(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +52,7 @@ class Throughput(msgspec.Struct, frozen=True, array_like=True):
 
 
 #: Assumed for a node without measurements: an 8B model on an H200.
-TYPICAL = Throughput(prompt=LinearCost(4.8e-3, 24e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))
+TYPICAL = Throughput(prompt=LinearCost(1e-3, 24.4e-6), decode=LinearCost(4.8e-3, 20e-6), read=LinearCost(1e-3, 0.7e-6))
 
 
 class RequestLoad(msgspec.Struct, frozen=True):
@@ -70,6 +73,11 @@ class RequestLoad(msgspec.Struct, frozen=True):
     def to_decode(self) -> int:
         """Requests that decode on this node, now or later."""
         return max(0, self.requests - self.for_peers)
+
+
+def auto_itl_target(one: float, all_: float) -> float:
+    """Return the default ITL target, given the time of a step that decodes one sequence, or all of them."""
+    return max(AUTO_ITL_STEPS * one, _LEAST_ITL_STEPS * all_)
 
 
 def worth_handoff(uncached_tokens: int, prompt_logprobs: int, min_tokens: int = 0) -> bool:

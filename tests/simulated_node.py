@@ -1,7 +1,7 @@
 """A node of tests/fleet_simulation.py: it executes steps, each with the costs of an 8B model on an H200.
 
 A step is planned while the one before it executes, so an arrival waits for two steps. If anything decodes, every second
-step computes prompts and takes the ITL target (engine/scheduler/itl_target.py).
+step computes prompts and takes the ITL target, and sequences join in steps without (engine/scheduler/itl_target.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import NamedTuple
 import msgspec
 
 from engine.throughput_meter import PromptShare
-from pdserve.config.node_config import AUTO_ITL_STEPS
-from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput
+from pdserve.request_cost import HANDOFF_SECONDS, TYPICAL, LinearCost, RequestLoad, Throughput, auto_itl_target
 
 BLOCK = 16  # tokens
 KV_TOKENS = 800_000  # of a node
 _MAX_SEQS = 256  # sequences of a node
-_FULL_STEP = 8192  # prompt tokens of a step without decodes
+_FULL_STEP = 2048  # prompt tokens of a step without decodes
 _TYPICAL_CONTEXT = 2000  # tokens
 _FIRST_TOKEN = 2.5e-3  # seconds that a handoff adds to the first token
 
@@ -167,7 +166,8 @@ class SimulatedNode:
     def itl_target(self) -> float:
         if self._itl_target is not None:
             return self._itl_target
-        return AUTO_ITL_STEPS * self.throughput.decode.at(max(1, len(self.decoding)))
+        decode = self.throughput.decode
+        return auto_itl_target(decode.at(1), decode.at(max(1, len(self.decoding))))
 
     @property
     def prompt_share(self) -> float:
@@ -203,8 +203,8 @@ class SimulatedNode:
         decodes = len(self.decoding) + len(joined)
         self._context += sum(job.prompt + job.decoded for job in joined)
         base = self._lines.decode.at(decodes) + self._costs.context * self._context
-        done, tokens = self._plan_prompts(self._room(decodes, base))
-        added = tokens * self._lines.prompt.slope
+        done, tokens = self._plan_prompts(self._room(decodes, base, bool(joined)))
+        added = max(0.0, self._lines.prompt.at(tokens) - self._lines.decode.base) if tokens else 0.0
         self._follows = added > base
         if not decodes and not tokens:
             return None
@@ -219,13 +219,14 @@ class SimulatedNode:
         self._expected -= sum(job.node is self for job in done)
         return _Step(base + added, added if decodes else base + added, decodes, done, joined, ended)
 
-    def _room(self, decodes: int, seconds: float) -> int:
+    def _room(self, decodes: int, seconds: float, joins: bool) -> int:
         """Return the prompt tokens that fit into a step whose decodes alone take ``seconds``."""
         if not decodes or self._itl_target == 0.0:
             return _FULL_STEP
-        if self._follows and sum(not job.computed for job in self._prompts) <= decodes:
+        if (self._follows or joins) and sum(not job.computed for job in self._prompts) <= decodes:
             return 0
-        return int(max(self.itl_target - seconds, seconds) / self._lines.prompt.slope)
+        hidden = self._lines.decode.base - self._lines.prompt.base  # the read of the weights
+        return int((max(self.itl_target - seconds, seconds) + hidden) / self._lines.prompt.slope)
 
     def _plan_prompts(self, room: int) -> tuple[list[Job], int]:
         done, tokens = list[Job](), 0

@@ -14,6 +14,8 @@ from collections import deque
 from engine.executor.rank import Pending, Ranks
 from pdserve.records import ModelRunnerOutput, StepPlan
 
+_LONG_CHUNK = 256  # tokens
+
 
 class StepPipeline:
     """The steps in flight, oldest first."""
@@ -35,6 +37,15 @@ class StepPipeline:
             launched_at = time.perf_counter()
             self._in_flight.append((plan, self._ranks.launch(plan), launched_at))
 
+    def delays_results(self, plan: StepPlan) -> bool:
+        """Whether the result of a decode step would wait for the launch of ``plan``.
+
+        A long chunk runs without a graph, so that its launch may take longer than the step in flight.
+        """
+        if len(self._in_flight) != 1 or self._ranks.max_in_flight != 2:
+            return False
+        return _has_long_chunk(plan) and not _has_long_chunk(self._in_flight[0][0])
+
     def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
         """Wait for the oldest step and return it with its output, if it is due after the launch of ``plan``.
 
@@ -43,6 +54,10 @@ class StepPipeline:
         """
         if plan.scheduled and len(self._in_flight) < self._ranks.max_in_flight:
             return None
+        return self.take_oldest()
+
+    def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
+        """Wait for the oldest step."""
         oldest, pending, launched_at = self._in_flight.popleft()
         start = time.perf_counter()
         output = pending()
@@ -50,3 +65,8 @@ class StepPipeline:
         self.waited += now - start
         self.step_seconds, self._last_result_at = now - max(launched_at, self._last_result_at), now
         return oldest, output
+
+
+def _has_long_chunk(plan: StepPlan) -> bool:
+    """Prompts come last in a plan."""
+    return bool(plan.scheduled) and plan.scheduled[-1].num_tokens >= _LONG_CHUNK

@@ -2,12 +2,16 @@
 
 With d the measured time of a step that only decodes and S the longest step with prompts:
 
-    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a sixth of the time that prompts have added
+    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a fifth of the time that prompts have added
     prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
-So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/6 times as long as alone. The default
-S = 7.5 d makes that 1.3, and the median gap d: there are a few more pauses than chunks. There is no pause while more
-requests wait than decode: then computing prompts serves most.
+So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/5 times as long as alone. The default S is
+7 d of a single sequence. Beside few sequences that makes 1.35, or less where a step with prompts hides the read of the
+weights. The median gap is then d: there are a few more pauses than chunks. Beside many sequences S stays as it is, and
+pauses become rare.
+
+The first step of a sequence after a handoff is a pause: it has waited for its second token long enough. There is no
+pause while more requests wait than decode: then computing prompts serves most.
 
 Decodes for peers (decode-ahead) are not protected: they take place only while no other request needs the device.
 """
@@ -18,10 +22,9 @@ import math
 
 from engine.request import Sequence
 from engine.throughput_meter import ThroughputMeter
-from pdserve.config.node_config import AUTO_ITL_STEPS
-from pdserve.request_cost import LinearCost
+from pdserve.request_cost import LinearCost, auto_itl_target
 
-_PAUSE = 1 / 6  # of the seconds that prompts add to steps
+_PAUSE = 1 / 5  # of the seconds that prompts add to steps
 _MANY = 10**9  # tokens
 
 
@@ -31,7 +34,7 @@ class ItlTarget:
     def __init__(
         self, meter: ThroughputMeter, seconds: float | None, *, stages: int, block_size: int, first_chunk: int
     ) -> None:
-        """``seconds`` None: ``AUTO_ITL_STEPS`` decode steps; 0: no limit.
+        """``seconds`` None: ``auto_itl_target``; 0: no limit.
 
         ``first_chunk`` is the number of tokens of a chunk while no prompt has been measured. A token passes
         ``stages`` steps one after the other, so each of them may take only that part of the target.
@@ -47,13 +50,15 @@ class ItlTarget:
         """The target in force; 0: none, or not measured yet."""
         if self._seconds is not None:
             return self._seconds
-        return AUTO_ITL_STEPS * self._stages * self._meter.decode.at(self._decodes)
+        decode = self._meter.decode
+        return self._stages * auto_itl_target(decode.at(1), decode.at(self._decodes))
 
-    def budget(self, step: int, decoding: int, decodes: int, waiting: int) -> ChunkBudget | None:
+    def budget(self, step: int, decoding: int, decodes: int, waiting: int, joins: bool) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
         ``decoding`` sequences of the node decode, ``decodes`` of them in this step; ``waiting`` requests have no
-        blocks. It is called for every step that has room and prompts.
+        blocks; ``joins``: a sequence takes part in a step for the first time, after a handoff. It is called for every
+        step that has room and prompts.
         """
         if not decoding or self._seconds == 0.0:
             return None
@@ -63,8 +68,9 @@ class ItlTarget:
         seconds = max(self.seconds / self._stages - decode, decode)
         if measured and not seconds:
             return None
-        self._owed = self._owed_at(step, decode) if waiting <= decoding else 0.0
-        pauses = decodes > 0 and (self._owed >= decode or not measured)
+        may_pause = waiting <= decoding
+        self._owed = self._owed_at(step, decode) if may_pause else 0.0
+        pauses = (joins and may_pause) or (decodes > 0 and (self._owed >= decode or not measured))
         cost = cost or LinearCost(seconds / self._first_chunk)
         self._last, self._last_step = ChunkBudget(seconds, cost, self._block_size, pauses), step
         return self._last

@@ -49,8 +49,9 @@ _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache 
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
-    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step``, microbatch.py
-    ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and measures how long requests wait.
+    Steps are applied in the order in which they were planned. StepBuilder explains ``full_step`` and ``tile``,
+    microbatch.py ``stages``, itl_target.py ``itl_target`` (seconds). ``clock`` returns seconds, and measures how long
+    requests wait.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Scheduler:
         max_num_seqs: int,
         max_batch_tokens: int,
         full_step: int,
+        tile: int = 1,
         max_waiting: int,
         stages: int = 1,
         itl_target: float | None = 0.0,
@@ -73,7 +75,7 @@ class Scheduler:
         assert max_num_seqs <= max_batch_tokens, "a step must have room for a token of every running sequence"
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
-        self._full_step = full_step
+        self._full_step, self._tile = full_step, tile
         self._max_waiting = max_waiting
         self._clock = clock
         self.pool = BlockPool(num_blocks)
@@ -187,7 +189,8 @@ class Scheduler:
         """Plan the next step: decodes, then prompts one after the other, within the token budget."""
         self._take_grammar_results()
         self._num_plans += 1
-        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step, self._fair_share.crowding)
+        crowding = self._fair_share.crowding
+        builder = StepBuilder(self._num_plans, self._max_batch_tokens, self._full_step, self._tile, crowding)
         if self._make_room() and self._add_running(builder):
             has_room = self._admit(builder) and self._free_slots > 0
             if self._live.loading and self._live.for_peers and not has_room:
@@ -306,7 +309,8 @@ class Scheduler:
             return ()
         decoding = sum(each.length > each.prompt_len and not each.for_peer for each in self._live.running.values())
         decodes, waiting = len(runnable.decodes), len(self._live.waiting)
-        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, waiting)
+        joins = any(each.joins_after_handoff for each in chain(runnable.decodes, runnable.prompts))
+        builder.budget = self._itl_target.budget(self._num_plans, decoding, decodes, waiting, joins)
         if builder.budget is None or not runnable.prompts:
             return runnable.prompts
         oldest, *others = runnable.prompts

@@ -15,11 +15,12 @@ import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.model_config import MODEL_IMPLS
-from pdserve.config.node_config import AUTO_ITL_STEPS, CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
+from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.config.pooling import TASKS
 from pdserve.config.simulated_costs import ENGINES, SimulatedCosts
 from pdserve.discovery.sources import check_source
 from pdserve.errors import ConfigError
+from pdserve.request_cost import AUTO_ITL_STEPS
 
 DRAIN_SECONDS = 30.0  # default of --drain-timeout
 
@@ -265,7 +266,7 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
             "itl_target",
             "MS",
             "gap between tokens of a sequence that prompts computed on the same node keep, in ms; 0: any "
-            f"(default: auto, {AUTO_ITL_STEPS:g} times the measured decode step)",
+            f"(default: auto, {AUTO_ITL_STEPS:g} times the measured decode step of one sequence)",
             _itl_target,
         ),
         _Flag("max_waiting", "N", "queued requests; further requests are refused (default %(default)s)", positive_int),

@@ -15,7 +15,6 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 LOAD_FORMATS = ("auto", "dummy")
 CUDA_GRAPHS = ("auto", "on", "off")
-AUTO_ITL_STEPS = 7.5  # default of ``itl_target`` in decode steps; engine/scheduler/itl_target.py says why
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
@@ -103,7 +102,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool
     max_num_seqs: int
     max_batch_tokens: int
-    itl_target: float | None = None  # seconds; None: AUTO_ITL_STEPS decode steps
+    itl_target: float | None = None  # seconds; None: pdserve.request_cost.auto_itl_target
     max_waiting: int
     threads: int
     peer_timing: PeerTiming

@@ -25,7 +25,7 @@ from pdserve.config.attention_backends import (
 from pdserve.config.hub import resolve_model
 from pdserve.config.library_plans import check_split
 from pdserve.config.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
-from pdserve.config.node_config import AUTO_ITL_STEPS, DeviceInfo, NodeConfig, NodeOptions, check_options
+from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions, check_options
 from pdserve.config.parallel import ParallelConfig, choose_parallel_config, shard_of, weight_bytes
 from pdserve.config.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
 from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
@@ -34,6 +34,7 @@ from pdserve.config.triton_hosts import try_triton
 from pdserve.config.weight_formats import UNQUANTIZED, storage_rules
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, group_layers
+from pdserve.request_cost import AUTO_ITL_STEPS
 from pdserve.rpc.timeouts import PeerTiming
 
 _CPU_KV_MEMORY = 1 << 30
@@ -285,8 +286,8 @@ def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: Par
 def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None:
     if options.itl_target is not None:
         return options.itl_target / 1e3
-    steps = f"{AUTO_ITL_STEPS:g} times the measured decode step"
-    choices.append(f"itl_target=auto: {steps}, so that prompts beside decodes take at most 1.3 times as long")
+    steps = f"{AUTO_ITL_STEPS:g} times the measured decode step of one sequence"
+    choices.append(f"itl_target=auto: {steps}, so that prompts beside decodes take at most 1.4 times as long")
     return None
 
 

@@ -14,11 +14,11 @@ from statistics import fmean
 
 import msgspec
 
-from pdserve.config.node_config import AUTO_ITL_STEPS
 from pdserve.errors import ConfigError
 from pdserve.plan.costs import Costs
 from pdserve.plan.queues import beside, occupancy, percentile, waits, weighted_percentile
 from pdserve.plan.workload import Workload
+from pdserve.request_cost import AUTO_ITL_STEPS, auto_itl_target
 
 _FULL = 0.01  # accepted share of time in which a decode node is full, so that new requests wait
 _RARE = 1e-7  # batch sizes with a smaller share of the busy time are ignored
@@ -83,6 +83,11 @@ class NodeLoad:
     def step(self, batch: int) -> float:
         return self.costs.decode(batch, self.workload.mean_context)
 
+    def _chunk(self, batch: int) -> float:
+        """Return the seconds that prompts may add to a step of ``batch`` decodes."""
+        step = self.step(batch)
+        return auto_itl_target(self.step(1), step) - step
+
     # ------------------------------------------------------------ roles
 
     def on_prefill(self, rate: float, nodes: int) -> PlannedRole:
@@ -116,7 +121,7 @@ class NodeLoad:
             return self.step(batch) / (1.0 - busy)
 
         def with_chunk(batch: int) -> Sequence[tuple[float, float]]:
-            chunk = (AUTO_ITL_STEPS - 1.0) * self.step(batch)
+            chunk = self._chunk(batch)
             return [(chunk, min(0.5, busy / chunk * step(batch)))]
 
         role = self._decoding(rate / nodes, nodes, 0.0, step, with_chunk, [])
@@ -147,7 +152,7 @@ class NodeLoad:
         share = (1.0 - part) / decoding * long_gaps / (1.0 - part + 2.0 * long_gaps)
 
         def longer(batch: int) -> Sequence[tuple[float, float]]:
-            return [((AUTO_ITL_STEPS - 1.0) * self.step(batch), share)]
+            return [(self._chunk(batch), share)]
 
         expected, handoff = rate / decoding * 2 * self.prefill_mean, [(self.handoff_seconds, 1.0)]
         role = self._decoding(rate / decoding, nodes, expected, self.step, longer, handoff)

@@ -86,6 +86,7 @@ class ToyRunner:
         self.stages = stages
         self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, FullAttentionSpec(1, 1, "float32"))
         self.launched: list[StepPlan] = []
+        self.behind: list[int] = []  # steps that were in flight at each of these launches
         self.num_overlapped = 0  # results taken while a later forward pass was launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
@@ -119,6 +120,7 @@ class ToyRunner:
     def launch(self, plan: StepPlan) -> ToyStep:
         assert len(self._in_flight) < self.max_in_flight
         self.launched.append(plan)
+        self.behind.append(len(self._in_flight))
         for read in plan.connector.reads:
             assert not self.writing.keys() & set(read.local_blocks), "a read is ordered into blocks that a step writes"
         for seq in plan.finished:

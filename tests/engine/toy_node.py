@@ -43,10 +43,9 @@ class ModelledPipeline(StepPipeline):
         super().__init__(rank)
         self._seconds = seconds
 
-    def take(self, plan: StepPlan) -> tuple[StepPlan, ModelRunnerOutput] | None:
-        result = super().take(plan)
-        if result is not None:
-            self.step_seconds = self._seconds(result[0])
+    def take_oldest(self) -> tuple[StepPlan, ModelRunnerOutput]:
+        result = super().take_oldest()
+        self.step_seconds = self._seconds(result[0])
         return result
 
 
@@ -66,6 +65,7 @@ class Node:
         *,
         max_num_seqs: int = 8,
         full_step: int = 12,
+        tile: int = 1,
         batch_tokens: int = BATCH_TOKENS,
         itl_target: float | None = 0.0,
         seconds: Callable[[StepPlan], float] | None = None,
@@ -84,6 +84,7 @@ class Node:
             max_num_seqs=max_num_seqs,
             max_batch_tokens=batch_tokens,
             full_step=full_step,
+            tile=tile,
             max_waiting=100,
             stages=stages,
             itl_target=itl_target,

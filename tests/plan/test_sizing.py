@@ -86,7 +86,7 @@ def test_rate_for_gpus_needs_no_more_gpus() -> None:
 
 def test_itl_tail_slo_favours_disaggregation() -> None:
     prompts = workload_of("8192", "200", 0.0, samples=400)
-    tight = plan_for_rate(NodeLoad(COSTS, prompts, Slo(itl={99: 0.04}), LoadLimits()), 10.0)
+    tight = plan_for_rate(NodeLoad(COSTS, prompts, Slo(itl={99: 0.02}), LoadLimits()), 10.0)
     assert tight.aggregated is None or tight.aggregated.nodes > tight.nodes
     short = workload_of("64", "200", 0.0, samples=400)
     either = plan_for_rate(NodeLoad(COSTS, short, Slo(itl={99: 0.04}), LoadLimits()), 10.0)
