@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-#: Types that `scripts/test` serves exactly, with the sizes that differ from ``_SMALL``.
+#: Types that tests serve through a handoff, with the sizes that differ from ``_SMALL``.
 FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {},
     "gpt2": {},

@@ -37,17 +37,15 @@ class Tenant(NamedTuple):
 BUSY, QUIET = new_key(), new_key()
 
 
-@pytest.fixture(scope="module", params=["1024", "100"], ids=["queue at the nodes", "queues at router and nodes"])
-def flags(request: pytest.FixtureRequest) -> list[str]:
-    return ["--max-inflight", request.param]
-
-
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, flags: list[str], tmp_path: Path) -> Iterator[Fleet]:
-    if request.param:
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """The parameter is the router's ``--max-inflight``, and whether clients need API keys."""
+    max_inflight, keyed = request.param
+    flags = ["--max-inflight", max_inflight]
+    if keyed:
         keys = tmp_path / "keys.toml"
         keys.write_text(key_entry("busy", BUSY) + key_entry("quiet", QUIET))
-        flags = [*flags, "--api-keys", str(keys)]
+        flags += ["--api-keys", str(keys)]
     decode_flags = [*SIMULATED, "--max-num-seqs", "8"]
     with start_fleet(EMBEDDED_MODEL, prefill_flags=SIMULATED, decode_flags=decode_flags, router_flags=flags) as fleet:
         yield fleet
@@ -75,11 +73,18 @@ async def ended_before(fleet: Fleet, busy: Tenant, quiet: Tenant) -> int:
     return passed
 
 
+NODES, ROUTER = "1024", "100"  # --max-inflight with which requests wait at the nodes, or at router and nodes
+ADDRESSES = Tenant(), Tenant(address="127.0.0.2")
+KEYS = Tenant(BUSY), Tenant(QUIET)
+
+
 @pytest.mark.parametrize(
     ("fleet", "busy", "quiet"),
     [
-        pytest.param(False, Tenant(), Tenant(address="127.0.0.2"), id="addresses"),
-        pytest.param(True, Tenant(BUSY), Tenant(QUIET), id="keys"),
+        pytest.param((NODES, False), *ADDRESSES, id="nodes, addresses"),
+        pytest.param((ROUTER, True), *KEYS, id="router, keys"),
+        pytest.param((NODES, True), *KEYS, id="nodes, keys", marks=pytest.mark.slow),
+        pytest.param((ROUTER, False), *ADDRESSES, id="router, addresses", marks=pytest.mark.slow),
     ],
     indirect=["fleet"],
 )

@@ -13,9 +13,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from checkpoints import make_checkpoint
@@ -112,35 +112,44 @@ def check_wedged_node(fleet: Fleet, wedged: Wedged) -> None:
 # ---------------------------------------------------------------- a step does not end
 
 
-@contextmanager
-def simulated_fleet(trigger: Path, role: str) -> Iterator[Fleet]:
-    """Start two nodes of each role; the steps of the first one of ``role`` are endless while ``trigger`` exists."""
+class EndlessFleet(NamedTuple):
+    """Two simulated nodes per role; steps of the first one of a role do not end while its trigger exists."""
+
+    fleet: Fleet
+    triggers: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndlessFleet]:
     hook = Path(__file__).parent / "endless_step"
-    endless = {"PYTHONPATH": f"{hook}:{os.environ.get('PYTHONPATH', '')}", "ENDLESS_TRIGGER": str(trigger)}
+    triggers = {role: tmp_path_factory.mktemp(role) / "endless" for role in ("decode", "prefill")}
+
+    def variables(role: str) -> dict[str, str]:
+        path = f"{hook}:{os.environ.get('PYTHONPATH', '')}"
+        return {"PYTHONPATH": path, "ENDLESS_TRIGGER": str(triggers[role])}
+
     with Fleet() as fleet:
-        for index in range(2):
-            fleet.start_prefill(EMBEDDED_MODEL, SIMULATED, endless if (role, index) == ("prefill", 0) else {})
-        for index in range(2):
-            variables = endless if (role, index) == ("decode", 0) else {}
-            fleet.start_decode(EMBEDDED_MODEL, (*SIMULATED, *HAND_OFF_ALL), variables)
+        fleet.start_prefill(EMBEDDED_MODEL, SIMULATED, variables("prefill"))
+        fleet.start_prefill(EMBEDDED_MODEL, SIMULATED)
+        fleet.start_decode(EMBEDDED_MODEL, (*SIMULATED, *HAND_OFF_ALL), variables("decode"))
+        fleet.start_decode(EMBEDDED_MODEL, (*SIMULATED, *HAND_OFF_ALL))
         fleet.start_router(EMBEDDED_MODEL, ROUTER)
         fleet.wait_ready()
-        yield fleet
+        yield EndlessFleet(fleet, triggers)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_requests_leave_a_node_whose_step_does_not_end(tmp_path: Path, role: str) -> None:
-    trigger = tmp_path / "endless"
-    with simulated_fleet(trigger, role) as fleet:
-        node = (fleet.decode if role == "decode" else fleet.prefill)[0]
+def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, role: str) -> None:
+    fleet, trigger = endless.fleet, endless.triggers[role]
+    node = (fleet.decode if role == "decode" else fleet.prefill)[0]
 
-        def known() -> bool:
-            description = node.describe()
-            assert description.state == "ready", "a slow step is no reason to restart a node"
-            return description.stalled
+    def known() -> bool:
+        description = node.describe()
+        assert description.state == "ready", "a slow step is no reason to restart a node"
+        return description.stalled
 
-        check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
+    check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
 
 
 # ---------------------------------------------------------------- an engine or rank is stopped

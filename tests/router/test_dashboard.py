@@ -95,7 +95,9 @@ def test_no_dashboard_removes_routes_and_names_of_nodes(tokenizer_dir: Path, scr
         assert complete(client, scripted_node) == {}
 
 
-def test_requests_appear_within_seconds(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+def test_requests_appear_in_rates_and_history(client: httpx.Client, scripted_node: ScriptedNode) -> None:
+    """Their exact values are tested in test_dashboard_figures.py: a sample that is late changes them."""
+
     async def script(conversation: Conversation) -> None:
         conversation.token(65)
         conversation.token(66)
@@ -106,19 +108,19 @@ def test_requests_appear_within_seconds(client: httpx.Client, scripted_node: Scr
 
     scripted_node.scripts |= {"dashboard": script, "dashboard-failing": failing}
     before = look(client)
+    seen = before.history.seconds[-1]
     for salt in ("dashboard", "dashboard-failing"):
         client.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "cache_salt": salt})
-    eventually(lambda: look(client).now.traffic.outcomes.get("node_error", 0) > 0)
-    traffic = look(client).now.traffic
-    assert traffic.outcomes["ok"] >= 1
-    assert traffic.request_rate > 0
-    assert traffic.failure_rate > 0
-    assert traffic.output_token_rate > 0
-    assert traffic.ttft.p50 is not None
-    history = look(client, epoch=before.epoch, second=before.history.seconds[-1]).history
-    assert history.seconds[0] == before.history.seconds[-1] + 1
-    assert sum(history.requests) == pytest.approx(2, abs=0.1)
-    assert sum(history.output_tokens) == pytest.approx(3, abs=0.1)
+
+    def all_appear() -> bool:
+        report = look(client, epoch=before.epoch, second=seen)
+        traffic, history = report.now.traffic, report.history
+        assert not history.seconds or history.seconds[0] > seen
+        rates = (traffic.request_rate, traffic.failure_rate, traffic.output_token_rate, traffic.outcomes.get("ok"))
+        sums = (sum(history.requests), sum(history.failures), sum(history.output_tokens))
+        return all(rates) and all(sums) and traffic.ttft.p50 is not None
+
+    eventually(all_appear)
 
 
 @pytest.mark.parametrize("seen", [{"epoch": "another", "second": 10**6}, {"epoch": "", "second": "x"}, {}])

@@ -123,6 +123,7 @@ def answers_of_two_ranks(config: NodeConfig) -> list[Any]:
         return [json.loads(process.communicate()[0]) for process in ranks]
 
 
+@pytest.mark.slow
 def test_shards_hold_their_part_and_both_refuse_a_plan_that_is_wrong_or_unknown(tmp_path: Path) -> None:
     for loaded, wrong, unknown in answers_of_two_ranks(config_of(checkpoint(tmp_path, "mixtral"), tp=2)):
         layer = "model.layers.0."
