@@ -27,6 +27,7 @@ from router.completions_api.response_objects import (
     lazy_chat_logprobs,
     lazy_completion_logprobs,
 )
+from router.generation.choice import Choice
 from router.generation.logprob_table import LogprobTable
 from router.generation.token_logprob import TokenLogprob
 from router.generation.usage import Usage
@@ -41,10 +42,9 @@ class FinishedChoice(msgspec.Struct):
     ``token_ids`` are a lazy list.
     """
 
-    index: int
+    choice: Choice
     prompt: int
     text: str
-    finish_reason: str
     token_ids: list[int] | UnsetType
     logprobs: list[LogprobTable] | None
     message: ChatMessage | None = None
@@ -83,16 +83,18 @@ class ResponseEncoder(ABC):
 
     def chunk(
         self,
-        index: int,
+        choice: Choice,
         text: str,
-        finish_reason: str,
         tokens: Sequence[TokenLogprob] | None = None,
         token_ids: Sequence[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """New text of a choice, as one server-sent event."""
-        reason = b'"%s"' % finish_reason.encode() if finish_reason else b"null"
-        parts = [self._chunk_head, self._chunk_choice(index, text, bool(finish_reason))]
+        reason = b"null"
+        if choice.finish_reason:
+            stops = (choice.finish_reason.encode(), _encode(choice.stop_reason), _encode(choice.matched_stop))
+            reason = b'"%s","stop_reason":%b,"matched_stop":%b' % stops
+        parts = [self._chunk_head, self._chunk_choice(choice.index, text, bool(choice.finish_reason))]
         parts += [b',"logprobs":', _encode(self._logprobs(tokens)), b',"finish_reason":', reason]
         if token_ids is not None:
             parts += [b',"token_ids":', _encode(token_ids)]
@@ -147,14 +149,16 @@ class CompletionEncoder(ResponseEncoder):
     ) -> Iterator[bytes]:
         entries = [
             CompletionChoice(
-                choice.index,
-                choice.finish_reason,  # type: ignore[arg-type]
-                choice.text,
-                self._table_logprobs(choice.logprobs),
-                choice.token_ids,
-                **prompts[choice.prompt],
+                end.choice.index,
+                end.choice.finish_reason,  # type: ignore[arg-type]
+                end.text,
+                self._table_logprobs(end.logprobs),
+                end.choice.stop_reason,
+                end.choice.matched_stop,
+                end.token_ids,
+                **prompts[end.prompt],
             )
-            for choice in choices
+            for end in choices
         ]
         head = {**self._head, "object": "text_completion"}
         return json_chunks(Completion(**head, usage=UsageInfo.of(usage), choices=entries))
@@ -186,13 +190,15 @@ class ChatEncoder(ResponseEncoder):
     ) -> Iterator[bytes]:
         entries = [
             ChatChoice(
-                choice.index,
-                choice.finish_reason,  # type: ignore[arg-type]
-                choice.message or ChatMessage("assistant", choice.text, None),
-                self._table_logprobs(choice.logprobs),
-                choice.token_ids,
+                end.choice.index,
+                end.choice.finish_reason,  # type: ignore[arg-type]
+                end.message or ChatMessage("assistant", end.text, None),
+                self._table_logprobs(end.logprobs),
+                end.choice.stop_reason,
+                end.choice.matched_stop,
+                end.token_ids,
             )
-            for choice in choices
+            for end in choices
         ]
         head = {**self._head, "object": "chat.completion"}
         return json_chunks(ChatCompletion(**head, usage=UsageInfo.of(usage), choices=entries, **prompts[0]))

@@ -60,11 +60,16 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+StopReason = str | int | None  # the stop string, or token, that ended a choice
+
+
 class CompletionChoice(Struct):
     index: int
     finish_reason: Literal["stop", "length"]
     text: str
     logprobs: CompletionLogprobs | None
+    stop_reason: StopReason  # vLLM's extension; None for EOS
+    matched_stop: StopReason  # SGLang's extension
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -119,6 +124,8 @@ class ChatChoice(Struct):
     finish_reason: Literal["stop", "length", "tool_calls"]
     message: ChatMessage
     logprobs: ChatLogprobs | None
+    stop_reason: StopReason
+    matched_stop: StopReason
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -207,10 +207,9 @@ class FullResponse(ChoicesResponse, BodyResponse):
 
     def _finished(self, choice: Choice, prompt: int, echo: list[LogprobTable]) -> FinishedChoice:
         return FinishedChoice(
-            choice.index,
+            choice,
             prompt,
             self._echo_text(choice.index) + self._texts[choice.index].getvalue(),
-            choice.finish_reason,
             lazy_numbers(choice.token_ids) if self._return_token_ids else UNSET,
             [*echo, self._logprobs[choice.index]] if self._num_logprobs >= 0 else None,
         )
@@ -279,10 +278,10 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         if not self._detailed and usage is None and not choice.finish_reason:
             return self._encoder.text_chunk(choice.index, text)
         if not self._detailed:
-            return self._encoder.chunk(choice.index, text, choice.finish_reason, usage=usage)
+            return self._encoder.chunk(choice, text, usage=usage)
         tokens = token_ids = None
         if self._num_logprobs >= 0:
             tokens = [self._token_logprob(choice, output)] if output.has_token else []
         if self._return_token_ids:
             token_ids = [output.token_id] if output.has_token else []
-        return self._encoder.chunk(choice.index, text, choice.finish_reason, tokens, token_ids, usage)
+        return self._encoder.chunk(choice, text, tokens, token_ids, usage)

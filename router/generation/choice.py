@@ -12,7 +12,8 @@ from router.text.stop_strings import StopMatcher, StopStrings
 class Choice:
     """``finish_reason`` is empty while the choice runs; ``token_offset`` is where the latest token's text begins.
 
-    ``stop_string`` is the stop string that ended the choice; empty if another reason did.
+    ``stop_string`` is the stop string that ended the choice; empty if another reason did. ``matched_stop`` is SGLang's:
+    that string, or the id of the EOS or stop token; None if neither ended it. ``stop_reason`` is vLLM's, without EOS.
     """
 
     __slots__ = (
@@ -22,14 +23,19 @@ class Choice:
         "finish_reason",
         "index",
         "last_token_at",
+        "matched_stop",
         "stop_string",
+        "stop_token_ids",
         "text_length",
         "token_ids",
         "token_offset",
     )
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: StopStrings) -> None:
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: StopStrings, stop_token_ids: tuple[int, ...]
+    ) -> None:
         self.index = index
+        self.stop_token_ids = stop_token_ids
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._stop_included = stops.included
@@ -38,6 +44,7 @@ class Choice:
         self.token_offset = 0
         self.finish_reason = ""
         self.stop_string = ""
+        self.matched_stop: str | int | None = None
         self.last_token_at = 0.0  # time.monotonic
 
     def feed(self, output: pb.Output) -> str:
@@ -58,8 +65,14 @@ class Choice:
         text, stopped = self._stops.push(text)
         if stopped:
             self.finish_reason = "stop"
-            self.stop_string = self._stops.found
+            self.matched_stop = self.stop_string = self._stops.found
         elif reason:
             text += self._stops.flush()
             self.finish_reason = reason
+            if reason == "stop" and output.has_token:
+                self.matched_stop = output.token_id
         return text
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.stop_string or (self.matched_stop if self.matched_stop in self.stop_token_ids else None)

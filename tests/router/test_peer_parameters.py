@@ -87,6 +87,36 @@ def test_stop_token_may_belong_to_the_text(
     assert without != "ab"
 
 
+@pytest.mark.parametrize(
+    ("fields", "end", "reason", "matched"),
+    [
+        ({"stop": ["wo t"]}, "length", "wo t", "wo t"),
+        ({"stop_token_ids": [-1]}, "stop", -1, -1),  # the last token's id
+        ({}, "stop", None, -1),  # EOS
+        ({}, "length", None, None),
+    ],
+)
+@pytest.mark.parametrize("prompt", [{"prompt": "Hi"}, {"messages": ASK}, {"messages": ASK, "tools": [TOOL]}])
+def test_choice_says_what_stopped_it(
+    reader: httpx.Client,
+    say: Any,
+    reading_tokenizer: Tokenizer,
+    fields: Any,
+    end: str,
+    reason: Any,
+    matched: Any,
+    prompt: Any,
+) -> None:
+    last = reading_tokenizer.encode("<|im_end|>")[0]
+    if "stop_token_ids" in fields:
+        fields = {"stop_token_ids": [last]}
+    body = {**say("one two three", end), **prompt, **fields}
+    path = "/chat/completions" if "messages" in prompt else "/completions"
+    expected = tuple(last if value == -1 else value for value in (reason, matched))
+    for choice in (whole(reader, path, body), streamed(reader, path, body)[-1]):
+        assert (choice["stop_reason"], choice["matched_stop"]) == expected
+
+
 def test_bad_words_are_tokenized_alone_and_behind_a_space(sampling: Any, reading_tokenizer: Tokenizer) -> None:
     found = [list(word.token_ids) for word in sampling(bad_words=["the", " fox"]).bad_words]
     texts = ["the", " the", "fox", " fox"]
