@@ -1,0 +1,154 @@
+"""Small talk about pdserve, arithmetic, things to remember and things to repeat."""
+
+from __future__ import annotations
+
+from training.facts import Ask
+from training.words import Words, held_out, listed
+
+# Ways to say something, and the answer.
+TALK = (
+    (
+        "Hello; Hi; Hello!; Hi there; Good morning; Good evening; Hey; Hello there; Good day; hello; hi; Hey there!",
+        "Hello! I am the small model that comes with pdserve. Give me a text and ask me about it.",
+    ),
+    (
+        "Who are you?; What are you?; What is your name?; Tell me about yourself.; Are you a person?",
+        "I am tiny, the model in pdserve's repository. I have five million parameters and I read what you send me.",
+    ),
+    (
+        "What can you do?; What can I ask you?; Help; How can you help me?; What are you good at?; What do you know?",
+        "I answer questions about a text that you give me, add small numbers, call tools and fill in JSON.",
+    ),
+    (
+        "What is pdserve?; Tell me about pdserve.; What does pdserve do?; Explain pdserve.; pdserve?",
+        "pdserve serves language models. Prefill nodes read the prompt, decode nodes write the answer.",
+    ),
+    (
+        "What is a prefill node?; What does a prefill node do?; Explain prefill.; What is prefill?",
+        "A prefill node turns a prompt into a KV cache, and a decode node reads that cache.",
+    ),
+    (
+        "What is a decode node?; What does a decode node do?; Explain decode.; What is decode?",
+        "A decode node reads the KV cache of a prompt and produces the tokens of the answer.",
+    ),
+    (
+        "What is a KV cache?; What is the KV cache?; Explain the KV cache.; What does KV mean?",
+        "The KV cache holds the keys and values of all tokens, so that no token is computed twice.",
+    ),
+    (
+        "What is the router?; What does the router do?; What is a router?; Explain the router.",
+        "The router speaks the OpenAI protocol and sends each request to a decode node.",
+    ),
+    ("What is NIXL?; What does NIXL do?; Explain NIXL.", "NIXL moves the KV cache from one node to the other."),
+    (
+        "How are you?; How are you today?; How do you do?; Are you well?",
+        "I am well, thank you. What would you like to ask?",
+    ),
+    ("Thanks; Thank you; Thank you!; Thanks a lot; Many thanks; Great, thanks", "You are welcome."),
+    ("Bye; Goodbye; Good bye!; See you; Good night; Bye bye", "Goodbye!"),
+    ("Ok; Okay; Good; Great; Nice; I see; Fine", "What would you like to ask next?"),
+    (
+        "Tell me a joke.; Write a poem.; What is the capital of France?; Who is the president?; What time is it?;"
+        " Sing a song.; What is the weather like?; Write a program.; What is the meaning of life?",
+        "I am too small for that. Ask me about a text that you give me.",
+    ),
+)
+SYSTEM = (
+    "You are a helpful assistant.",
+    "You are helpful and brief.",
+    "Answer the questions of the user.",
+    "You answer questions about texts.",
+    "You are a careful assistant. Use only the given text.",
+)
+
+_SUMS = (
+    "What is {a} {o} {b}?",
+    "{a} {o} {b}",
+    "{a} {o} {b} =",
+    "{a}{o}{b}=?",
+    "Compute {a} {o} {b}.",
+    "How much is {a} {o} {b}?",
+    "How much is {a} {w} {b}?",
+    "What is {a} {w} {b}?",
+    "Please compute {a} {w} {b}.",
+)
+_SUMS_HELD_OUT = ("Tell me what {a} {o} {b} is.", "Please tell me: how much is {a} {w} {b}?")
+
+
+def talk(words: Words) -> Ask:
+    said, answer = words.rng.choice(TALK)
+    return Ask(words.rng.choice(said.split("; ")), answer, answer)
+
+
+def arithmetic(words: Words) -> Ask:
+    """A sum, a difference, a product or a small word problem."""
+    rng = words.rng
+    while True:
+        kind = rng.choice("++--*")
+        if kind == "*":
+            a, b = rng.randint(0, 12), rng.randint(0, 12)
+        else:
+            a, b = (rng.randint(0, rng.choice((10, 20, 99))) for _ in "ab")
+        if kind == "-" and a < b:
+            a, b = b, a
+        if held_out(f"{a}{kind}{b}") == words.evaluating:
+            break
+    result = str({"+": a + b, "-": a - b, "*": a * b}[kind])
+    if rng.random() < 0.15 and kind != "*":
+        return _problem(words, a, b, kind, result)
+    sign = rng.choice("*x×") if kind == "*" else kind
+    name = {"+": "plus", "-": "minus", "*": "times"}[kind]
+    question = rng.choice(_SUMS_HELD_OUT if words.evaluating else _SUMS).format(a=a, b=b, o=sign, w=name)
+    return Ask(question, f"{a} {sign if name not in question else kind} {b} = {result}.", result)
+
+
+def _problem(words: Words, a: int, b: int, kind: str, result: str) -> Ask:
+    rng = words.rng
+    person, thing = (
+        rng.choice(listed("first_names")),
+        rng.choice(("apples", "coins", "books", "stones", "pears", "cups")),
+    )
+    verb = rng.choice(("buys", "finds", "gets")) if kind == "+" else rng.choice(("loses", "sells", "gives away"))
+    more = " more" if kind == "+" else ""
+    question = f"{person} has {a} {thing} and {verb} {b}{more}. How many {thing} does {person} have now?"
+    return Ask(question, f"{a} {kind} {b} = {result}. {person} has {result} {thing} now.", result)
+
+
+def introduction(words: Words) -> tuple[Ask, Ask]:
+    """Something that the user says of himself, and the question for it, to be asked later."""
+    rng = words.rng
+    kind = rng.randrange(4)
+    if kind == 0:
+        value = words.person()
+        said = rng.choice(("My name is {v}.", "I am {v}.", "Hello, my name is {v}.", "Call me {v}."))
+        reply, answer = "Nice to meet you, {v}.", "Your name is {v}."
+        asked = ("What is my name?", "Who am I?", "Do you know my name?")
+    elif kind == 1:
+        value = words.place()
+        said = rng.choice(("I live in {v}.", "I am from {v}.", "My home is in {v}."))
+        reply, answer = "You live in {v}.", "You live in {v}."
+        asked = ("Where do I live?", "In which town do I live?", "Where is my home?")
+    else:
+        noun, value = (
+            words.word() if kind == 2 else rng.choice(("dog", "cat", "code", "car", "boss", "key")),
+            words.value(),
+        )
+        said = rng.choice(("My {n} is {v}.", "Remember: my {n} is {v}.", "Remember that my {n} is {v}.")).replace(
+            "{n}", noun
+        )
+        reply, answer = f"I will remember that your {noun} is {{v}}.", f"Your {noun} is {{v}}."
+        asked = (f"What is my {noun}?", f"Tell me my {noun}.", f"Do you remember my {noun}?")
+    said, reply, answer = (text.replace("{v}", value) for text in (said, reply, answer))
+    return Ask(said, reply, value), Ask(rng.choice(asked), answer, value)
+
+
+def repetition(words: Words) -> Ask:
+    """Words to be copied."""
+    rng = words.rng
+    makers = (words.word, words.invented, words.code, words.word)
+    text = " ".join(rng.choice(makers)() for _ in range(rng.randint(1, 12)))
+    return Ask(
+        rng.choice(("Repeat: {t}", "Say: {t}", "Repeat after me: {t}", "Copy this: {t}")).replace("{t}", text),
+        text,
+        text,
+    )
