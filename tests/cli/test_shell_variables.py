@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from fleet import RUNNER_ENVIRONMENTS
 
 from pdserve.config.runner_oracle import RUNNERS, VARIABLE
@@ -26,14 +25,11 @@ def test_child_processes_inherit_none_of_them() -> None:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(VARIABLE, "1"), ("PDSERVE_LOG_LEVEL", "DEBUG"), ("TRITON_INTERPRET", "1"), ("OMP_NUM_THREADS", "7")],
-)
-def test_conftest_clears_variables_of_the_shell(name: str, value: str, tmp_path: Path) -> None:
+def test_conftest_clears_variables_of_the_shell(tmp_path: Path) -> None:
     (tmp_path / "test_inherited.py").write_text(TEST_FILE)
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "conftest", "-p", "no:cacheprovider"]
-    environ = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", name: value}
+    shell = {VARIABLE: "1", "PDSERVE_LOG_LEVEL": "DEBUG", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "7"}
+    environ = os.environ | {"PYTHONPATH": f"{TESTS}:{TESTS.parent}", **shell}
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, env=environ, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
 

@@ -30,11 +30,21 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+STAGES = {  # stages, the rank that fails, its name
+    "one rank": (1, 0, ""),
+    "stage 0": (2, 0, "rank 0 (stage 0, shard 0): "),
+    "stage 1": (2, 1, "rank 1 (stage 1, shard 0): "),
+}
+FAST = {("stage 1", "V1"), ("one rank", "V2")}
+
+
 @pytest.mark.parametrize(
-    ("stages", "failing", "name"),
-    [(1, 0, ""), (2, 0, "rank 0 (stage 0, shard 0): "), (2, 1, "rank 1 (stage 1, shard 0): ")],
-    ids=["one rank", "stage 0", "stage 1"],
+    ("stages", "failing", "name", "runner"),
+    [
+        pytest.param(*each, runner, id=f"{of}-{runner}", marks=[] if (of, runner) in FAST else pytest.mark.slow)
+        for of, each in STAGES.items()
+        for runner in RUNNERS
+    ],
 )
 def test_a_failing_forward_pass_is_logged_with_its_traceback_and_names_its_rank(
     fleet: Fleet, checkpoint: Path, tmp_path: Path, stages: int, failing: int, name: str, runner: str
