@@ -54,6 +54,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     metrics_client_names: bool = False
     cors_origins: tuple[str, ...] = ()  # of web pages that may use the API; "*": all
     dashboard: bool = True
+    chat_page: bool = True
     log_requests: bool = False
     log_format: str = "text"
     log_level: str = ""  # PDSERVE_LOG_LEVEL
@@ -127,6 +128,8 @@ def add_router_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cors-origin", dest="cors_origins", help=origins, **cors)
     no_dashboard = "no /dashboard, no `pdserve top`, and no response headers that name nodes"
     parser.add_argument("--no-dashboard", dest="dashboard", action="store_false", help=no_dashboard)
+    no_chat = "no chat page at /"
+    parser.add_argument("--no-chat-page", dest="chat_page", action="store_false", help=no_chat)
     add("--log-requests", "log each request with the name of its API key", action="store_true")
     add_log_flag(parser)
     add_trace_flag(parser)

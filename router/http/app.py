@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve.errors import PdserveError, cut
+from router.chat_page import PAGE as CHAT_PAGE
 from router.completions_api.request_bodies import parse_chat, parse_completion
 from router.dashboard.routes import PAGE, add_dashboard
 from router.errors import ClientDisconnected
@@ -31,6 +32,7 @@ from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
 from router.http.stored_responses import COMPACT_PATH, add_stored_responses
 from router.messages_api.request import parse_messages
+from router.page_files import add_page
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
 from router.responses_api.response_database import StoreLimits
 from router.responses_api.response_store import ResponseStore
@@ -108,10 +110,12 @@ def create_app(service: Service) -> ASGIApp:
     check_documented(app.routes, {"/openapi.json", DOCS_PATH, COMPACT_PATH})
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
+    if service.options.chat_page:
+        add_page(app, CHAT_PAGE)
     _add_error_handlers(app)
     whole: ASGIApp = DirectRoutes(app, endpoints)
     if service.keys is not None:
-        public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE}
+        public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
         whole = Authentication(whole, service.keys, public, service.metrics)
     if service.options.cors_origins:  # outside: a preflight request has no key
         whole = CORSMiddleware(

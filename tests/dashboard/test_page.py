@@ -6,58 +6,25 @@ Each size and colour scheme leaves a screenshot: ``pytest --basetemp=DIR tests/d
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Fleet, NodeProcess
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, expect, sync_playwright
+from fleet import MODEL_NAME, Fleet, NodeProcess
+from playwright.sync_api import Browser, Locator, Page, expect
 from watched_fleet import HOSTILE, Streams
+from web_pages import CONTRASTS, PATIENCE, Watched, chromium
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.top import numbers
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking")
-QUIETER = ("disable-component-update", "disable-sync", "no-sandbox")
-PATIENCE = 20_000  # milliseconds
-
-expect.set_options(timeout=PATIENCE)
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser per module: playwright keeps an event loop in this thread, which would disturb other tests."""
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("there is no Chromium here; run scripts/setup-browser as root, or install one")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=[f"--{flag}" for flag in (*QUIET, *QUIETER)])
+    with chromium() as browser:
         yield browser
-        browser.close()
-
-
-class Watched:
-    """A page with its requests and its console errors."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
-        page.on("request", lambda request: self.requests.append(request.url))
-        page.on("console", self._said)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
-
-    def _said(self, message: ConsoleMessage) -> None:
-        self.complaints.append(message.text)
-
-    def open(self, url: str) -> Page:
-        self.page.goto(f"{url}/dashboard")
-        return self.page
 
 
 @pytest.fixture
@@ -70,7 +37,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
 @pytest.fixture
 def page(watched: Watched, fleet: Fleet) -> Iterator[Page]:
     """Open the live page; at the end, assert no console errors and no requests to other hosts."""
-    yield live(watched.open(fleet.url))
+    yield live(watched.open(f"{fleet.url}/dashboard"))
     assert watched.complaints == []
     assert all(url.startswith(f"{fleet.url}/dashboard") for url in watched.requests)
 
@@ -150,24 +117,6 @@ def test_dashboard_fits_small_and_large_windows(
     page.close()
 
 
-# Colours of text, by their names in style.css, that differ too little from what they are on (WCAG 2.2, 1.4.3: 4.5).
-CONTRASTS = """() => {
-  const style = getComputedStyle(document.documentElement);
-  const light = (name) => {
-    const [r, g, b] = [1, 3, 5].map((at) => parseInt(style.getPropertyValue(name).trim().slice(at, at + 2), 16) / 255)
-      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const pairs = ["--text", "--quiet", "--good", "--warn", "--bad", "--first", "--second"].flatMap((text) =>
-    ["--card", "--ground"].map((ground) => [text, ground]));
-  pairs.push(["--bad", "--bad-ground"], ["--warn", "--warn-ground"], ["--quiet", "--bad-ground"]);
-  return pairs.filter(([text, ground]) => {
-    const [dark, bright] = [light(text), light(ground)].sort((a, b) => a - b);
-    return (bright + 0.05) / (dark + 0.05) < 4.5;
-  });
-}"""
-
-
 def test_dashboard_works_by_keyboard(page: Page) -> None:
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
@@ -197,7 +146,7 @@ def test_hidden_dashboard_stops_polling(page: Page, watched: Watched) -> None:
 
 
 def test_dashboard_recovers_with_the_router(watched: Watched, fleet: Fleet, model: Path) -> None:
-    page = live(watched.open(fleet.url))
+    page = live(watched.open(f"{fleet.url}/dashboard"))
     assert fleet.router is not None
     port = fleet.router.address.rpartition(":")[2]
     fleet.router.signal(signal.SIGTERM)
@@ -219,7 +168,7 @@ def test_dashboard_asks_for_an_api_key(watched: Watched, fleet: Fleet, model: Pa
     try:
         guarded = fleet.start_router(model, ["--api-keys", str(file)])
         fleet.wait_until(lambda: guarded.child.state == "ready", 30.0)
-        page = watched.open(fleet.url)
+        page = watched.open(f"{fleet.url}/dashboard")
         expect(page.get_by_label("API key")).to_be_focused()
         expect(page.locator("#nodes")).to_be_hidden()
         page.keyboard.type("sk-wrong")
@@ -230,6 +179,11 @@ def test_dashboard_asks_for_an_api_key(watched: Watched, fleet: Fleet, model: Pa
         expect(row(live(page), "p-one")).to_be_visible()
         live(page).reload()
         expect(row(live(page), "p-one")).to_be_visible()  # the tab remembers it
+        page.evaluate("sessionStorage.clear()")
+        page.goto(fleet.url)  # the chat page asks, too
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_have_value(MODEL_NAME)
         assert not any(key in url for url in watched.requests)
         guarded.signal(signal.SIGTERM)
         guarded.wait_ended(10.0)

@@ -1,4 +1,4 @@
-"""/dashboard over HTTP: access, node states and history."""
+"""The pages over HTTP: access; /dashboard: node states and history."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.top.live import STATE_PATH, LiveNode, LiveReport
 
 PAGE = ["/dashboard", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"]
+CHAT_PAGE = ["/", "/chat/main.js", "/chat/style.css", "/chat/dom.js"]
 
 
 def look(client: httpx.Client, **seen: str | int) -> LiveReport:
@@ -48,7 +49,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[ScriptedNode]:
     node.close()
 
 
-@pytest.mark.parametrize("path", PAGE)
+@pytest.mark.parametrize("path", [*PAGE, *CHAT_PAGE])
 def test_page_has_strict_security_headers(client: httpx.Client, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200
@@ -64,7 +65,7 @@ def test_page_is_public_and_its_state_needs_a_key(
     file.write_text(key_entry("alice", key))
     flags = ["--decode", scripted_node.address, "--api-keys", str(file)]
     with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
-        assert [client.get(path).status_code for path in PAGE] == [200] * len(PAGE)
+        assert {client.get(path).status_code for path in (*PAGE, *CHAT_PAGE)} == {200}
         assert client.get(STATE_PATH).status_code == 401
         assert client.get(STATE_PATH + "/").status_code == 401
         response = client.get(STATE_PATH, headers={"Authorization": f"Bearer {key}"})
@@ -88,10 +89,10 @@ def test_prompt_without_handoff_has_a_decode_node_only(client: httpx.Client, scr
     assert complete(client, scripted_node) == {"x-pdserve-decode-node": "d0"}
 
 
-def test_no_dashboard_removes_routes_and_names_of_nodes(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
-    flags = ["--decode", scripted_node.address, "--no-dashboard"]
+def test_pages_and_names_of_nodes_can_be_turned_off(tokenizer_dir: Path, scripted_node: ScriptedNode) -> None:
+    flags = ["--decode", scripted_node.address, "--no-dashboard", "--no-chat-page"]
     with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
-        assert [client.get(path).status_code for path in (*PAGE, STATE_PATH)] == [404] * (len(PAGE) + 1)
+        assert {client.get(path).status_code for path in (*PAGE, STATE_PATH, *CHAT_PAGE)} == {404}
         assert complete(client, scripted_node) == {}
 
 

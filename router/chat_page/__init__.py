@@ -1,0 +1,13 @@
+"""The chat page at ``/``: files in ``page/``, served unchanged. It uses the API as any other client does.
+
+Colours, icon and helpers of ``_SHARED`` are those of the dashboard's page.
+"""
+
+from __future__ import annotations
+
+from router.page_files import read_page
+
+_SHARED = ("colors.css", "dom.js", "format.js", "icon.svg")
+
+_DASHBOARD = read_page("router.dashboard", "/dashboard", "/chat")
+PAGE = read_page("router.chat_page", "/", "/chat") | {f"/chat/{name}": _DASHBOARD[f"/chat/{name}"] for name in _SHARED}

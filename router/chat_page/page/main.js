@@ -1,0 +1,234 @@
+// The chat: conversations at the side, one of them in the middle, and at most one answer that runs.
+
+import {element, find, say, set} from "./dom.js";
+import {MessageView} from "./messages.js";
+import {load, newConversation, remove, save, titleOf} from "./store.js";
+import {listModels, NeedsKey, setKey, streamChat} from "./stream.js";
+
+const SETTINGS = ["system", "temperature", "top_p", "max_tokens"];
+const FINISHES = {length: "stopped at the limit of tokens"};
+const NEAR = 60; // pixels from the end within which the log follows an answer
+
+let conversations = load();
+let current = conversations[0] ?? newConversation();
+let views = [];
+let running = null; // {controller, conversation} of an answer
+
+// ---------------------------------------------------------------- what is shown
+
+function showAll() {
+  views = current.messages.map((message) => new MessageView(message, retry));
+  find("log").replaceChildren(...views.map((view) => view.element));
+  views.forEach((view, index) => view.show(index === views.length - 1 && !running ? "last" : ""));
+  if (running?.conversation === current) views.at(-1)?.show("running");
+  for (const name of SETTINGS) find(name).value = current.settings[name] ?? "";
+  showState();
+  showSide();
+  find("scroll").scrollTop = find("scroll").scrollHeight;
+}
+
+function showState() {
+  find("welcome").hidden = current.messages.length > 0;
+  find("stop").hidden = !running;
+  find("send").hidden = Boolean(running);
+  document.title = `${titleOf(current)} · pdserve`;
+}
+
+function showSide() {
+  const shown = conversations.includes(current) ? conversations : [current, ...conversations];
+  find("conversations").replaceChildren(...shown.map((conversation) => {
+    const open = element("button", {class: "open"}, titleOf(conversation));
+    if (conversation === current) set(open, "aria-current", "true");
+    open.addEventListener("click", () => openConversation(conversation));
+    const drop = element("button", {class: "drop", "aria-label": `Delete: ${titleOf(conversation)}`, title: "Delete"}, "×");
+    drop.addEventListener("click", () => dropConversation(conversation));
+    return element("li", {}, open, drop);
+  }));
+}
+
+/** Change what is shown, and stay at the end of the log if that is in view. */
+function follow(change) {
+  const box = find("scroll");
+  const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR;
+  change();
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}
+
+// ---------------------------------------------------------------- conversations
+
+function openConversation(conversation) {
+  current = conversation;
+  showAll();
+  openSide(false);
+  find("entry").focus();
+}
+
+function dropConversation(conversation) {
+  if (running?.conversation === conversation) running.controller.abort();
+  remove(conversation);
+  conversations = conversations.filter((each) => each !== conversation);
+  if (conversation === current) current = conversations[0] ?? newConversation();
+  showAll();
+}
+
+function keep(conversation) {
+  if (!conversation.messages.length) return;
+  save(conversation);
+  conversations = [conversation, ...conversations.filter((each) => each !== conversation)];
+}
+
+// ---------------------------------------------------------------- an answer
+
+/** Messages to send: without exchanges that failed before the first token. */
+function history({settings, messages}) {
+  const sent = settings.system?.trim() ? [{role: "system", content: settings.system}] : [];
+  messages.forEach(({role, content}, index) => {
+    const failed = role === "user" && messages[index + 1]?.error && !messages[index + 1].content;
+    if (content && !failed) sent.push({role, content});
+  });
+  return sent;
+}
+
+function bodyOf(conversation) {
+  const body = {model: find("model").value, messages: history(conversation)};
+  for (const name of SETTINGS.slice(1)) {
+    const value = parseFloat(conversation.settings[name]);
+    if (Number.isFinite(value)) body[name] = value;
+  }
+  return body;
+}
+
+async function answer() {
+  const conversation = current;
+  const body = bodyOf(conversation);
+  const message = {role: "assistant", content: "", reasoning: "", stats: null, error: ""};
+  conversation.messages.push(message);
+  keep(conversation);
+  running = {controller: new AbortController(), conversation};
+  showAll();
+  const timing = {start: performance.now(), first: null, last: null, events: 0};
+  let drawing = 0;
+  const draw = () => {
+    drawing = 0;
+    if (current === conversation) follow(() => views.at(-1).show("running"));
+  };
+  let seen = {prefillNode: "", decodeNode: "", usage: null, finish: ""};
+  try {
+    seen = await streamChat(body, running.controller.signal, ({content, reasoning}, soFar) => {
+      seen = soFar;
+      timing.last = performance.now();
+      timing.first ??= timing.last;
+      timing.events += 1;
+      message.content += content;
+      message.reasoning += reasoning;
+      drawing ||= requestAnimationFrame(draw);
+    });
+  } catch (error) {
+    if (error instanceof NeedsKey) wantKey(error.refused);
+    if (error.name === "AbortError") seen.finish = "aborted";
+    else message.error = error.message;
+  }
+  cancelAnimationFrame(drawing);
+  message.stats = statsOf(timing, seen);
+  running = null;
+  if (conversations.includes(conversation)) keep(conversation);
+  if (current === conversation) follow(() => views.at(-1).show("last"));
+  showState();
+  showSide();
+  say(find("announcements"), message.error ? "" : "The answer is complete.");
+}
+
+/** Without usage, which ends a complete answer, tokens are counted by events. */
+function statsOf({start, first, last, events}, {prefillNode, decodeNode, usage, finish}) {
+  const outputTokens = usage?.completion_tokens ?? (events || null);
+  const elapsed = (last - first) / 1000;
+  const stopped = finish === "aborted" ? "stopped" : FINISHES[finish] ?? "";
+  return {
+    prefillNode, decodeNode, outputTokens, stopped,
+    ttft: first === null ? null : (first - start) / 1000,
+    tokenRate: outputTokens > 1 && elapsed > 0 ? (outputTokens - 1) / elapsed : null,
+    promptTokens: usage?.prompt_tokens ?? null,
+    cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
+  };
+}
+
+function retry() {
+  if (running) return;
+  if (current.messages.at(-1)?.role === "assistant") current.messages.pop();
+  answer();
+}
+
+function submit() {
+  const content = find("entry").value;
+  if (running || !content.trim() || !find("door").hidden) return;
+  find("entry").value = "";
+  current.messages.push({role: "user", content});
+  answer();
+}
+
+find("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+find("entry").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  submit();
+});
+find("stop").addEventListener("click", () => running?.controller.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  running?.controller.abort();
+  openSide(false);
+});
+
+// ---------------------------------------------------------------- side, settings, key
+
+function openSide(open) {
+  document.body.classList.toggle("side-open", open);
+  set(find("menu"), "aria-expanded", String(open));
+}
+
+find("menu").addEventListener("click", () => openSide(!document.body.classList.contains("side-open")));
+find("scroll").addEventListener("click", () => openSide(false));
+find("new").addEventListener("click", () => openConversation(newConversation(current.settings)));
+find("settings-button").addEventListener("click", () => {
+  find("settings").hidden = !find("settings").hidden;
+  set(find("settings-button"), "aria-expanded", String(!find("settings").hidden));
+});
+for (const name of SETTINGS) {
+  find(name).addEventListener("input", () => {
+    current.settings = {...current.settings, [name]: find(name).value};
+    keep(current);
+  });
+}
+find("settings").addEventListener("submit", (event) => event.preventDefault());
+
+function wantKey(refused) {
+  find("door").hidden = false;
+  if (refused) say(find("door-why"), "The router does not know this key.");
+  find("key").focus();
+}
+
+find("door").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(find("key").value.trim());
+  find("key").value = "";
+  find("door").hidden = true;
+  begin();
+});
+
+async function begin() {
+  try {
+    const names = await listModels();
+    find("model").replaceChildren(...names.map((name) => element("option", {}, name)));
+    find("model").disabled = false;
+    find("entry").focus();
+  } catch (error) {
+    if (error instanceof NeedsKey) wantKey(error.refused);
+    else say(find("welcome"), error.message);
+  }
+}
+
+showAll();
+begin();

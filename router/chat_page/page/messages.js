@@ -1,0 +1,55 @@
+// The elements of a conversation's messages.
+
+import {element, say} from "./dom.js";
+import {count, rate, seconds} from "./format.js";
+import {copyButton, showMarkdown} from "./markdown.js";
+
+/** An element for a message; `show` again after each change of it. */
+export class MessageView {
+  constructor(message, onRetry) {
+    this.message = message;
+    this.text = element("div", {class: "text"});
+    this.reasoning = element("div", {class: "text"});
+    this.thoughts = element("details", {class: "thoughts"}, element("summary", {}, "Reasoning"), this.reasoning);
+    this.error = element("p", {class: "trouble", role: "alert"});
+    this.served = element("p", {class: "served quiet"});
+    this.retry = element("button", {type: "button", class: "small"}, "Try again");
+    this.retry.addEventListener("click", onRetry);
+    this.tools = element("p", {class: "tools"}, copyButton(() => message.content), this.retry);
+    const name = message.role === "user" ? "You" : "Model";
+    this.element = element("li", {class: `message ${message.role}`},
+      element("h2", {class: "unseen"}, name), this.thoughts, this.text, this.error, this.served, this.tools);
+  }
+
+  /** `state`: "running", "last" (can be tried again) or "". */
+  show(state = "") {
+    const {role, content, reasoning, stats, error} = this.message;
+    if (role === "user") say(this.text, content);
+    else showMarkdown(this.text, content);
+    this.thoughts.hidden = !reasoning;
+    if (reasoning) showMarkdown(this.reasoning, reasoning);
+    this.element.classList.toggle("running", state === "running");
+    this.error.hidden = !error;
+    say(this.error, error ?? "");
+    this.served.hidden = !stats;
+    if (stats) this.served.replaceChildren(...served(stats));
+    this.tools.hidden = role === "user" || state === "running";
+    this.retry.hidden = state !== "last";
+  }
+}
+
+/** Which nodes served an answer, and how fast. */
+function served({prefillNode, decodeNode, ttft, tokenRate, outputTokens, promptTokens, cachedTokens, stopped}) {
+  const parts = [];
+  if (decodeNode) {
+    const names = prefillNode ? `${prefillNode} → ${decodeNode}` : decodeNode;
+    const title = prefillNode ? "prefill node → decode node" : "the decode node computed the prompt, too";
+    parts.push(element("a", {href: "dashboard", title}, names));
+  }
+  if (ttft !== null) parts.push(`first token ${seconds(ttft)}`);
+  if (tokenRate !== null) parts.push(`${rate(tokenRate)} tokens/s`);
+  if (outputTokens !== null) parts.push(`${count(outputTokens)} tokens`);
+  if (promptTokens !== null) parts.push(`${count(cachedTokens)} of ${count(promptTokens)} prompt tokens cached`);
+  if (stopped) parts.push(stopped);
+  return parts.flatMap((part, index) => (index ? [" · ", part] : [part]));
+}
