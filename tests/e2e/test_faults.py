@@ -161,7 +161,7 @@ def overwrite_cache(node: NodeProcess) -> None:
         client.send(request).all()
 
 
-@pytest.mark.parametrize("stopped", ["engine", "node"])
+@pytest.mark.parametrize("stopped", ["engine", pytest.param("node", marks=pytest.mark.slow)])
 def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> None:
     """D is stopped from before its read until P's lease has expired and P has overwritten the blocks."""
     flags = ["--lease-seconds", "1.0", "--lease-guard", "0.2", "--kv-cache-memory", "3MiB"]

@@ -58,7 +58,10 @@ class Served:
             assert output == self.reference(prompt), f"a prompt of {len(prompt)} tokens"
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) if name == "llama" else name for name in CHECKPOINTS],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, overrides = CHECKPOINTS[request.param]
     directory = add_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model") / "m", family, **overrides))

@@ -171,6 +171,7 @@ def test_eos_is_not_sampled_before_min_tokens(build: Build) -> None:
     assert [token == 2 for token in late[0].output] == [False] * 4 + [True]
 
 
+@pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path) -> None:
     """After warm-up the most sequences still fit, and tokens are those without it."""
     limits: dict[str, Any] = {"max_num_seqs": 1, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
