@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fleet import MODEL_NAME, Fleet
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Request, expect
 from web_pages import CONTRASTS, Watched, chromium
 
 LONG = "Answer from this text. " + "The river is long and the bridge is old. " * 8  # enough tokens for a handoff
@@ -83,7 +83,12 @@ def ask(page: Page, text: str) -> None:
 
 def test_answers_stream_with_nodes_speed_and_history(page: Page) -> None:
     bodies: list[dict[str, Any]] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+
+    def keep(request: Request) -> None:
+        if request.method == "POST":
+            bodies.append(cast(dict[str, Any], request.post_data_json))
+
+    page.on("request", keep)
     limit(page, 24)
     page.locator("#settings-button").click()
     page.locator("#system").fill("Be brief.")
@@ -130,7 +135,7 @@ def test_error_of_the_router_is_shown_and_not_sent_again(page: Page, watched: Wa
     limit(page, 4)
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Less.")
-    assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "Less."}]
+    assert cast(dict[str, Any], sent.value.post_data_json)["messages"] == [{"role": "user", "content": "Less."}]
     expect(page.locator(".assistant .served").last).to_contain_text("tokens")
 
 
