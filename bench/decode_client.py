@@ -55,7 +55,7 @@ class DecodeClient:
         times = [] if times is None else times
         number = self._number
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[self._number] = times, num_tokens, done
+        self._waiting[number] = times, num_tokens, done
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         generate = pb.Generate(
             request=number,
@@ -67,7 +67,7 @@ class DecodeClient:
         try:
             await done
         except asyncio.CancelledError:
-            del self._waiting[number]
+            self._waiting.pop(number, None)  # it may have ended meanwhile
             self._requests.put_nowait(pb.ServeRequest(cancel=pb.Cancel(request=number)))
             raise
         return times

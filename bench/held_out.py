@@ -3,17 +3,20 @@
     .venv/bin/pdserve up --port 8000 &
     .venv/bin/python bench/held_out.py --url http://127.0.0.1:8000
 
-Names, wordings and documents are those of no training (``training/held_out.py``). Answers stand up to 2,000 tokens
+No training sees these names, wordings and documents (``training/held_out.py``). Answers stand up to 2,000 tokens
 before their question. ``--wrong`` prints the answers that are not right.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from pathlib import Path
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pdserve.config.hub import EMBEDDED_MODEL
 from training.held_out import Case, cases

@@ -33,10 +33,10 @@ _REUSED = 96  # batches that may come again when the workers are too slow
 
 @dataclass
 class Batch:
-    """N tokens in sections (rows, length), and K positions whose next token is trained; unused ones have target -1.
+    """N tokens in sections (rows, length), and K positions whose next token is trained. Unused targets are -1.
 
-    ``spans`` [K] numbers the answer that a target belongs to, ``tasks`` has each answer's
-    task and the length of its row.
+    ``spans`` [K] is the number of the answer that a target belongs to. ``tasks`` has the task of each answer and the
+    length of its row.
     """
 
     tokens: Any  # [N] int16

@@ -77,14 +77,19 @@ class Writer:
         """Return a conversation of nearly ``length`` tokens, at most. ``kind``: document, tools or talk."""
         rng = self.words.rng
         while True:
-            self.words.start()
             tools_too = (length >= 600) * 0.16
             chosen = kind or rng.choices(("document", "tools", "talk"), (1.0, tools_too, 0.16))[0]
-            row = self._fill(getattr(self, f"_{chosen}")(length), length)
+            row = self.fill(self.parts(chosen, length), length)
             if row.answers:
                 return row
 
-    def _fill(self, parts: Iterator[Conversation], length: int) -> Row:
+    def parts(self, kind: str, length: int) -> Iterator[Conversation]:
+        """Return the endless exchanges of a new conversation, made for rows of ``length`` tokens."""
+        self.words.start()
+        makers = {"document": self._document, "tools": self._tools, "talk": self._talk}
+        return makers[kind](length)
+
+    def fill(self, parts: Iterator[Conversation], length: int) -> Row:
         """Append exchanges until the next one does not fit."""
         row = Row([], [])
         for part in parts:

@@ -28,13 +28,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Attribute:
-    """What is said of a person: ``{e}`` is the person, ``{v}`` the value. The last questions are held out."""
+    """Sentences and questions about one property of a person. ``{e}`` stands for the person, ``{v}`` for the value."""
 
     label: str
     value: Callable[[Words], str]
     statements: Sequence[str]
     questions: Sequence[str]
-    held_out: Sequence[str]
+    held_out: Sequence[str]  # questions of the evaluation only
     answer: str = ""  # the first statement unless given
 
 
@@ -140,6 +140,7 @@ _NEW_QUESTIONS = (
 _NEW_HELD_OUT = ("Give me the {n} of {e}.", "Which {n} belongs to {e}?", "What is the {n} that {e} has?")
 _LEADS = ("", "", "", "", "", "Please tell me: ", "Now: ", "Next question. ", "According to the text: ", "Question: ")
 _LEADS_HELD_OUT = ("", "", "Tell me please: ", "My question: ")
+_BRIEFLY = ("Answer with the value only.", "Only the value, please.", "Give only the answer.", "One word, please.")
 
 
 def ask(words: Words, questions: Sequence[str], held_out: Sequence[str], answer: str, value: str) -> Ask:
@@ -150,9 +151,6 @@ def ask(words: Words, questions: Sequence[str], held_out: Sequence[str], answer:
     if rng.random() < 0.1 and not words.evaluating:
         return Ask(f"{lead}{question} {rng.choice(_BRIEFLY)}", value, value)
     return Ask(lead + question, answer, value)
-
-
-_BRIEFLY = ("Answer with the value only.", "Only the value, please.", "Give only the answer.", "One word, please.")
 
 
 def fact_of(words: Words, entity: str, attribute: Attribute) -> Fact:

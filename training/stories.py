@@ -1,4 +1,4 @@
-"""Short stories: events that questions ask for, between sentences that matter to nobody's question."""
+"""Short stories: events, and the questions about them, between sentences that no question is about."""
 
 from __future__ import annotations
 
@@ -151,13 +151,11 @@ _MAKERS = {
 def filler(words: Words) -> str:
     rng = words.rng
     text = rng.choice(_FILLERS)
-    return text.format(
-        w=rng.choice(listed("weather")), a=f"{words.word()}", s=words.spot(), x=words.word(), y=words.word()
-    )
+    return text.format(w=rng.choice(listed("weather")), a=words.word(), s=words.spot(), x=words.word(), y=words.word())
 
 
 def story(words: Words, facts: list[Fact], fillers: int) -> str:
-    """Tell events in their order, with sentences between them that say nothing about them."""
+    """Tell events in their order, with other sentences between them."""
     lines = [sentence(fact.statement) for fact in facts]
     for _ in range(fillers):
         lines.insert(words.rng.randint(0, len(lines)), filler(words))

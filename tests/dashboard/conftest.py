@@ -1,4 +1,4 @@
-"""Simulated nodes behind one router; one node has HTML in its name."""
+"""Simulated nodes behind one router, one with HTML in its name; a browser for pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from fleet import MODEL_NAME, Fleet
+from playwright.sync_api import Browser
 from watched_fleet import HOSTILE, Streams
+from web_pages import Watched, chromium
 
 from pdserve.config.hub import EMBEDDED_MODEL
 
@@ -32,6 +34,19 @@ def fleet(model: Path) -> Iterator[Fleet]:
         fleet.start_router(model)
         fleet.wait_ready()
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    yield Watched(context.new_page())
+    context.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from fleet import MODEL_NAME, Fleet
 from playwright.sync_api import Browser, Page, Request, expect
-from web_pages import CONTRASTS, Watched, chromium
+from web_pages import CONTRASTS, Watched
 
 LONG = "Answer from this text. " + "The river is long and the bridge is old. " * 8  # enough tokens for a handoff
 
@@ -45,19 +45,6 @@ HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascrip
 | <img src=x> | b |
 |---|---|
 | **<u>** | c |"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def watched(browser: Browser) -> Iterator[Watched]:
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    yield Watched(context.new_page())
-    context.close()
 
 
 @pytest.fixture

@@ -15,23 +15,10 @@ import pytest
 from fleet import MODEL_NAME, Fleet, NodeProcess
 from playwright.sync_api import Browser, Locator, Page, expect
 from watched_fleet import HOSTILE, Streams
-from web_pages import CONTRASTS, PATIENCE, Watched, chromium
+from web_pages import CONTRASTS, PATIENCE, Watched
 
 from pdserve.api_keys import key_entry, new_key
 from pdserve.top import numbers
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def watched(browser: Browser) -> Iterator[Watched]:
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    yield Watched(context.new_page())
-    context.close()
 
 
 @pytest.fixture

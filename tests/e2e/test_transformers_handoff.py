@@ -1,7 +1,4 @@
-"""Models that run through transformers, behind router, decode node and prefill node: greedy tokens are exact.
-
-python -m pytest -m slow tests/e2e/test_transformers_handoff.py      the other families, in 90 s
-"""
+"""Models that run through transformers, behind router, decode node and prefill node: greedy tokens are exact."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-l
 QUANTIZED = {"qwen3_moe": "fp8 blocks", "gpt_oss": "mxfp4"}
 #: Their decode nodes are split, so ranks dequantize parts of weights.
 SPLIT = {"qwen3_moe": ("--tp", "2"), "gpt_oss": ("--pp", "2")}
-#: One of a kind: learned positions, parallel layers, sliding windows, mixtures of experts.
-FAST = {"gpt2", "cohere2", "gemma3_text", *QUANTIZED}
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -32,9 +27,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, 128), k=length)
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
     """Prompts around block and step sizes, together and again from the prefix caches.
 

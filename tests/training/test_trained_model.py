@@ -60,7 +60,7 @@ def test_steps_lower_the_loss() -> None:
 
 
 @pytest.mark.parametrize("kind", ["document", "tools", "talk"])
-def test_rows_are_what_the_chat_template_renders(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_what_the_chat_template_renders(kind: str) -> None:
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     assert tokenizer.chat_template is not None
     words, pieces = words_of(json.loads((EMBEDDED_MODEL / "tokenizer.json").read_text())["model"]["vocab"])
@@ -70,9 +70,7 @@ def test_rows_are_what_the_chat_template_renders(kind: str, monkeypatch: pytest.
 
     writer = Writer(Words(random.Random(3), False, words, pieces), encode)
     parts: list[Any] = []
-    original = Writer._fill
-    monkeypatch.setattr(Writer, "_fill", lambda self, given, length: original(self, noted(given, parts), length))
-    row = writer.row(900, kind)
+    row = writer.fill(noted(writer.parts(kind, 900), parts), 900)
     messages: list[dict[str, Any]] = []
     for turn in [turn for part in parts[:-1] for turn in part.turns]:  # the last exchange did not fit
         called = turn.content.startswith("<tool_call>") and turn.role == "assistant"
