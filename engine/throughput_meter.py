@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
 
 from pdserve.request_cost import LinearCost, Throughput
 
 _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
 _SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
+_SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
+_RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
 
 class LineFit:
@@ -47,21 +53,66 @@ class LineFit:
         return LinearCost(self._y - slope * self._x, slope)
 
 
+class ChunkCost(NamedTuple):
+    """What prompts add to a step that decodes, in seconds; ``ChunkFit`` explains the terms."""
+
+    token: LinearCost  # by context
+    hidden: float = 0.0
+
+    def at(self, tokens: int, context: float) -> float:
+        return max(0.0, tokens * self.token.at(context) - self.hidden)
+
+
+class ChunkFit:
+    """Seconds that prompts add to a step that decodes, by weighted least squares; no term is negative:
+
+        max(0, tokens · (token + slope · context) - hidden)
+
+    ``hidden`` is the part that takes no time of its own: a GPU computes some tokens while it reads the weights.
+    """
+
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
+        self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of the terms; of the terms and the seconds
+
+    def add(self, tokens: int, context: float, seconds: float) -> None:
+        """Add a point, weighted by its tokens; earlier ones lose weight."""
+        terms = np.array([tokens / _SCALE, tokens * context / _SCALE**2, -1.0])
+        self._products = self._keep * self._products + tokens * np.outer(terms, terms)
+        self._sums = self._keep * self._sums + tokens * seconds * terms
+
+    @property
+    def cost(self) -> ChunkCost:
+        """The fitted cost; all zeros while there are no points."""
+        products = self._products + np.diag(self._products.diagonal() * (0.0, _RIDGE, _RIDGE))
+        measured = [each for each in range(3) if products[each, each]]
+        best, least = np.zeros(3), 0.0
+        for count in range(len(measured), 0, -1):
+            for used in map(list, combinations(measured, count)):
+                terms = np.zeros(3)
+                terms[used] = np.linalg.solve(products[np.ix_(used, used)], self._sums[used])
+                error = float(terms @ products @ terms - 2.0 * terms @ self._sums)
+                if (terms >= 0.0).all() and error < least:
+                    best, least = terms, error
+            if count == len(measured) and least:
+                break  # the best without bounds is within them
+        token, slope, hidden = best.tolist()
+        return ChunkCost(LinearCost(token / _SCALE, slope / _SCALE**2), hidden)
+
+
 class ThroughputMeter:
     """Measures the throughput of a node.
 
-    A step of ``decodes`` sequences and ``tokens`` of prompts is taken to last
-
-        seconds = decode.at(decodes) + tokens · chunk.at(context)
-
-    so the base of a step, which reads the weights, counts once. ``context`` is the mean number of tokens that a prompt
+    A step of ``decodes`` sequences and prompts takes ``decode.at(decodes)`` seconds and those that ``chunk`` adds. So
+    the base of a step, which reads the weights, counts once. ``context`` is the mean number of tokens that a prompt
     token attends to. Chunks learn from steps with decodes only: there each token may cost more than in a full step.
     """
 
     def __init__(self) -> None:
         self._prompts = LineFit(_KEEP)
         self._decodes = LineFit(_KEEP_DECODES, flat=True)
-        self._chunks = LineFit(_KEEP, flat=True)  # seconds per token, by context
+        self._chunks = ChunkFit(_KEEP)
+        self._chunk: ChunkCost | None = None
 
     def add_step(self, decodes: int, prompt_tokens: int, seconds: float, context: float = 0.0) -> float:
         """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences.
@@ -76,8 +127,10 @@ class ThroughputMeter:
         if not decodes:
             return seconds
         added = max(0.0, seconds - line.at(decodes))
-        if self._decodes:
-            self._chunks.add(context, added / prompt_tokens, prompt_tokens)
+        expected = self._chunk.at(prompt_tokens, context) if self._chunk else 0.0
+        if self._decodes and (added or expected):  # else all of it is hidden, as expected
+            self._chunks.add(prompt_tokens, context, added)
+            self._chunk = self._chunks.cost
         return added
 
     @property
@@ -91,11 +144,11 @@ class ThroughputMeter:
         return self._decodes.line
 
     @property
-    def chunk(self) -> LinearCost | None:
-        """Seconds that a prompt token adds to a step with decodes, by its context; None while not measured."""
-        if self._chunks:
-            return self._chunks.line
-        return LinearCost(self._prompts.line.slope) if self._prompts else None
+    def chunk(self) -> ChunkCost | None:
+        """What prompts add to a step that decodes; None while no step had prompts."""
+        if self._chunk is None and self._prompts:
+            return ChunkCost(LinearCost(self._prompts.line.slope))
+        return self._chunk
 
     def throughput(self, read: LinearCost) -> Throughput:
         """Return the measured costs of steps, with those of KV reads."""

@@ -2,11 +2,11 @@
 
 With d the measured time of a step that only decodes and S the longest step with prompts:
 
-    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a fifth of the time that prompts have added
+    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a quarter of the time that prompts add
     prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
-So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/5 times as long as alone. The default S is
-7 d of a single sequence. Beside few sequences that makes 1.35, or less where a step with prompts hides the read of the
+So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/4 times as long as alone. The default S is
+6 d of a single sequence. Beside few sequences that makes 1.45, or 1.21 where a step with prompts hides the read of the
 weights. The median gap is then d: there are a few more pauses than chunks. Beside many sequences S stays as it is, and
 pauses become rare.
 
@@ -21,10 +21,10 @@ from __future__ import annotations
 import math
 
 from engine.request import Sequence
-from engine.throughput_meter import ThroughputMeter
+from engine.throughput_meter import ChunkCost, ThroughputMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
-_PAUSE = 1 / 5  # of the seconds that prompts add to steps
+_PAUSE = 1 / 4  # of the seconds that prompts add to steps
 _MANY = 10**9  # tokens
 
 
@@ -42,7 +42,7 @@ class ItlTarget:
         self._meter, self._seconds, self._stages = meter, seconds, stages
         self._block_size, self._first_chunk = block_size, first_chunk
         self._decodes = 1
-        self._last, self._last_step = ChunkBudget(0.0, LinearCost(), block_size, False), 0
+        self._last, self._last_step = ChunkBudget(0.0, ChunkCost(LinearCost()), block_size, False), 0
         self._owed = 0.0  # seconds of pauses, before the last step
 
     @property
@@ -71,15 +71,15 @@ class ItlTarget:
         may_pause = waiting <= decoding
         self._owed = self._owed_at(step, decode) if may_pause else 0.0
         pauses = (joins and may_pause) or (decodes > 0 and (self._owed >= decode or not measured))
-        cost = cost or LinearCost(seconds / self._first_chunk)
+        cost = cost or ChunkCost(LinearCost(seconds / self._first_chunk))
         self._last, self._last_step = ChunkBudget(seconds, cost, self._block_size, pauses), step
         return self._last
 
     def _owed_at(self, step: int, decode: float) -> float:
         """Return the seconds of pauses that are owed. Every step without prompts since the last one pays some."""
         last = self._last
-        num_pauses = step - self._last_step - (not last.pauses and last.spent > 0.0)
-        return max(0.0, self._owed + last.spent * _PAUSE - num_pauses * decode)
+        num_pauses = step - self._last_step - (not last.pauses and last.used)
+        return max(0.0, self._owed + last.added * _PAUSE - num_pauses * decode)
 
 
 class ChunkBudget:
@@ -88,12 +88,23 @@ class ChunkBudget:
     In a pause only sequences that already have output continue, such as after a handoff.
     """
 
-    def __init__(self, seconds: float, cost: LinearCost, least: int, pauses: bool) -> None:
-        """``cost``: of a token, by its context. ``least``: tokens of the smallest chunk that does not end a prompt."""
-        self._seconds, self._cost, self._least, self.pauses = seconds, cost, least, pauses
+    def __init__(self, seconds: float, cost: ChunkCost, least: int, pauses: bool) -> None:
+        """``least``: tokens of the smallest chunk that does not end a prompt."""
+        self._seconds, self._cost, self._least, self.pauses = seconds + cost.hidden, cost.token, least, pauses
+        self._hidden = cost.hidden
         self._oldest: Sequence | None = None
         self._reserved = 0.0
-        self.spent = 0.0
+        self._spent = 0.0
+
+    @property
+    def used(self) -> bool:
+        """Whether the step has prompts."""
+        return self._spent > 0.0
+
+    @property
+    def added(self) -> float:
+        """Seconds that prompts add to the step."""
+        return max(0.0, self._spent - self._hidden)
 
     def reserve(self, oldest: Sequence) -> None:
         self._oldest = oldest
@@ -103,15 +114,15 @@ class ChunkBudget:
         """Count the tokens of ``sequence`` that fit, at least ``least`` for the first prompt of a step."""
         if self.pauses and sequence.num_launched < sequence.prompt_len:
             return 0
-        left = self._seconds - self.spent - (0.0 if sequence is self._oldest else self._reserved)
+        left = self._seconds - self._spent - (0.0 if sequence is self._oldest else self._reserved)
         tokens = self._tokens_in(max(left, 0.0), sequence.num_launched)
         if tokens >= min(self._least, sequence.missing):
             return tokens
-        return 0 if self.spent else self._least
+        return 0 if self._spent else self._least
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Count a chunk that is about to be added."""
-        self.spent += self._cost_of(sequence, num_tokens)
+        self._spent += self._cost_of(sequence, num_tokens)
         if sequence is self._oldest:
             self._reserved = 0.0
 
