@@ -26,9 +26,11 @@ from pdserve.rpc.http_connections import IDLE_SECONDS, BoundedConnection, Connec
 from pdserve.rpc.https_server import HttpsServer
 from pdserve.rpc.metrics_server import MetricsServer
 from pdserve.rpc.tls import load_chain
+from pdserve.rpc.websocket_connections import MessageMemory, WebSocketConnection
 from pdserve.tracing.trace_flags import make_tracer
 from router.file_reload import FileReloader
 from router.http.app import create_app
+from router.http.body_reader import BODIES_IN_MEMORY
 from router.options import RouterOptions
 from router.service import Service
 from router.text.chat.template import MAX_SOURCE
@@ -73,7 +75,16 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
             stall_timeout=options.client_stall_timeout,
             on_stall=service.metrics.stalled_clients.inc,
         ),
-        ws="none",
+        ws=partial(  # type: ignore[arg-type]
+            WebSocketConnection,
+            limit=limit,
+            memory=MessageMemory(BODIES_IN_MEMORY * options.max_body_bytes),
+            stall_timeout=options.client_stall_timeout,
+            on_stall=service.metrics.stalled_clients.inc,
+        ),
+        ws_max_size=options.max_body_bytes,
+        ws_per_message_deflate=False,
+        ws_ping_timeout=None,  # while a client's next message waits, its pong is not read
         lifespan="on",
         access_log=False,
         log_config=None,
@@ -214,7 +225,8 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         for connection in tuple(self.server_state.connections):
-            connection.shutdown()
+            if isinstance(connection, BoundedConnection):  # WebSockets close after the last response
+                connection.shutdown()
 
     async def _report_ready(self) -> None:
         nodes = self._service.nodes

@@ -10,7 +10,7 @@ import resource
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -25,12 +25,13 @@ IDLE_SECONDS = 75  # between requests: longer than clients and proxies, or one m
 LAST_SECONDS = 80.0  # from the end of a response until the client has read it and sent the next request, or has closed
 
 # Unread bytes in the connection, and in the kernel. Beyond them the writer of a response waits, over TLS and without.
-_BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
+BUFFER_BYTES = _UNSENT_BYTES = 64 * 1024
 _BACKLOG = 2048  # connections
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_ABORT = "pdserve.abort"  # key in the ASGI scope
+ABORT = "pdserve.abort"  # key in the ASGI scope
 _MAX_FILES = 65_536  # the limit of open files is raised to at most this
 _RETRY_SECONDS = b"1"
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
 
 
 def listen(host: str, port: int, flag: str) -> socket.socket:
@@ -57,6 +58,11 @@ def raise_file_limit() -> int:
     return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
+class Connection(Protocol):
+    def abort(self) -> None:
+        """Close the connection at once, with unread data."""
+
+
 class ConnectionLimit:
     """Closes the longest idle connection beyond ``maximum``. If none is idle, the next request gets a 503.
 
@@ -69,8 +75,8 @@ class ConnectionLimit:
         self, maximum: int, on_evict: Callable[[], None] = lambda: None, on_refuse: Callable[[], None] = lambda: None
     ) -> None:
         self.maximum = maximum
-        self._open: set[BoundedConnection] = set()
-        self._idle: dict[BoundedConnection, None] = {}  # the longest idle first
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
         self._on_evict = on_evict
         self._on_refuse = on_refuse
 
@@ -78,7 +84,7 @@ class ConnectionLimit:
     def num_open(self) -> int:
         return len(self._open)
 
-    def opened(self, connection: BoundedConnection) -> None:
+    def opened(self, connection: Connection) -> None:
         self._open.add(connection)
         self.idle(connection)
         if self.num_open > self.maximum and (longest := next(iter(self._idle))) is not connection:
@@ -86,16 +92,16 @@ class ConnectionLimit:
             longest.abort()
             self._on_evict()
 
-    def closed(self, connection: BoundedConnection) -> None:
+    def closed(self, connection: Connection) -> None:
         """Idempotent."""
         self._open.discard(connection)
         self.busy(connection)
 
-    def idle(self, connection: BoundedConnection) -> None:
+    def idle(self, connection: Connection) -> None:
         if connection in self._open:
             self._idle[connection] = None
 
-    def busy(self, connection: BoundedConnection) -> None:
+    def busy(self, connection: Connection) -> None:
         self._idle.pop(connection, None)
 
     def refuses(self) -> bool:
@@ -106,12 +112,40 @@ class ConnectionLimit:
         return refused
 
 
-class BoundedConnection(HttpToolsProtocol):
+class StallWatch:
+    """Part of a connection: abort it if its client reads nothing for ``_stall_timeout`` seconds."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    _stall_timeout: float
+    _on_stall: Callable[[], object]
+    _unread_timer: asyncio.TimerHandle | None = None
+
+    def _start_watch(self) -> None:
+        self._watch_reads(self.transport.get_write_buffer_size(), self.loop.time())
+
+    def _stop_watch(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _watch_reads(self, unread: int, since: float) -> None:
+        """``unread`` bytes have been left since then; the response adds none while writing is paused."""
+        left, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if left < unread:
+            since = now
+        if now >= since + self._stall_timeout:
+            self._on_stall()
+            self.transport.abort()
+        else:
+            self._unread_timer = self.loop.call_later(self._stall_timeout / 4, self._watch_reads, left, since)
+
+
+class BoundedConnection(StallWatch, HttpToolsProtocol):
     """Abort a connection whose request stays incomplete, or whose response stays unread, for too long."""
 
     _shaking: socket.socket | None = None  # during the TLS handshake
     _arrival_timer: asyncio.TimerHandle | None = None
-    _unread_timer: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None  # pipelined requests wait behind it
     _header_bytes = 0  # of this request, delivered by the parser
     _buffered_bytes = 0  # received without a parser event, so the parser may buffer them
@@ -153,7 +187,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(_BUFFER_BYTES)
+        transport.set_write_buffer_limits(BUFFER_BYTES)
         if self._shaking is None:
             self._limit.opened(self)
             self._set_deadline(HEADER_SECONDS)
@@ -180,7 +214,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[_ABORT] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
         self._header_bytes = 0
         self._set_deadline(HEADER_SECONDS)
 
@@ -198,6 +232,16 @@ class BoundedConnection(HttpToolsProtocol):
         self._limit.busy(self)
         self.app = _respond_busy if self._limit.refuses() else self.config.loaded_app
         super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection to ``ws_protocol_class``, which counts it from then on."""
+        self._set_deadline(None)
+        self._limit.closed(self)
+        if self.app is _respond_busy:
+            self.transport.write(_BUSY)
+            self.transport.close()
+        else:
+            super().handle_websocket_upgrade()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
@@ -221,24 +265,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reads(self.transport.get_write_buffer_size(), self.loop.time())
+        self._start_watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
-    def _watch_reads(self, unread: int, since: float) -> None:
-        """``unread`` bytes have been left since then; the response adds none while writing is paused."""
-        left, now = self.transport.get_write_buffer_size(), self.loop.time()
-        if left < unread:
-            since = now
-        if now >= since + self._stall_timeout:
-            self._on_stall()
-            self.transport.abort()
-        else:
-            self._unread_timer = self.loop.call_later(self._stall_timeout / 4, self._watch_reads, left, since)
+        self._stop_watch()
 
     def _set_deadline(self, seconds: float | None) -> None:
         """Abort unless the next part of a request arrives in time; None: no part is expected."""
@@ -258,5 +289,5 @@ async def _respond_busy(scope: Any, receive: Any, send: Any) -> None:
 
 def abort_connection(scope: Any) -> None:
     """Close the connection of a request at once, with unread data."""
-    if (abort := scope.get(_ABORT)) is not None:
+    if (abort := scope.get(ABORT)) is not None:
         abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request, Response
@@ -28,6 +28,7 @@ from router.http.openapi import check_documented, openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.request_ids import send_with_id
 from router.http.responses_endpoint import ResponsesEndpoint, RunningResponses
+from router.http.responses_socket import KeptMemory, ResponsesSocket, SocketTurns
 from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
 from router.http.stored_responses import COMPACT_PATH, add_stored_responses
@@ -48,13 +49,18 @@ class DirectRoutes:
     FastAPI has the same routes, to reject other methods.
     """
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp], sockets: Mapping[str, ASGIApp]) -> None:
+        """``sockets``: applications of WebSockets; other paths have none."""
         self._app = app
         self._endpoints = endpoints
+        self._sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         CLIENT.set(fairness_key(client_of(scope), address_of(scope)))
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if scope["type"] == "websocket":
+            await self._sockets.get(scope["path"], self._app)(scope, receive, send)
+            return
         if endpoint is None:
             await self._app(scope, receive, send_with_id(scope, send) if scope["type"] == "http" else send)
             return
@@ -113,7 +119,8 @@ def create_app(service: Service) -> ASGIApp:
     if service.options.chat_page:
         add_page(app, CHAT_PAGE)
     _add_error_handlers(app)
-    whole: ASGIApp = DirectRoutes(app, endpoints)
+    sockets = {"/v1/responses": _responses_socket(service, bodies, store, running)}
+    whole: ASGIApp = DirectRoutes(app, endpoints, sockets)
     if service.keys is not None:
         public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
         whole = Authentication(whole, service.keys, public, service.metrics)
@@ -136,6 +143,20 @@ def _pooling_endpoints(service: Service, bodies: BodyReader) -> dict[str, ASGIAp
         **dict.fromkeys(("/v1/score", "/score"), score),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank),
     }
+
+
+def _responses_socket(
+    service: Service, bodies: BodyReader, store: ResponseStore | None, running: RunningResponses
+) -> ResponsesSocket:
+    memory = KeptMemory()
+
+    def make_endpoint() -> tuple[ASGIApp, Callable[[], None]]:
+        turns = SocketTurns(service, bodies, store, running, memory=memory)
+        if service.keys is None:
+            return turns, turns.forget
+        return Authentication(turns, service.keys, (), service.metrics), turns.forget  # a key may be revoked
+
+    return ResponsesSocket(make_endpoint, service.options.cors_origins)
 
 
 def _open_store(service: Service) -> ResponseStore | None:

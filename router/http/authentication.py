@@ -27,7 +27,7 @@ class Authentication:
         self._refused = RefusedKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public_paths:
+        if scope["type"] != "lifespan" and scope["path"] not in self._public_paths:
             key = _api_key(scope["headers"])
             client = None if key is None else self._keys.client_of(key)
             if client is None:

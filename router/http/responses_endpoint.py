@@ -54,11 +54,15 @@ class ResponsesEndpoint(GenerateEndpoint):
         disconnected: asyncio.Future[None],
     ) -> str:
         assert isinstance(body, ResponsesBody)
-        if self._store is None:
-            _check_needs_no_store(body)
-        elif body.request.needs_store:
-            body = await _with_stored_items(body, admission.owner, self._store)
+        if body.request.needs_store or body.request.background:
+            body = await self._with_named_items(body, admission.owner)
         return await super()._respond(body, send, admission, accounting, disconnected)
+
+    async def _with_named_items(self, body: ResponsesBody, owner: str) -> ResponsesBody:
+        """Return the body with the items that it names. Raises RequestError."""
+        if self._store is None:
+            raise _needs_store(body)
+        return await _with_stored_items(body, owner, self._store) if body.request.needs_store else body
 
     def _make_response(
         self,
@@ -127,13 +131,12 @@ async def _send_events(send: Send, log: EventLog, headers: Headers) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def _check_needs_no_store(body: ResponsesBody) -> None:
+def _needs_store(body: ResponsesBody) -> RequestError:
     request = body.request
     needing = {"previous_response_id": request.previous_response_id is not None, "background": request.background}
-    name = next((name for name, given in needing.items() if given), "input" if request.needs_store else None)
-    if name is not None:
-        remedy = "send the whole conversation as input, or start the router with --response-store"
-        raise RequestError(f"{name} needs stored responses, which are not stored here; {remedy}", name)
+    name = next((name for name, given in needing.items() if given), "input")
+    remedy = "send the whole conversation as input, or start the router with --response-store"
+    return RequestError(f"{name} needs stored responses, which are not stored here; {remedy}", name)
 
 
 async def _with_stored_items(body: ResponsesBody, owner: str, store: ResponseStore) -> ResponsesBody:

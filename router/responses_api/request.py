@@ -81,7 +81,11 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 
 def parse_responses(data: bytes) -> ResponsesBody:
     """Raises RequestError."""
-    fields = parse_json(data)
+    return responses_body(parse_json(data))
+
+
+def responses_body(fields: dict[str, Any]) -> ResponsesBody:
+    """Raises RequestError."""
     wrong = next((name for name in fields if name in CHAT_ONLY), None)
     if wrong is not None:
         raise RequestError(f"{wrong} is a parameter of /v1/chat/completions; leave it out", wrong, "unknown_parameter")
