@@ -92,7 +92,7 @@ class LocalFleet:
         self._scheme = "http" if args.tls_cert is None else "https"
         self._prefill = _members("prefill", plan.prefill, args)
         self._decode = _members("decode", plan.decode, args)
-        model = [plan.config.model_dir, "--served-model-name", plan.config.served_model_name]
+        model = [plan.config.model_dir, "--served-model-name", plan.config.served_model_name, *args.aliases]
         self._elastic = _members("elastic", plan.elastic, args)
         for node, port in zip(self._elastic, _free_ports(len(self._elastic)), strict=True):
             node.address = f"{LOCAL}:{port}"

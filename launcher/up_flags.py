@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from elastic_node.elastic_role import add_flags as add_elastic_flags
@@ -17,6 +18,13 @@ from router.options import RouterOptions, add_router_flags, router_options_from
 _OWN = {"model", "model_flags", "served_model_name", "prefill", "decode", "node", "status_fd", "lifeline_fd"}
 #: Flags of the router that nodes have, too.
 _COMMON = {"traces", "log_requests", "drain_timeout"}
+
+
+class _Names(argparse.Action):
+    """The names of the model: nodes have the first."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        namespace.served_model_name, *namespace.aliases = values
 
 
 def _actions(add_flags: Callable[[argparse.ArgumentParser], None]) -> list[argparse.Action]:
@@ -45,7 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--elastic", action="store_true", help="start nodes that prefill and decode instead")
     nodes = "nodes of --elastic (default: one per GPU, 2 without GPUs)"
     parser.add_argument("--nodes", type=positive_int, metavar="N", help=nodes)
-    add_node_flags(parser, model_default=str(EMBEDDED_MODEL))
+    parser.set_defaults(aliases=[])
+    names = "names of the model in the API; answers have the first (default: the name of MODEL)"
+    parser.add_argument("--served-model-name", metavar="NAME", nargs="+", action=_Names, help=names)
+    add_node_flags(parser, model_default=str(EMBEDDED_MODEL), without=("served_model_name",))
     for role in ("prefill", "decode"):
         ranks = parser.add_argument_group(f"ranks of {role} nodes")
         for flag, what in (("pp", "pipeline stages"), ("tp", "tensor shards of each stage")):
@@ -58,8 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_roles(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of prefill and decode nodes together with --elastic, or the reverse, and for a MODEL
+    among names.
+    """
+    if args.aliases and args.model == str(EMBEDDED_MODEL):
+        raise ConfigError("--served-model-name with several names is for a given MODEL; write MODEL before this flag")
     split = ("prefill", "decode", *(f"{role}_{size}" for role in ("prefill", "decode") for size in ("pp", "tp")))
     given = next((name for name in split if getattr(args, name) is not None), None)
     if args.elastic and given is not None:
@@ -84,7 +99,9 @@ def router_options(args: argparse.Namespace) -> RouterOptions:
     """Return the options of the router before it knows nodes. Raises ConfigError for flags that do not go together."""
     parser = CommandParser(prog="pdserve up")
     add_router_flags(parser)
-    return router_options_from(parser.parse_args([args.model, *role_words("router", args)]))
+    names = [args.served_model_name, *args.aliases] if args.aliases else []
+    words = ["--served-model-name", *names] if names else []
+    return router_options_from(parser.parse_args([args.model, *words, *role_words("router", args)]))
 
 
 def _words(action: argparse.Action, value: object) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
@@ -280,8 +280,10 @@ _GROUPS: dict[str, tuple[_Flag, ...]] = {
 }
 
 
-def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = None) -> None:
-    """Add MODEL and all flags of NodeOptions. MODEL is required without ``model_default``."""
+def add_node_flags(
+    parser: argparse.ArgumentParser, model_default: str | None = None, without: Collection[str] = ()
+) -> None:
+    """Add MODEL and the flags of NodeOptions but ``without``. MODEL is required without ``model_default``."""
     model_help = "checkpoint directory or hub id" + (" (default: the embedded model)" if model_default else "")
     parser.add_argument(
         "model", metavar="MODEL", help=model_help, nargs="?" if model_default else None, default=model_default
@@ -290,6 +292,8 @@ def add_node_flags(parser: argparse.ArgumentParser, model_default: str | None = 
     for title, flags in _GROUPS.items():
         group = parser.add_argument_group(title)
         for name, metavar, text, parse, choices, alias in flags:
+            if name in without:
+                continue
             spellings = [_spelling(name), *([alias] if alias else [])]
             if defaults[name] is False:
                 group.add_argument(*spellings, action="store_true", help=text)

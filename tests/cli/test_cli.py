@@ -131,6 +131,7 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
         (["up", "--device", "cpu", "--decode-tp", "3"], ["tp 3", "heads"]),
         (["up", "--device", "cpu", "--prefill-pp", "7"], ["pp 7", "6"]),
         (["up", "--elastic", "--decode-tp", "2"], ["--elastic", "--decode-tp", "--nodes"]),
+        (["up", "--served-model-name", "a", "some/model"], ["MODEL", "before this flag"]),
         (["up", "--nodes", "3"], ["--nodes 3", "--elastic"]),
         (["up", "--tls-cert", "cert.pem"], ["--tls-cert", "--tls-key"]),
         (["up", "--api-keys", "/no/such/keys"], ["/no/such/keys"]),

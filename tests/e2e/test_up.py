@@ -149,11 +149,15 @@ def test_up_serves_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--elastic",)])
-def test_up_serves_with_simulated_nodes(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with started(tmp_path, "--engine", "simulated", "--sim-speed", "10", *flags) as up:
-        body = {"model": "tiny", "prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
+def test_up_serves_a_model_by_two_names_with_simulated_nodes(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    names = ["a", "some/b"]
+    simulated = ["--engine", "simulated", "--sim-speed", "10"]
+    with started(tmp_path, str(EMBEDDED_MODEL) + "/", "--served-model-name", *names, *simulated, *flags) as up:
+        body = {"prompt": list(range(3, 103)), "max_tokens": 8, "temperature": 0}
         url = up.wait_served()
-        texts = [post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
+        answers = [post(f"{url}/v1/completions", {**body, "model": name}) for name in names]
+    assert [answer["model"] for answer in answers] == ["a", "a"]
+    texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts[0] == texts[1] != ""
 
 
