@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from training.facts import Ask
+from training.wordings import choose
 from training.words import Words, held_out, listed
 
 # Ways to say something, and the answer.
@@ -71,8 +72,11 @@ _SUMS = (
     "How much is {a} {w} {b}?",
     "What is {a} {w} {b}?",
     "Please compute {a} {w} {b}.",
+    "Tell me what {a} {o} {b} is.",
+    "Please tell me: how much is {a} {w} {b}?",
+    "Calculate {a} {o} {b}.",
+    "{a} {w} {b} is how much?",
 )
-_SUMS_HELD_OUT = ("Tell me what {a} {o} {b} is.", "Please tell me: how much is {a} {w} {b}?")
 
 
 def talk(words: Words) -> Ask:
@@ -98,7 +102,7 @@ def arithmetic(words: Words) -> Ask:
         return _problem(words, a, b, kind, result)
     sign = rng.choice("*x×") if kind == "*" else kind
     name = {"+": "plus", "-": "minus", "*": "times"}[kind]
-    question = rng.choice(_SUMS_HELD_OUT if words.evaluating else _SUMS).format(a=a, b=b, o=sign, w=name)
+    question = choose(rng, _SUMS, words.evaluating).format(a=a, b=b, o=sign, w=name)
     return Ask(question, f"{a} {sign if name not in question else kind} {b} = {result}.", result)
 
 

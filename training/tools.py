@@ -7,11 +7,57 @@ from collections.abc import Sequence
 from typing import Any
 
 from training.facts import Ask, Fact
+from training.wordings import choose, dressed
 from training.words import Words, listed
 
 Tool = dict[str, Any]
 
 _ABOUT = ("of", "for", "in")
+_CALLS = (
+    "Call {t} with {j}.",
+    "Use {t} with {j}.",
+    "Please call {t}: {j}",
+    "Use the tool {t}: {j}.",
+    "Please use {t} with {j}.",
+    "Call the tool {t} with {j}.",
+    "Run {t} with {j}.",
+    "{t}: {j}",
+    "Call the function {t} with {j}, please.",
+    "I need {t} with {j}.",
+)
+_REQUESTS = (
+    "{v} the {n} {s}{m}.",
+    "What is the {n} {s}{m}?",
+    "Please {w} the {n} {s}{m}.",
+    "I need the {n} {s}{m}.",
+    "Tell me the {n} {s}{m}.",
+    "Can you {w} the {n} {s}{m}?",
+    "I want to know the {n} {s}{m}.",
+    "Use a tool to {w} the {n} {s}{m}.",
+    "Could you please {w} the {n} {s}{m}?",
+    "Show me the {n} {s}{m}.",
+    "Do you know the {n} {s}{m}?",
+)
+_AS_JSON = (
+    "Give me {n} of {e} as JSON.",
+    "Fill in this JSON for {e}: {j}",
+    "Fill in for {e}: {j}",
+    "Complete this JSON about {e}: {j}",
+    "Answer in JSON with the fields {n} for {e}.",
+    "Describe {e} as JSON with the keys {n}.",
+    "Return a JSON object about {e}: {n}.",
+    "Return {n} of {e} as a JSON object.",
+    "Write the fields {n} for {e} in JSON.",
+    "What are {n} of {e}? Answer in JSON.",
+    "I need a JSON object with {n} of {e}.",
+    "Please write {n} of {e} as JSON.",
+    "JSON with {n} of {e}, please.",
+    "Fill in this schema for {e}: {s}",
+    "Write JSON about {e}. Schema: {s}",
+    "Fill in the JSON about {e} with this schema: {s}",
+    "Describe {e} with this schema: {s}",
+    "Return JSON about {e} that fits this schema: {s}",
+)
 
 
 def tool(name: str, description: str, arguments: dict[str, str]) -> Tool:
@@ -64,17 +110,8 @@ class ToolCase:
         if rng.random() < 0.35:
             pairs = rng.choice((" ", " = ", ": "))
             joined = ", ".join(f"{name}{pairs}{value}" for name, value in self.arguments.items())
-            forms = ("Call {t} with {j}.", "Use {t} with {j}.", "Please call {t}: {j}", "Use the tool {t}: {j}.")
-            new = ("Please use {t} with {j}.", "Call the tool {t} with {j}.")
-            return rng.choice(new if words.evaluating else forms).format(t=self.name, j=joined)
-        forms = (
-            "{v} the {n} {s}{m}.",
-            "What is the {n} {s}{m}?",
-            "Please {w} the {n} {s}{m}.",
-            "I need the {n} {s}{m}.",
-        )
-        new = ("Tell me the {n} {s}{m}.", "Can you {w} the {n} {s}{m}?")
-        text = rng.choice(new if words.evaluating else forms)
+            return choose(rng, _CALLS, words.evaluating).format(t=self.name, j=joined)
+        text = dressed(rng, choose(rng, _REQUESTS, words.evaluating), words.evaluating)
         return text.format(v=verb.capitalize(), w=verb, n=noun, s=subject, m=more)
 
     @property
@@ -122,22 +159,9 @@ def json_ask(words: Words, group: Sequence[Fact]) -> tuple[Ask, dict[str, Any]]:
     schema = {"type": "object", "properties": properties, "required": list(fields)}
     names = ", ".join(fields)
     empty = json.dumps({name: 0 if isinstance(value, int) else "" for name, value in fields.items()})
-    forms = (
-        f"Give me {names} of {subject} as JSON.",
-        f"Fill in this JSON for {subject}: {empty}",
-        f"Answer in JSON with the fields {names} for {subject}.",
-        f"Describe {subject} as JSON with the keys {names}.",
-        f"Return a JSON object about {subject}: {names}.",
-        f"Fill in this schema for {subject}: {json.dumps(schema)}",
-        f"Write JSON about {subject}. Schema: {json.dumps(schema)}",
-    )
-    new = (
-        f"Return {names} of {subject} as a JSON object.",
-        f"Write the fields {names} for {subject} in JSON.",
-        f"Fill in the JSON about {subject} with this schema: {json.dumps(schema)}",
-    )
+    question = choose(rng, _AS_JSON, words.evaluating).format(n=names, e=subject, j=empty, s=json.dumps(schema))
     answer = json.dumps(fields, ensure_ascii=False)
-    return Ask(rng.choice(new if words.evaluating else forms), answer, answer), schema
+    return Ask(question, answer, answer), schema
 
 
 def _json_value(fact: Fact) -> int | str:

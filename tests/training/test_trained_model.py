@@ -18,9 +18,11 @@ from router.text.tokenizer import Tokenizer
 from training.batches import Generator, sections_at
 from training.checkpoint import CONFIG, copy_settings, random_weights, write_weights
 from training.conversations import Writer
+from training.facts import ATTRIBUTES
 from training.model import TrainedModel
 from training.optimizer import Optimizer
 from training.train import main
+from training.wordings import split
 from training.words import Words, held_out, words_of
 
 SMALL = {**CONFIG, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
@@ -98,6 +100,16 @@ def test_names_of_the_evaluation_are_never_trained() -> None:
     words = Words(random.Random(1))
     assert not any(held_out(words.person()) for _ in range(200))
     assert all(held_out(Words(random.Random(seed), evaluating=True).person()) for seed in range(50))
+
+
+@pytest.mark.parametrize("questions", [each.questions for each in ATTRIBUTES], ids=[each.label for each in ATTRIBUTES])
+def test_wordings_of_the_evaluation_are_never_trained(questions: tuple[str, ...]) -> None:
+    """Each way to ask is one of several, and variants keep the names that they ask about."""
+    trained, held_out_wordings = split(questions)
+    assert held_out_wordings
+    assert len(trained) >= 10
+    assert set(trained).isdisjoint(held_out_wordings)
+    assert all("{e}" in text for text in trained + held_out_wordings)
 
 
 def test_rows_grow_longer_during_the_training() -> None:
