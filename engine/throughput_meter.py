@@ -14,6 +14,7 @@ _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new on
 _SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
+_LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
 
@@ -40,6 +41,10 @@ class LineFit:
         self._y += dy * share
         self._xx = self._keep * self._xx + dx * dx * old * share
         self._xy = self._keep * self._xy + dx * dy * old * share
+
+    @property
+    def mean_x(self) -> float:
+        return self._x
 
     @property
     def line(self) -> LinearCost:
@@ -75,7 +80,10 @@ class ChunkFit:
         self._keep = keep
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of the terms; of the terms and the seconds
 
-    def add(self, tokens: int, context: float, seconds: float) -> None:
+    def __bool__(self) -> bool:
+        return bool(self._products[0, 0])
+
+    def add(self, tokens: float, context: float, seconds: float) -> None:
         """Add a point, weighted by its tokens; earlier ones lose weight."""
         terms = np.array([tokens / _SCALE, tokens * context / _SCALE**2, -1.0])
         self._products = self._keep * self._products + tokens * np.outer(terms, terms)
@@ -122,13 +130,15 @@ class ThroughputMeter:
         if not prompt_tokens:
             self._decodes.add(decodes, seconds)
             return 0.0
-        line = self._decodes.line
+        line, usual, token = self._decodes.line, self._prompts.mean_x, self._prompts.line.slope
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
         if not decodes:
             return seconds
         added = max(0.0, seconds - line.at(decodes))
         expected = self._chunk.at(prompt_tokens, context) if self._chunk else 0.0
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
+            if not self._chunks and usual >= _LARGE:  # a first small chunk would tell little about large ones
+                self._chunks.add(_LARGE, 0.0, _LARGE * token)
             self._chunks.add(prompt_tokens, context, added)
             self._chunk = self._chunks.cost
         return added

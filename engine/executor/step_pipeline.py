@@ -14,7 +14,7 @@ from collections import deque
 from engine.executor.rank import Pending, Ranks
 from pdserve.records import ModelRunnerOutput, StepPlan
 
-_LONG_CHUNK = 256  # tokens
+_LONG_CHUNK = 256  # tokens of all prompts of a step
 
 
 class StepPipeline:
@@ -68,5 +68,4 @@ class StepPipeline:
 
 
 def _has_long_chunk(plan: StepPlan) -> bool:
-    """Prompts come last in a plan."""
-    return bool(plan.scheduled) and plan.scheduled[-1].num_tokens >= _LONG_CHUNK
+    return sum(each.num_tokens for each in plan.scheduled) - len(plan.scheduled) >= _LONG_CHUNK

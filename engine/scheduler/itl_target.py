@@ -2,11 +2,11 @@
 
 With d the measured time of a step that only decodes and S the longest step with prompts:
 
-    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a quarter of the time that prompts add
+    decodes   ┃S──────────────┃d─┃S──────────────┃d─┃         pauses take a fifth of the time that prompts add
     prompts   ████████████████   ████████████████             S - d seconds' worth of tokens in each chunk
 
-So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/4 times as long as alone. The default S is
-6 d of a single sequence. Beside few sequences that makes 1.45, or 1.21 where a step with prompts hides the read of the
+So the longest gap is S, and the prompts of a busy node take S / (S - d) + 1/5 times as long as alone. The default S is
+6.4 d of a single sequence. Beside few sequences that makes 1.4, or 1.2 where a step with prompts hides the read of the
 weights. The median gap is then d: there are a few more pauses than chunks. Beside many sequences S stays as it is, and
 pauses become rare.
 
@@ -24,7 +24,7 @@ from engine.request import Sequence
 from engine.throughput_meter import ChunkCost, ThroughputMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
 
-_PAUSE = 1 / 4  # of the seconds that prompts add to steps
+_PAUSE = 0.21  # of the seconds that prompts add to steps
 _MANY = 10**9  # tokens
 
 
