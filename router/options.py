@@ -67,7 +67,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_grace: float = 0.0  # seconds
     drain_timeout: float = DRAIN_SECONDS
     max_body_bytes: int = 32 * 1024 * 1024
-    response_store: str | None = None  # path of an SQLite file, or ":memory:"; None: no response is stored
+    response_store: str | None = None  # "memory" or "sqlite:PATH"; None: no response is stored
     response_store_size: int = 256 * 1024 * 1024
     response_store_seconds: float = 30 * 86400.0  # as OpenAI keeps them
     generation_config: str = "auto"  # "auto": defaults of generation_config.json; "none"
@@ -209,20 +209,17 @@ def _name_and_model(text: str) -> tuple[str, str]:
     return name, model
 
 
-def _age(text: str) -> float:
-    value = float(text) if re.fullmatch(r"\d{1,9}", text) else 0.0
+def _age(text: str) -> int:
+    value = int(text) if re.fullmatch(r"\d{1,9}", text) else 0
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 to 999999999")
     return value
 
 
 def _store(text: str) -> str:
-    kind, colon, path = text.partition(":")
-    if kind == "memory" and not colon:
-        return ":memory:"
-    if kind != "sqlite" or not path:
+    if text != "memory" and not re.fullmatch("sqlite:.+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a response store; use memory or sqlite:PATH")
-    return path
+    return text
 
 
 def _origin(text: str) -> str:

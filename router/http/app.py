@@ -27,11 +27,11 @@ from router.http.node_headers import DECODE_NODE, PREFILL_NODE
 from router.http.openapi import check_documented, openapi_document
 from router.http.pooling_endpoint import PoolingEndpoint
 from router.http.request_ids import send_with_id
-from router.http.responses_endpoint import ResponsesEndpoint, RunningResponses
+from router.http.responses_endpoint import CompactEndpoint, ResponsesEndpoint, RunningResponses
 from router.http.responses_socket import KeptMemory, ResponsesSocket, SocketTurns
 from router.http.server_info import add_server_routes
 from router.http.small_endpoints import VERSION, add_info_routes, add_token_routes
-from router.http.stored_responses import COMPACT_PATH, add_stored_responses
+from router.http.stored_responses import add_stored_responses
 from router.messages_api.request import parse_messages
 from router.page_files import add_page
 from router.pooling.request_bodies import parse_embeddings, parse_rerank, parse_score
@@ -93,6 +93,7 @@ def create_app(service: Service) -> ASGIApp:
         "/v1/completions": GenerateEndpoint(service, bodies, "completions", parse_completion),
         "/v1/chat/completions": GenerateEndpoint(service, bodies, "chat", parse_chat),
         "/v1/responses": ResponsesEndpoint(service, bodies, store, running),
+        "/v1/responses/compact": CompactEndpoint(service, bodies, store),
         "/v1/messages": GenerateEndpoint(service, bodies, "messages", parse_messages),
     }
     endpoints |= _pooling_endpoints(service, bodies)
@@ -113,7 +114,7 @@ def create_app(service: Service) -> ASGIApp:
     async def docs() -> Response:
         return page
 
-    check_documented(app.routes, {"/openapi.json", DOCS_PATH, COMPACT_PATH})
+    check_documented(app.routes, {"/openapi.json", DOCS_PATH})
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)
     if service.options.chat_page:
@@ -164,7 +165,8 @@ def _open_store(service: Service) -> ResponseStore | None:
     if options.response_store is None:
         return None
     limits = StoreLimits(options.response_store_size, options.response_store_seconds)
-    return ResponseStore(options.response_store, limits, service.metrics)
+    path = ":memory:" if options.response_store == "memory" else options.response_store.removeprefix("sqlite:")
+    return ResponseStore(path, limits, service.metrics)
 
 
 def _hint_of_path(path: str, app: FastAPI) -> str:

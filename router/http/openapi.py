@@ -30,8 +30,8 @@ from router.messages_api.request import EXTENSIONS, CountTokensRequest, Messages
 from router.messages_api.response_objects import Message, MessageTokensCount
 from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from router.pooling.response_objects import EmbeddingList, Ranking, ScoreList
-from router.responses_api.output_objects import DeletedResponse, InputItemList, ResponseObject
-from router.responses_api.request import CHAT_ONLY, ResponsesRequest
+from router.responses_api.output_objects import CompactedResponse, DeletedResponse, InputItemList, ResponseObject
+from router.responses_api.request import CHAT_ONLY, CompactRequest, ResponsesRequest
 
 Fields = dict[str, Any]
 
@@ -78,6 +78,10 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Complete a prompt", Completion, _GENERATES, CompletionBody, True),
     Operation("post", "/v1/chat/completions", "Complete a chat", ChatCompletion, _GENERATES, ChatBody, True),
     Operation("post", "/v1/responses", "Create a response", ResponseObject, _GENERATES, ResponsesRequest, True),
+    Operation(
+        *("post", "/v1/responses/compact", "Replace a conversation by a summary", CompactedResponse, _GENERATES),
+        body=CompactRequest,
+    ),
     Operation(
         "post",
         "/v1/messages",

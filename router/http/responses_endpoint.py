@@ -26,8 +26,14 @@ from router.http.request_accounting import RequestAccounting
 from router.responses_api.background import BackgroundItems, EventLog
 from router.responses_api.input_items import input_items, reference_of
 from router.responses_api.output_objects import ResponseObject
-from router.responses_api.output_writers import FullOutputItems, OutputItemsResponse, StreamedOutputItems, new_response
-from router.responses_api.request import ResponsesBody, parse_responses
+from router.responses_api.output_writers import (
+    CompactedItems,
+    FullOutputItems,
+    OutputItemsResponse,
+    StreamedOutputItems,
+    new_response,
+)
+from router.responses_api.request import ResponsesBody, parse_compact, parse_responses
 from router.responses_api.response_store import ResponseStore, find_conversation
 from router.service import ServedModel, Service
 from router.text.chat.output_parsing import OutputParsing
@@ -110,6 +116,27 @@ class ResponsesEndpoint(GenerateEndpoint):
         finally:
             del self._running[key]
         return "ok" if response.error is None else status_and_type(response.error)[1]
+
+
+class CompactEndpoint(ResponsesEndpoint):
+    """/v1/responses/compact."""
+
+    def __init__(self, service: Service, bodies: BodyReader, store: ResponseStore | None) -> None:
+        super().__init__(service, bodies, store, {})
+        self._parse = parse_compact
+
+    def _make_response(
+        self,
+        model: ServedModel,
+        body: GenerateBody,
+        jobs: Sequence[Job],
+        parsing: OutputParsing | None,
+        options: GenerationOptions,
+    ) -> OutputItemsResponse:
+        assert isinstance(body, ResponsesBody)
+        assert parsing is not None
+        started = new_response(body, model.name, f"resp_{options.request_id}", jobs[0].sampling, False)
+        return CompactedItems(started, jobs, body, parsing, model.tokenizer)
 
 
 def _finish(store: ResponseStore, owner: str, response: BackgroundItems, final: ResponseObject) -> None:

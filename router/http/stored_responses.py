@@ -18,7 +18,6 @@ from router.http.responses_endpoint import RunningResponses
 from router.responses_api.output_objects import DeletedResponse, InputItemList
 from router.responses_api.response_store import ResponseStore
 
-COMPACT_PATH = "/v1/responses/compact"  # of OpenAI; refused by name
 _CHUNK_BYTES = 64 * 1024
 
 
@@ -43,11 +42,6 @@ def add_stored_responses(app: FastAPI, store: ResponseStore | None, running: Run
         if store is None:
             raise ResponseNotStored(f"no response {shown(name)}: responses are not stored", "response_id")
         return store
-
-    @app.post(COMPACT_PATH)
-    async def compact() -> Response:
-        remedy = "send the items that the model needs as input of /v1/responses"
-        raise RequestError(f"compaction is not supported; {remedy}", code="unsupported_endpoint")
 
     @app.get("/v1/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:

@@ -6,12 +6,14 @@ from typing import Any
 from uuid import uuid4
 
 from pdserve.errors import RequestError, shown
+from router.responses_api.compaction import PROMPT, decode_summary
 
 Message = dict[str, Any]
 Item = dict[str, Any]
 
 MAX_INPUT_ITEMS = 10_000
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+_ID_PREFIXES |= {"compaction": "cmp"}
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -77,8 +79,11 @@ def _add(messages: list[Message], call_ids: set[str], item: Item, where: str) ->
                 text = f"no function_call before {where} has its call_id {shown(call_id)}; send that call, too"
                 raise RequestError(text, where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
+        case "compaction":
+            messages.append({"role": "user", "content": PROMPT})
+            _assistant(messages)["content"] = decode_summary(item.get("encrypted_content"), where)
         case _:
-            kinds = "message, reasoning, function_call, function_call_output, item_reference"
+            kinds = "message, reasoning, function_call, function_call_output, item_reference, compaction"
             raise RequestError(f"{where} has type {shown(kind)}; use one of {kinds}", where)
 
 

@@ -136,6 +136,18 @@ class ResponseObject(Struct, tag_field="object", tag="response"):
     metadata: dict[str, str]
 
 
+class CompactionItem(Struct, tag="compaction"):
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(Struct, tag_field="object", tag="response.compaction"):
+    id: str
+    created_at: int
+    output: list[CompactionItem]
+    usage: ResponseUsage
+
+
 class DeletedResponse(Struct, tag_field="object", tag="response"):
     id: str
     deleted: Literal[True]

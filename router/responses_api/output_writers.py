@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.errors import PdserveError
+from pdserve.errors import PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import SamplingParams
 from router.completions_api.json_pieces import json_chunks
@@ -22,10 +22,15 @@ from router.completions_api.response_writers import BodyResponse, EventStreamRes
 from router.generation.choice import Choice
 from router.generation.job import Job
 from router.generation.token_logprob import TokenLogprob
+from router.responses_api.compaction import encode_summary
+from router.responses_api.input_items import new_id
 from router.responses_api.item_writer import OutputItemWriter
 from router.responses_api.output_objects import (
+    CompactedResponse,
+    CompactionItem,
     FunctionTool,
     IncompleteDetails,
+    OutputMessage,
     ReasoningConfig,
     ResponseError,
     ResponseObject,
@@ -165,6 +170,28 @@ class FullOutputItems(OutputItemsResponse, BodyResponse):
 
     def body(self) -> Iterator[bytes]:
         return json_chunks(self.response)
+
+
+class CompactedItems(FullOutputItems):
+    """The summary of a conversation as an item."""
+
+    def on_end(self, error: PdserveError | None) -> None:
+        if error is None and self._finish_reason == _CUT:
+            error = RequestError("the summary does not fit into the context; compact a shorter conversation", "input")
+        elif error is None and not self._summary:
+            error = PdserveError("the model wrote no summary; send the request again, or the conversation itself")
+        super().on_end(error)
+
+    def body(self) -> Iterator[bytes]:
+        response = self.response
+        assert response.usage is not None
+        items = [CompactionItem(new_id("cmp"), encode_summary(self._summary))]
+        return json_chunks(CompactedResponse(response.id, response.created_at, items, response.usage))
+
+    @property
+    def _summary(self) -> str:
+        messages = (item for item in self._writer.items if isinstance(item, OutputMessage))
+        return "".join(part.text for message in messages for part in message.content).strip()
 
 
 class StreamedOutputItems(OutputItemsResponse, EventStreamResponse):

@@ -9,6 +9,7 @@ import msgspec
 from pdserve.errors import RequestError, shown
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.request_bodies import ChatBody, check_chat
+from router.responses_api.compaction import PROMPT
 from router.responses_api.input_items import Item, input_items, input_messages, reference_of
 
 LOGPROBS = "message.output_text.logprobs"
@@ -57,6 +58,16 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
         return self.previous_response_id is not None or references
 
 
+class CompactRequest(msgspec.Struct, kw_only=True, frozen=True):
+    model: str
+    input: str | list[dict[str, Any]] = []
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str = ""
+    priority: int = 0
+
+
 # Chat fields that this endpoint spells differently, or does not have.
 CHAT_ONLY = frozenset(
     {*("messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n")}
@@ -82,6 +93,16 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 def parse_responses(data: bytes) -> ResponsesBody:
     """Raises RequestError."""
     return responses_body(parse_json(data))
+
+
+def parse_compact(data: bytes) -> ResponsesBody:
+    """Return a body that asks for a summary of the conversation. Raises RequestError."""
+    request = convert(parse_json(data), CompactRequest)
+    items = input_items(request.input)
+    if not items and request.previous_response_id is None:
+        raise RequestError("input is empty; give the conversation, or previous_response_id", "input")
+    fields = msgspec.structs.asdict(request)
+    return responses_body({**fields, "input": [*items, {"role": "user", "content": PROMPT}], "store": False})
 
 
 def responses_body(fields: dict[str, Any]) -> ResponsesBody:

@@ -12,9 +12,11 @@ from launcher import local_fleet
 from launcher.local_fleet import FleetPlan, LocalFleet
 from launcher.restarts import STABLE, Restarts
 from launcher.supervisor import Child, Supervisor
-from launcher.up_flags import make_parser, role_words
+from launcher.up_flags import make_parser, role_words, router_options
 from launcher.welcome import node_table
+from pdserve.config.flags import CommandParser
 from pdserve.config.node_config import DeviceInfo
+from router.options import add_router_flags, router_options_from
 
 GIB = 1 << 30
 
@@ -111,6 +113,19 @@ def test_each_program_gets_its_own_flags_and_the_common_ones() -> None:
     assert sorted(role_words("router", args)) == sorted([*router.split(), *common, "--port", "9000"])
     assert sorted(role_words("prefill", args)) == sorted(["--lease-seconds", "5.0", "--decode-ahead", "0", *common])
     assert sorted(role_words("decode", args)) == sorted(["--kv-failure-policy", "fail", *common])
+
+
+def test_router_understands_its_flags_from_up() -> None:
+    """A program's flags are those that ``up`` was given, after they were parsed."""
+    store = "--response-store sqlite:/a/file --response-store-size 1MiB --response-store-seconds 60"
+    times = "--request-timeout 2.5 --client-stall-timeout 3 --drain-grace 1 --trace-sample 0.5"
+    limits = "--max-logprobs -1 --max-body-bytes 1KiB --migrations 0 --metrics-port 0 --generation-config none"
+    argv = ["m", *f"{store} {times} {limits} --tool-call-parser hermes --cors-origin *".split()]
+    parser = CommandParser()
+    add_router_flags(parser)
+    assert router_options(make_parser().parse_args(argv)) == router_options_from(parser.parse_args(argv))
+    argv[2] = "memory"
+    assert router_options(make_parser().parse_args(argv)).response_store == "memory"
 
 
 def test_delays_between_restarts_double_and_end() -> None:

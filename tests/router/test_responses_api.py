@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from router_process import MODEL, RouterProcess
+from router_process import RouterProcess
 from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from router.responses_api.compaction import PROMPT
 from router.responses_api.input_items import input_messages
 from router.responses_api.item_writer import OutputItemWriter
 from router.responses_api.request import parse_responses
@@ -258,9 +259,39 @@ def test_unsupported_fields_are_rejected(reading_router: RouterProcess, body: di
     assert said in response.json()["error"]["message"]
 
 
-def test_compaction_is_refused_by_name(sdk: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="compaction is not supported"):
-        sdk.responses.compact(model=MODEL, input="Hi")
+def test_compacted_conversation_continues(
+    sdk: openai.OpenAI, say_text: Any, scripted_node: ScriptedNode, reading_tokenizer: Tokenizer, request: Any
+) -> None:
+    items: list[Any] = [{"role": "user", "content": "Tuesday?"}, {"role": "assistant", "content": "Yes."}]
+    compacted = sdk.responses.compact(input=items, instructions="Be brief", **say_text("They meet on Tuesday."))
+    prompt = reading_tokenizer.decode(scripted_node.seen[request.node.name].prompt)
+    assert prompt.index("Be brief") < prompt.index("Tuesday?") < prompt.index("Yes.") < prompt.index(PROMPT)
+    assert (compacted.object, [item.type for item in compacted.output]) == ("response.compaction", ["compaction"])
+    assert compacted.usage.output_tokens > 0
+
+    output: list[Any] = [item.model_dump() for item in compacted.output]
+    sdk.responses.create(input=[*output, {"role": "user", "content": "When?"}], **say_text("x"))
+    prompt = reading_tokenizer.decode(scripted_node.seen[request.node.name].prompt)
+    assert prompt.index(PROMPT) < prompt.index("They meet on Tuesday.") < prompt.index("When?")
+    assert "Yes." not in prompt
+
+
+@pytest.mark.parametrize(("text", "finish", "said"), [("half a summ", "length", "fit"), (" ", "stop", "no summary")])
+def test_incomplete_summary_is_an_error(sdk: openai.OpenAI, say_text: Any, text: str, finish: str, said: str) -> None:
+    with pytest.raises(openai.APIStatusError, match=said):
+        sdk.responses.compact(input="Hi", **say_text(text, finish))
+
+
+def test_bad_compaction_is_refused(sdk: openai.OpenAI, say_text: Any) -> None:
+    fields = say_text("x")
+    with pytest.raises(openai.BadRequestError, match="input is empty"):
+        sdk.responses.compact(**fields)
+    with pytest.raises(openai.BadRequestError, match="model"):
+        sdk.post("/responses/compact", body={"input": "Hi"}, cast_to=object)
+    for content in ("gAAAA", "!", "\u00e4", 3, None):
+        item: Any = {"type": "compaction", "encrypted_content": content}
+        with pytest.raises(openai.BadRequestError, match="encrypted_content"):
+            sdk.responses.create(input=[item], **fields)
 
 
 def test_responses_are_not_stored(sdk: openai.OpenAI, say_text: Any) -> None:
