@@ -68,6 +68,8 @@ class CompactRequest(msgspec.Struct, kw_only=True, frozen=True):
     priority: int = 0
 
 
+_MIN_SUMMARY = 4  # tokens; a small model may end at once
+
 # Chat fields that this endpoint spells differently, or does not have.
 CHAT_ONLY = frozenset(
     {*("messages", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort", "n")}
@@ -101,8 +103,9 @@ def parse_compact(data: bytes) -> ResponsesBody:
     items = input_items(request.input)
     if not items and request.previous_response_id is None:
         raise RequestError("input is empty; give the conversation, or previous_response_id", "input")
-    fields = msgspec.structs.asdict(request)
-    return responses_body({**fields, "input": [*items, {"role": "user", "content": PROMPT}], "store": False})
+    asked = [*items, {"role": "user", "content": PROMPT}]
+    fields = {**msgspec.structs.asdict(request), "input": asked, "store": False, "min_tokens": _MIN_SUMMARY}
+    return responses_body(fields)
 
 
 def responses_body(fields: dict[str, Any]) -> ResponsesBody:
