@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -9,10 +10,14 @@ from decode_node.decode_role import add_flags, make_role
 from engine.frontend.node_command import role_parser, run_role
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "pdserve decode") -> int:
-    parser = role_parser(prog, "Produce tokens from KV caches that are read from prefill nodes.")
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_role(make_parser(), argv, make_role)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = role_parser("pdserve decode", "Produce tokens from KV caches that are read from prefill nodes.")
     add_flags(parser)
-    return run_role(parser, argv, make_role)
+    return parser
 
 
 if __name__ == "__main__":

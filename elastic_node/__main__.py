@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -9,10 +10,14 @@ from elastic_node.elastic_role import add_flags, make_role
 from engine.frontend.node_command import role_parser, run_role
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "pdserve serve") -> int:
-    parser = role_parser(prog, "Prefill and decode: each such node reads KV caches from the others.")
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_role(make_parser(), argv, make_role)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = role_parser("pdserve serve", "Prefill and decode: each such node reads KV caches from the others.")
     add_flags(parser)
-    return run_role(parser, argv, make_role)
+    return parser
 
 
 if __name__ == "__main__":

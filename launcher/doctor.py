@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
-from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -21,8 +20,10 @@ import msgspec
 
 from engine.executor.multi_host import add_host_flags, local_ranks_from
 from engine.frontend.frontend_flags import FrontendOptions, add_frontend_flags, frontend_options_from
+from pdserve import __version__
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.device import node_devices
+from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.generation_defaults import load_generation_defaults
 from pdserve.config.node_config import DeviceInfo, NodeConfig, NodeOptions
@@ -52,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pdserve doctor", description="Check whether a node with these flags would start on this machine."
     )
+    add_config_flag(parser)
     add_node_flags(parser)
     add_frontend_flags(parser)
     add_host_flags(parser)
@@ -189,9 +191,8 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         return fail(f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail(f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
-    here = version("pdserve")
-    if peer.version != here:
-        return fail(f"{address} runs pdserve {peer.version}, this is {here}", "run one version on all nodes")
+    if peer.version != __version__:
+        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", "run one version on all nodes")
     if config is not None and peer.compat_hash not in ("", compat_hash(config.compat_fields)):
         return fail(
             f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"

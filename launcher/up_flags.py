@@ -8,6 +8,7 @@ from typing import Any
 
 from decode_node.decode_role import add_flags as add_decode_flags
 from elastic_node.elastic_role import add_flags as add_elastic_flags
+from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, positive_int
 from pdserve.config.hub import EMBEDDED_MODEL
 from pdserve.errors import ConfigError
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Start prefill nodes, decode nodes and a router on this machine. A process that dies starts again, "
         "while the others serve on.",
     )
+    add_config_flag(parser)
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}", type=positive_int, metavar="N", help=f"{role} nodes (default 1)")
     parser.add_argument("--elastic", action="store_true", help="start nodes that prefill and decode instead")

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
+from pdserve import __version__
 from pdserve.api_keys import NAME, key_entry, new_key
+from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import (
     CommandParser,
     add_node_flags,
@@ -34,6 +35,7 @@ PROGRAMS = {
     "decode": ("decode_node", "start a decode node"),
     "serve": ("elastic_node", "start a node that prefills and decodes"),
     "router": ("router", "start a router"),
+    "completion": ("launcher.completion", "print a completion script for a shell"),
     "doctor": ("launcher.doctor", "check whether a node with these flags would start and work on this machine"),
 }
 
@@ -46,9 +48,9 @@ def _run(argv: list[str]) -> int:
     if argv and argv[0] in PROGRAMS:
         # The base layer never imports the programs; -P keeps the current directory off sys.path.
         os.execv(sys.executable, [sys.executable, "-P", "-m", PROGRAMS[argv[0]][0], *argv[1:]])
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if args.command is None:
-        _parser().print_help()
+        make_parser().print_help()
         return 2
     module, function = COMMANDS[args.command]
     return int(getattr(import_module(module), function)(args))
@@ -62,13 +64,14 @@ def make_key(args: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> CommandParser:
+def make_parser() -> CommandParser:
+    """Return the parser of ``COMMANDS``, with the names of ``PROGRAMS``."""
     parser = CommandParser(
         prog="pdserve",
         description="Serve large language models with prefill and decode on separate machines.",
         epilog="pdserve COMMAND --help lists the flags of a command. Models: a checkpoint directory or a hub id.",
     )
-    parser.add_argument("--version", action="version", version=f"pdserve {version('pdserve')}")
+    parser.add_argument("--version", action="version", version=f"pdserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, summary) in PROGRAMS.items():
         commands.add_parser(name, help=summary, add_help=False)
@@ -80,6 +83,8 @@ def _parser() -> CommandParser:
     _add_top(commands.add_parser("top", help="watch a router and its nodes in a terminal"))
     key = commands.add_parser("key", help="make an API key and its entry for `pdserve router --api-keys FILE`")
     key.add_argument("name", type=_key_name, metavar="NAME", help="name of the client, in logs and metrics")
+    for name in COMMANDS:
+        add_config_flag(commands.choices[name])
     return parser
 
 

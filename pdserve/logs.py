@@ -37,7 +37,7 @@ def add_log_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
     default = chosen_format()
     parser.add_argument("--log-format", choices=FORMATS, default=default, help="log format (default %(default)s)")
     levels = f"{', '.join(LEVELS)} (default: PDSERVE_LOG_LEVEL, else info)"
-    parser.add_argument("--log-level", choices=LEVELS, default="", metavar="LEVEL", help=levels)
+    parser.add_argument("--log-level", type=str.lower, choices=LEVELS, default="", metavar="LEVEL", help=levels)
 
 
 def chosen_format() -> str:

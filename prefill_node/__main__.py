@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -9,11 +10,15 @@ from engine.frontend.node_command import role_parser, run_role
 from prefill_node.prefill_role import add_flags, make_role
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "pdserve prefill") -> int:
-    parser = role_parser(prog, "Compute the KV caches of prompts and lease them to decode nodes.")
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_role(make_parser(), argv, make_role)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = role_parser("pdserve prefill", "Compute the KV caches of prompts and lease them to decode nodes.")
     parser.set_defaults(shared_mlps="on")
     add_flags(parser)
-    return run_role(parser, argv, make_role)
+    return parser
 
 
 if __name__ == "__main__":

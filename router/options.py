@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import (
     DRAIN_SECONDS,
     CommandParser,
@@ -83,9 +84,14 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_options(argv: Sequence[str] | None = None) -> RouterOptions:
     """Raises ConfigError."""
+    return router_options_from(make_parser().parse_args(argv))
+
+
+def make_parser() -> CommandParser:
     parser = CommandParser(prog="pdserve router", description="Serve the OpenAI protocol to clients of decode nodes.")
+    add_config_flag(parser)
     add_router_flags(parser)
-    return router_options_from(parser.parse_args(argv))
+    return parser
 
 
 def add_router_flags(parser: argparse.ArgumentParser) -> None:

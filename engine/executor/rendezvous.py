@@ -13,12 +13,12 @@ import logging
 import selectors
 import socket
 import time
-from importlib.metadata import version
 
 import msgspec
 
 from engine.executor.rank_messages import MAX_HELLO_BYTES, Hello, Rejected, Welcome
 from engine.ipc.frames import FRAME_HEADER, Frames, framed
+from pdserve import __version__
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
@@ -168,7 +168,7 @@ class Rendezvous:
 def find_mismatch(hello: Hello, config: NodeConfig) -> str:
     """Describe why a rank cannot belong to this node, with both values; empty if it can."""
     for name, there, here in (
-        ("pdserve", hello.version, version("pdserve")),
+        ("pdserve", hello.version, __version__),
         ("parallel sizes", _describe(hello.parallel), _describe(config.parallel)),
         ("device", hello.device.kind, config.device.kind),
     ):
@@ -191,7 +191,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
     return Hello(
         rank=rank,
         parallel=config.parallel,
-        version=version("pdserve"),
+        version=__version__,
         compat_hash=compat_hash(config.compat_fields),
         compat_fields=config.compat_fields,
         device=device,

@@ -24,6 +24,7 @@ from engine.frontend.node_context import NodeContext, Role
 from engine.frontend.node_metrics import exported_registry
 from engine.ipc.messages import RankPlacement
 from pdserve.config.device import node_devices
+from pdserve.config.flag_sources import add_config_flag
 from pdserve.config.flags import CommandParser, add_node_flags, options_from
 from pdserve.config.node_config import NodeOptions
 from pdserve.config.resolve import resolve
@@ -40,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = CommandParser(prog=prog, description=description)
+    add_config_flag(parser)
     add_node_flags(parser)
     add_frontend_flags(parser)
     add_host_flags(parser)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -14,6 +13,7 @@ from engine.frontend.health import State
 from engine.frontend.node_context import NodeContext
 from engine.ipc.messages import Heartbeat, Status, Totals
 from engine.liveness.heartbeat_monitor import LivenessWatch
+from pdserve import __version__
 from pdserve.request_cost import TYPICAL
 
 _TOTALS = {  # by field
@@ -71,7 +71,7 @@ def _info(node: NodeContext) -> Metric:
         "role": node.role,
         "model": node.config.served_model_name,
         "runner": node.engine.decision.runner,
-        "version": version("pdserve"),
+        "version": __version__,
         "compat_hash": node.compat_hash,
     }
     return InfoMetricFamily("pdserve_node", "Identity of the node.", labels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ from prometheus_client.registry import Collector
 from engine.frontend.node_context import NodeContext
 from engine.frontend.node_reports import NodeReports, sample_bits
 from engine.ipc.messages import Status
+from pdserve import __version__
 from pdserve.config.pooling import GENERATE, YES_OR_NO
 from pdserve.metrics import flat
 from pdserve.pb import pdserve_pb2 as pb
@@ -35,7 +35,7 @@ def describe(node: NodeContext, connected_peers: Sequence[str]) -> pb.NodeDescri
         role=node.role,
         state=node.state,
         model=config.served_model_name,
-        version=version("pdserve"),
+        version=__version__,
         compat_hash=node.compat_hash,
         runner=node.engine.decision.runner,
         runner_reasons=node.engine.decision.reasons,

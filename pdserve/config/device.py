@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from importlib.util import find_spec
 
 from pdserve.config.node_config import DeviceInfo, NodeOptions
 from pdserve.errors import CapacityError, ConfigError
 
+#: Packages that no node with a model can do without; the distribution pdserve-router (deploy/router) lacks them.
+_PACKAGES = ("torch", "safetensors")
 _SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
@@ -37,8 +40,16 @@ def detect_devices(spec: str, count: int) -> tuple[DeviceInfo, ...]:
 
 
 def node_devices(options: NodeOptions, count: int) -> tuple[DeviceInfo, ...]:
-    """Return the devices for ``count`` ranks of a node on this host."""
-    return (_SIMULATED,) * count if options.simulated else detect_devices(options.device, count)
+    """Return the devices for ``count`` ranks of a node on this host. Raises ConfigError if it could not use them."""
+    if options.simulated:
+        return (_SIMULATED,) * count
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed, which nodes with a model need; install pdserve in place of "
+            "pdserve-router, or give --engine simulated"
+        )
+    return detect_devices(options.device, count)
 
 
 def _cpu() -> DeviceInfo:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
+from pdserve.config.flag_sources import FlagSources
 from pdserve.config.model_config import MODEL_IMPLS
 from pdserve.config.node_config import CUDA_GRAPHS, LOAD_FORMATS, NodeOptions
 from pdserve.config.pooling import TASKS
@@ -62,15 +64,24 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", _HelpFormatter)
         super().__init__(*args, **kwargs)
+        self._sources: FlagSources | None = None  # only with add_config_flag
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        argument = re.match(r"argument (\S+):", message)
+        source = self._sources.of_argument(argument[1]) if self._sources and argument else ""
+        raise ConfigError(f"{message} (see {self.prog} --help{f'; given by {source}' if source else ''})")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise for unknown arguments here, where the subcommand's flags are known."""
-        found, unknown = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions:
+            self._sources = FlagSources(self, words, self._describe_unknown)
+            words = self._sources.words
+        found, unknown = super().parse_known_args(words, namespace)
         if unknown:
             raise ConfigError(self._describe_unknown(unknown[0]))
+        if self._sources is not None:
+            found.flag_sources = self._sources.found
         return found, unknown
 
     def _describe_unknown(self, argument: str) -> str:

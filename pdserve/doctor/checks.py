@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pdserve.checkpoint.weight_files import weight_files
-from pdserve.config.device import detect_devices
+from pdserve.config.device import node_devices
 from pdserve.config.hub import resolve_model
 from pdserve.config.node_config import NodeConfig, NodeOptions
 from pdserve.doctor.findings import Finding, fail, ok, warn
@@ -32,7 +32,7 @@ _EARLIEST = datetime(2025, 1, 1, tzinfo=UTC)  # older than pdserve: such a clock
 def check_device(options: NodeOptions, ranks: int) -> Finding:
     if options.simulated:
         return ok("not needed: the node is simulated")
-    devices = detect_devices(options.device, ranks)
+    devices = node_devices(options, ranks)
     if devices[0].kind == "cuda":
         return ok(f"{len(devices)} × {devices[0].name}, {devices[0].memory / 2**30:.0f} GiB")
     if options.device == "auto":

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pdserve.config import flag_sources
 from pdserve.config.device import node_devices
 from pdserve.config.flags import options_from
 from pdserve.config.generation_defaults import load_generation_defaults
@@ -21,7 +22,12 @@ def explain(args: argparse.Namespace) -> int:
     """Print the explanation. Raises ConfigError or CapacityError if a node would refuse to start."""
     options = options_from(args)
     config = resolve(options, node_devices(options, options.num_ranks)[0])
-    print(json.dumps(describe(config), indent=2) if args.json else as_text(config))
+    flags = flag_sources.describe(args)
+    if args.json:
+        print(json.dumps(describe(config) | {"flags": flags}, indent=2))
+    else:
+        set_by = [f"set: {flag} = {each['value']}, by {each['source']}" for flag, each in flags.items()]
+        print("\n".join([as_text(config), *set_by]))
     return 0
 
 

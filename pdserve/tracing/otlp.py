@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -23,6 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from pdserve import __version__
 from pdserve.errors import PdserveError, RequestError
 from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Headers, Span, SpanKind, Tracer
 
@@ -43,7 +43,7 @@ class OtlpTracer(Tracer):
         attributes = {
             "service.name": f"pdserve-{role}",
             "service.instance.id": instance,
-            "service.version": version("pdserve"),
+            "service.version": __version__,
         }
         # ``close`` sends the last spans; the SDK would block the exit for half a minute.
         resource = Resource.create(attributes)
@@ -52,7 +52,7 @@ class OtlpTracer(Tracer):
         self._provider.add_span_processor(
             BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED, max_export_batch_size=_BATCH)
         )
-        self._tracer = self._provider.get_tracer("pdserve", version("pdserve"))
+        self._tracer = self._provider.get_tracer("pdserve", __version__)
         self._closed = False
 
     def begin(self, name: str, headers: Headers, attributes: Attributes = NO_ATTRIBUTES) -> Span:

@@ -6,11 +6,11 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable
-from importlib.metadata import version
 
 import msgspec
 from prometheus_client import metrics as prometheus
 
+from pdserve import __version__
 from pdserve.top import live
 from router.dashboard.node_rates import NodeHistory, sum_handoffs
 from router.dashboard.status_poller import Key, StatusPoller
@@ -21,7 +21,7 @@ from router.fleet.policy import BOTH, NodeView
 from router.metrics import RouterMetrics
 
 _MAX_CONNECTIONS = 50  # in a report
-_VERSION = version("pdserve")
+_VERSION = __version__
 
 
 class DashboardState:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.jobs import check_vocabulary
@@ -27,7 +27,7 @@ from router.messages_api.response_objects import MessageTokensCount
 from router.service import ServedModel, Service
 from router.text.prompt_encoder import PromptEncoder
 
-VERSION = version("pdserve")
+VERSION = __version__
 
 
 class ModelCard(msgspec.Struct):

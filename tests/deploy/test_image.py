@@ -1,4 +1,4 @@
-"""The Dockerfile, linted and compared with what pods expect; no container engine builds it here."""
+"""The Dockerfile, linted and compared with what pods expect. test_image_build.py builds it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlays import OVERLAYS, pods
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
-VARIANTS = ("cpu", "gpu")
+VARIANTS = ("router", "cpu", "gpu")
 
 
 def stages() -> dict[str, str]:
@@ -34,7 +34,7 @@ def test_image_user_equals_the_pod_user() -> None:
 
 
 def test_only_the_gpu_image_has_a_compiler() -> None:
-    assert "apt-get" not in stages()["cpu"]
+    assert "apt-get" not in stages()["cpu"] + stages()["router"]
     assert re.findall(r"install --yes --no-install-recommends (.*?) *&&", stages()["gpu"]) == ["gcc libc6-dev"]
     assert "flashinfer-jit-cache" in stages()["built-gpu"]
 

@@ -59,8 +59,12 @@ def test_pages_have_commands() -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_programs_parse_the_commands_of_pages(words: list[str]) -> None:
+def test_programs_parse_the_commands_of_pages(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An ellipsis stands for a value, or for further flags."""
+    (tmp_path / "serve.yaml").touch()
+    monkeypatch.chdir(tmp_path)
     command, *flags = words
     pairs = itertools.pairwise(["", *flags])
     PARSERS[command](["host:1" if word == "…" else word for before, word in pairs if word != "…" or before[:2] == "--"])

@@ -1,0 +1,100 @@
+"""The wheels of pdserve and pdserve-router are built once, installed into empty environments, and serve from there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from installed import clean_environment, completion_of, run
+
+ROOT = Path(__file__).parents[2]
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
+SIMULATED = ("up", "--port", "0", "--engine", "simulated")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # torch is large
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the wheel of each distribution, built from a copy: setuptools would reuse old files of the checkout."""
+    directory, source = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("source")
+    names = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in names:
+        if (ROOT / name).exists():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", directory, source, source / "deploy/router")
+    return {wheel.name.split("-")[0]: wheel for wheel in directory.glob("*.whl")}
+
+
+@pytest.fixture(scope="module")
+def router_python(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("router"), [wheels["pdserve_router"]])
+
+
+def environment(directory: Path, packages: Sequence[str | Path]) -> Path:
+    """Make a virtual environment with these packages; return its interpreter."""
+    run(sys.executable, "-m", "venv", directory)
+    python = directory / "bin" / "python"
+    flags: list[str | Path] = [
+        "--quiet",
+        "--retries",
+        "0",
+        "--extra-index-url",
+        CPU_TORCH,
+        "--constraint",
+        ROOT / "constraints.txt",
+    ]
+    run(python, "-m", "pip", "install", *flags, *packages)
+    return python
+
+
+def test_wheels_contain_the_same_files(wheels: dict[str, Path]) -> None:
+    contents = []
+    for wheel in wheels.values():
+        names = zipfile.ZipFile(wheel).namelist()
+        contents.append({name for name in names if ".dist-info/" not in name})
+        assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert contents[0] == contents[1]
+    tracked = run("git", "-C", ROOT, "ls-files", "pdserve", "launcher", "router", "elastic_node", "models").split()
+    assert set(tracked) <= contents[0]
+
+
+def test_wheel_serves_the_embedded_model(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", [wheels["pdserve"]])
+    assert completion_of([python.with_name("pdserve"), "up", "--port", "0", "--device", "cpu"], tmp_path / "log")
+
+
+def test_router_wheel_serves_simulated_nodes_without_torch(router_python: Path, tmp_path: Path) -> None:
+    packages = {each["name"] for each in json.loads(run(router_python, "-m", "pip", "list", "--format", "json"))}
+    assert not packages & {"torch", "safetensors", "transformers", "nixl-cu12", "nixl-cu13"}
+    assert completion_of([router_python.with_name("pdserve"), *SIMULATED], tmp_path / "log")
+
+
+def test_router_wheel_refuses_a_model(router_python: Path) -> None:
+    command: list[str | Path] = [router_python.with_name("pdserve"), "up", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=clean_environment())
+    assert done.returncode == 2
+    assert "install pdserve in place of pdserve-router" in done.stderr
+
+
+@pytest.mark.parametrize("installer", ["uv", "pipx"])
+def test_tool_installers(installer: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    tool = environment(tmp_path / "installer", [installer]).with_name(installer)
+    name = installer.upper()
+    folders = {
+        f"{name}_TOOL_DIR": "tools",
+        f"{name}_HOME": "home",
+        f"{name}_TOOL_BIN_DIR": "bin",
+        f"{name}_BIN_DIR": "bin",
+    }
+    environ = {key: str(tmp_path / folder) for key, folder in folders.items()}
+    command = ["tool", "install"] if installer == "uv" else ["install"]
+    run(tool, *command, wheels["pdserve_router"], **environ)
+    assert completion_of([tmp_path / "bin" / "pdserve", *SIMULATED], tmp_path / "log")
