@@ -14,6 +14,7 @@ _KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new on
 _SHARE_SECONDS = 1.0  # time constant of PromptShare
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
+_ODD = 1.5  # times what is expected
 _LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _RIDGE = 1e-6  # of a term's own weight: what points cannot tell apart, tokens alone cost
 
@@ -139,7 +140,10 @@ class ThroughputMeter:
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
             if not self._chunks and usual >= _LARGE:  # a first small chunk would tell little about large ones
                 self._chunks.add(_LARGE, 0.0, _LARGE * token)
-            self._chunks.add(prompt_tokens, context, added)
+            if expected > line.base:  # one odd step, such as the first of a kernel, counts little
+                self._chunks.add(prompt_tokens, context, min(max(added, expected / _ODD), expected * _ODD))
+            else:
+                self._chunks.add(prompt_tokens, context, added)
             self._chunk = self._chunks.cost
         return added
 

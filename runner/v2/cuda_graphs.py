@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-_MIXED_ROWS = 16  # sequences of a small step with prompts in it
-_MIXED_TOKENS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+# Tokens of small steps with prompts, by the most sequences in them. Products of 448 tokens take longer than of 512.
+_MIXED = {16: (32, 64, 96, 128, 192, 256, 320, 384, 512), 128: (192, 256, 320, 384, 512)}
 
 
 class BatchDescriptor(NamedTuple):
@@ -33,8 +33,8 @@ def decode_descriptors(max_num_seqs: int) -> tuple[BatchDescriptor, ...]:
 
 def mixed_descriptors(max_num_seqs: int, max_batch_tokens: int) -> tuple[BatchDescriptor, ...]:
     """Return sizes of small steps with prompts. Above 512 tokens the time to launch no longer shows on a GPU."""
-    rows = min(_MIXED_ROWS, max_num_seqs)
-    return tuple(BatchDescriptor(rows, tokens) for tokens in _MIXED_TOKENS if rows < tokens <= max_batch_tokens)
+    sizes = {(min(rows, max_num_seqs), tokens) for rows, tokens_of in _MIXED.items() for tokens in tokens_of}
+    return tuple(BatchDescriptor(*each) for each in sorted(sizes) if each[0] < each[1] <= max_batch_tokens)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class CudaGraphs:
             for each in self.descriptors
             if each.rows >= rows and each.tokens >= tokens and each.is_decode == is_decode
         )
-        return min(fitting, key=lambda each: each.tokens, default=None)
+        return min(fitting, key=lambda each: (each.tokens, each.rows), default=None)
 
     def capture(
         self,
