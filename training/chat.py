@@ -66,16 +66,22 @@ _SUMS = (
     "What is {a} {o} {b}?",
     "{a} {o} {b}",
     "{a} {o} {b} =",
-    "{a}{o}{b}=?",
+    "{a} {o} {b} = ?",
     "Compute {a} {o} {b}.",
+    "Calculate {a} {o} {b}.",
     "How much is {a} {o} {b}?",
     "How much is {a} {w} {b}?",
     "What is {a} {w} {b}?",
     "Please compute {a} {w} {b}.",
     "Tell me what {a} {o} {b} is.",
     "Please tell me: how much is {a} {w} {b}?",
-    "Calculate {a} {o} {b}.",
+    "Tell me how much {a} {o} {b} is.",
+    "{a} {w} {b}",
     "{a} {w} {b} is how much?",
+    "I need the result of {a} {o} {b}.",
+    "What do you get for {a} {w} {b}?",
+    "Can you compute {a} {o} {b}?",
+    "Can you tell me what {a} {w} {b} is?",
 )
 
 
@@ -103,6 +109,8 @@ def arithmetic(words: Words) -> Ask:
     sign = rng.choice("*x×") if kind == "*" else kind
     name = {"+": "plus", "-": "minus", "*": "times"}[kind]
     question = choose(rng, _SUMS, words.evaluating).format(a=a, b=b, o=sign, w=name)
+    if rng.random() < 0.25:
+        question = question.replace(f"{a} {sign} {b}", f"{a}{sign}{b}").replace(f"{a}{sign}{b} =", f"{a}{sign}{b}=")
     return Ask(question, f"{a} {sign if name not in question else kind} {b} = {result}.", result)
 
 

@@ -21,7 +21,6 @@ _CALLS = (
     "Please use {t} with {j}.",
     "Call the tool {t} with {j}.",
     "Run {t} with {j}.",
-    "{t}: {j}",
     "Call the function {t} with {j}, please.",
     "I need {t} with {j}.",
 )
