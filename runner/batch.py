@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,13 @@ class RotaryCosSin:
 
     cos: Tensor  # [tokens, head_dim / 2] float32, device
     sin: Tensor  # [tokens, head_dim / 2] float32, device
+
+
+class Routing(NamedTuple):
+    """The experts of each token, of the whole layer, and the weights of their results."""
+
+    weights: Tensor  # [tokens, top_k] float32
+    experts: Tensor  # [tokens, top_k] int32
 
 
 @dataclass(frozen=True)

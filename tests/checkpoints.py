@@ -23,7 +23,7 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -43,11 +43,28 @@ _CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 
 def make_checkpoint(
-    path: Path, family: str, *, seed: int = 0, dtype: str = "float32", max_shard_size: str = "5GB", **overrides: Any
+    path: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    fused: bool = False,
+    **overrides: Any,
 ) -> Path:
     """Write a random checkpoint of a family of ``FAMILIES`` and return its directory.
 
@@ -69,8 +86,8 @@ def make_checkpoint(
             elif "embed_tokens" in name:
                 parameter.copy_(noise)
             else:
-                parameter.copy_(1.3 * noise / parameter.shape[1] ** 0.5)
-    model.save_pretrained(path, max_shard_size=max_shard_size)
+                parameter.copy_(1.3 * noise / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(path, max_shard_size=max_shard_size, save_original_format=not fused)
     return path
 
 

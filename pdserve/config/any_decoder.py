@@ -17,7 +17,6 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv", "multi_query_group_num"),
     "intermediate_size": ("n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size"),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
 }
 #: Fields of a multimodal config that its part for text does not replace.

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.config.config_fields import ConfigFields
+from pdserve.config.moe import MoEConfig, mixtral, qwen3_moe
 from pdserve.errors import shown
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
@@ -23,6 +24,10 @@ def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
 
 def same_window(fields: ConfigFields, num_layers: int) -> Windows:
     return (fields.optional_integer("sliding_window"),) * num_layers
+
+
+def window_if_used(fields: ConfigFields, num_layers: int) -> Windows:
+    return same_window(fields, num_layers) if fields.flag("use_sliding_window") else (None,) * num_layers
 
 
 def windows_by_layer_type(fields: ConfigFields, num_layers: int) -> Windows:
@@ -48,6 +53,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     module: str  # runner.models.<module> has the class, named like the architecture
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
+    moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
     v2_by_default: bool = False  # figures show V2 exact and faster than V1
 
 
@@ -69,5 +75,25 @@ FAMILIES: dict[str, DecoderFamily] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         windows=windows_by_layer_type,
         v2_by_default=True,
+    ),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        module="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "sliding_window": 4096,
+        },
+        windows=window_if_used,
+        moe=qwen3_moe,
+    ),
+    "MixtralForCausalLM": DecoderFamily(
+        module="mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        windows=same_window,
+        moe=mixtral,
     ),
 }

@@ -15,6 +15,7 @@ from pdserve.config.any_decoder import read_heads, read_positions, rename_fields
 from pdserve.config.attention_spec import AttentionSpec
 from pdserve.config.config_fields import LARGEST, REMEDY, ConfigFields
 from pdserve.config.families import FAMILIES
+from pdserve.config.moe import MoEConfig
 from pdserve.config.weight_formats import SUPPORTED_DTYPES, UNQUANTIZED, read_weight_format, storage_rules
 from pdserve.errors import shown
 from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec
@@ -60,7 +61,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json, else config.json
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
-    num_experts: int = 0  # of each mixture; 0: dense
+    moe: MoEConfig | None = None  # None: dense, or not native
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -150,6 +151,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         weight_format=weight_format,
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
+        moe=None if family.moe is None else family.moe(fields, num_layers),
     )
 
 
@@ -175,7 +177,6 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str) -> Mo
         quantization=quantization,
         eos_token_ids=_eos_token_ids(model_dir, fields, vocab_size),
         impl=TRANSFORMERS,
-        num_experts=fields.integer("num_experts", 0, least=0),
         num_weights=find_weights(model_dir, headers, rules).num_weights,
     )
 

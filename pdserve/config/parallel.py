@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.config.model_config import TRANSFORMERS, ModelConfig
+from pdserve.config.moe import MoEConfig
 from pdserve.config.weight_formats import WEIGHT_FORMATS
 from pdserve.errors import ConfigError
 from pdserve.kv import DTYPE_BYTES, KVShare
@@ -133,7 +134,11 @@ def choose_parallel_config(
             f"stage layers {','.join(map(str, stage_layers))} add up to {sum(stage_layers)}; give {pp} numbers of at "
             f"least 1, one for each of pp stages, that add up to the {model.num_layers} layers of the model"
         )
-    for what, count in (("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
+    sizes = [("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)]
+    if model.moe is not None:
+        sizes.append(("intermediate size of experts", model.moe.intermediate_size))
+        sizes.append(("intermediate size of shared experts", model.moe.shared_intermediate_size))
+    for what, count in sizes:
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
     KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
@@ -150,7 +155,18 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
         num_heads=model.num_heads // tp,
         num_kv_heads=max(1, model.num_kv_heads // tp),
         intermediate_size=model.intermediate_size // tp,
+        moe=None if model.moe is None else _shard_of_experts(model.moe, position),
         attention=model.attention[layers.start : layers.stop],
+    )
+
+
+def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
+    tp, layers = position.parallel.tp, position.layers
+    return msgspec.structs.replace(
+        moe,
+        intermediate_size=moe.intermediate_size // tp,
+        shared_intermediate_size=moe.shared_intermediate_size // tp,
+        dense_layers=tuple(layer - layers.start for layer in moe.dense_layers if layer in layers),
     )
 
 
@@ -163,6 +179,11 @@ def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
 def num_parameters(model: ModelConfig, position: RankPosition) -> int:
     """Count a rank's parameters without norms and biases; a tied output projection counts beside the embedding."""
     return _library_parameters(model, position) or sum(_linear_and_table_parameters(model, position))
+
+
+def active_parameters(model: ModelConfig, position: RankPosition) -> int:
+    """Count the parameters that a token uses: ``num_parameters`` less the experts that its router does not choose."""
+    return _library_parameters(model, position) or sum(_linear_and_table_parameters(model, position, active=True))
 
 
 def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
@@ -181,11 +202,20 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
     return (of_stage + num_tables * model.vocab_size * model.hidden_size) // parallel.tp if model.num_weights else 0
 
 
-def _linear_and_table_parameters(model: ModelConfig, position: RankPosition) -> tuple[int, int]:
+def _linear_and_table_parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int]:
+    """Count the weights of linear layers, and those of tables and routers; of the ``active`` experts, or of all."""
     mine = shard_of(model, position)
     attention = mine.hidden_size * mine.head_dim * (2 * mine.num_heads + 2 * mine.num_kv_heads)
-    mlp = 3 * mine.hidden_size * mine.intermediate_size
-    num_mlps = mine.num_layers + position.shares_mlp_before
+    layers = position.layers
+    mlps = range(layers.start - position.shares_mlp_before, layers.stop)
     num_tables = position.is_first + position.is_last
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
-    return mine.num_layers * attention + num_mlps * mlp, tables
+    dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
+    if moe is None or model.moe is None:
+        return mine.num_layers * attention + len(mlps) * dense, tables
+    num_dense = sum(model.moe.is_dense(layer) for layer in mlps)
+    num_moe = len(mlps) - num_dense
+    used = moe.top_k if active else moe.num_experts
+    experts = 3 * mine.hidden_size * (used * moe.intermediate_size + moe.shared_intermediate_size)
+    routers = num_moe * moe.num_experts * mine.hidden_size
+    return mine.num_layers * attention + num_dense * dense + num_moe * experts, tables + routers

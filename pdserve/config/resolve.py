@@ -163,7 +163,6 @@ def _choose_runner(
         attention_backend=backend,
         head_dim=model.head_dim,
         model_impl=model.impl,
-        num_experts=model.num_experts,
         rope_type=model.rope.rope_type,
         cuda_graphs=options.cuda_graphs,
         runner_type=GENERATE if pooling is None else pooling.task,

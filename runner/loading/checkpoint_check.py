@@ -10,6 +10,7 @@ from pdserve.config.model_config import TRANSFORMERS
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from runner.distributed.parallel_state import ParallelState
+from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room
 from runner.loading.weights import check_weights, open_weights
 from runner.models.quantization.unquantized import held_dtype
@@ -29,8 +30,10 @@ def check_tensors(config: NodeConfig) -> int | None:
     meta = TensorPlacement(torch.device("meta"), dtype, dtype)
     decoder = decoder_class(config.model.architecture)(config.model, whole, meta)
     path = Path(config.model_dir)
-    with open_weights(path, config.model, torch.device("cpu"), dtype) as weights:
-        return len(check_weights(path, weights, dict(decoder.weight_shards()), decoder.ignored_weights()))
+    shards = dict(decoder.weight_shards())
+    with open_weights(path, config.model, torch.device("cpu"), dtype) as stored:
+        weights = split_experts(stored, shards, decoder.checkpoint_name)
+        return len(check_weights(path, weights, shards, decoder.ignored_weights(weights)))
 
 
 def check_memory(config: NodeConfig) -> str:

@@ -17,6 +17,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, PdserveError
 from runner.distributed.parallel_state import ParallelState
+from runner.loading.fused_experts import split_experts
 from runner.loading.memory import check_room
 from runner.loading.weights import fill_random, load_weights, open_weights
 from runner.models.decoder import Decoder
@@ -90,7 +91,8 @@ class LoadedModel:
                 fill_random(dict(self.decoder.weight_shards()), seed=0)
             else:
                 shards = dict(self.decoder.weight_shards())
-                load_weights(path, weights, shards, self.decoder.ignored_weights(), progress)
+                weights = split_experts(weights, shards, self.decoder.checkpoint_name)
+                load_weights(path, weights, shards, self.decoder.ignored_weights(weights), progress)
         self.decoder.process_weights_after_loading()
 
     def _load_library_model(self, decoder: TransformersDecoder, path: Path, weights: Mapping[str, Any] | None) -> None:

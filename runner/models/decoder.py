@@ -7,6 +7,8 @@ made, and ``checkpoint_name`` where its tensors have other names.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -19,12 +21,15 @@ from runner.attention import AttentionBackend
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.context import ModelContext
+from runner.models.layers.mlp import MLP, MLPBlock
+from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
 from runner.placement import TensorPlacement
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -94,43 +99,33 @@ class Attention:
             self._norms = replace(self._norms)
 
 
-class MLP:
-    """down(silu(gate(x)) * up(x)) of the normed residual; gate and up are one product."""
+class NormedMLP:
+    """The MLP, or the mixture of experts, of the normed residual."""
 
-    def __init__(self, context: ModelContext, *, bias: bool = False) -> None:
-        config = context.config
-        self._ops = context.ops
+    def __init__(self, context: ModelContext, block: MLPBlock) -> None:
         self._norm = RMSNorm(context)
-        inner = ShardRange.even(config.intermediate_size, context.position)
-        outputs = {"gate_proj": inner, "up_proj": inner}
-        self._gate_up = MergedColumnParallelLinear(context, config.hidden_size, outputs, bias)
-        self._down = RowParallelLinear(context, "down_proj", inner, config.hidden_size, bias)
+        self._block = block
 
     def __call__(self, residual: Tensor) -> Tensor:
-        return self._compute(self._norm(residual))
+        return self._block.apply(self._norm(residual))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add the sum of x over the tensor shards to ``residual`` in place, and compute the MLP of the result."""
-        return self._compute(self._norm.add(x, residual))
+        return self._block.apply(self._norm.add(x, residual))
 
     def weight_shards(self) -> WeightShards:
         yield "post_attention_layernorm.weight", WeightShard.full(self._norm.weight)
-        yield from prefixed("mlp.", self._gate_up.weight_shards())
-        yield from prefixed("mlp.", self._down.weight_shards())
+        yield from prefixed("mlp.", self._block.weight_shards())
 
     def process_weights_after_loading(self) -> None:
-        self._gate_up.process_weights_after_loading()
-        self._down.process_weights_after_loading()
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return self._down.apply(self._ops.silu_and_mul(self._gate_up.apply(x)))
+        self._block.process_weights_after_loading()
 
 
 class DecoderLayer:
-    def __init__(self, context: ModelContext, attention: Attention, mlp: MLP) -> None:
+    def __init__(self, context: ModelContext, attention: Attention, mlp: MLPBlock) -> None:
         self.input_norm = RMSNorm(context)
         self.attention = attention
-        self.mlp = mlp
+        self.mlp = NormedMLP(context, mlp)
 
     def __call__(
         self,
@@ -178,9 +173,11 @@ class Decoder:
         position = self.context.position
         self._parallel = parallel
         self._first_layer = position.layers.start
+        self._other_layers = set(range(config.num_layers)).difference(position.layers)
         self._embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
-        self._mlp_before = self.make_mlp() if position.shares_mlp_before else None
+        before = self._first_layer - 1
+        self._mlp_before = NormedMLP(self.context, self.make_mlp(before)) if position.shares_mlp_before else None
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self._norm = RMSNorm(self.context) if position.is_last else None
         self._head = ParallelLMHead(self.context) if position.is_last else None
@@ -201,11 +198,15 @@ class Decoder:
         """Create the attention of a layer; ``layer`` counts from 0 on this rank."""
         return Attention(self.context, layer)
 
-    def make_mlp(self) -> MLP:
-        return MLP(self.context)
+    def make_mlp(self, layer: int) -> MLPBlock:
+        """Create the MLP or the experts of a layer; ``layer`` counts from 0 in the whole model."""
+        moe = self.config.moe
+        if moe is None or moe.is_dense(layer):
+            return MLP(self.context, self.config.intermediate_size)
+        return MixtureOfExperts(self.context)
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp())
+        return DecoderLayer(self.context, self.make_attention(layer), self.make_mlp(self._first_layer + layer))
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""
@@ -256,12 +257,15 @@ class Decoder:
         """Yield this rank's part of each of the checkpoint's tensors, by the checkpoint's name."""
         return ((self.checkpoint_name(name), shard) for name, shard in self._shards())
 
-    def ignored_weights(self) -> set[str]:
-        """Return the checkpoint's other tensors: those of other stages, and a tied head's copy of the embedding."""
-        of_layer = [name for name, _ in self.layers[0].weight_shards()]
-        names = {f"model.layers.{layer}.{name}" for layer in range(self.config.num_layers) for name in of_layer}
-        names = (names | {_EMBEDDING, _NORM, _HEAD}).difference(name for name, _ in self._shards())
-        return {self.checkpoint_name(name) for name in names}
+    def ignored_weights(self, stored: Iterable[str]) -> set[str]:
+        """Return the stored tensors that other ranks load and check, and a tied head's copy of the embedding."""
+        mine = {name for name, _ in self.weight_shards()}
+        tables = {self.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD)}
+        return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
+
+    def _is_elsewhere(self, name: str) -> bool:
+        layer = _LAYER.match(name)
+        return layer is not None and int(layer[1]) in self._other_layers
 
     def process_weights_after_loading(self) -> None:
         """Bring filled weights into the form that the model computes with."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.models.decoder import MLP, Attention, Decoder
+from runner.models.decoder import Attention, Decoder
+from runner.models.layers.mlp import MLP
 
 
 class LlamaForCausalLM(Decoder):
@@ -10,5 +11,5 @@ class LlamaForCausalLM(Decoder):
         bias = self.config.attention_bias
         return Attention(self.context, layer, qkv_bias=bias, out_bias=bias)
 
-    def make_mlp(self) -> MLP:
-        return MLP(self.context, bias=self.config.mlp_bias)
+    def make_mlp(self, layer: int) -> MLP:
+        return MLP(self.context, self.config.intermediate_size, bias=self.config.mlp_bias)

@@ -26,7 +26,6 @@ V2, V1 = RUNNERS
 BEYOND_V2: list[tuple[str, dict[str, Any], str]] = [
     ("model implementation", {"model_impl": "transformers"}, "native layers"),
     ("runner type", {"runner_type": "embed"}, "embed"),
-    ("mixture of experts", {"num_experts": 8}, "8 experts"),
     ("quantization", {"quantization": "awq"}, "awq"),
     ("Triton kernels", {"platform": GPU_WITHOUT_TRITON}, "not installed"),
     ("dynamic rope scaling", {"rope_type": "dynamic"}, "length of the sequence"),
@@ -165,24 +164,26 @@ def test_a_configuration_beyond_every_runner_is_an_error(changes: dict[str, Any]
 
 
 def test_an_error_names_every_obstacle() -> None:
-    given = facts(
-        platform=CPU, rope_type="dynamic", attention_backend="torch", head_dim=24, num_experts=4, cuda_graphs="on"
-    )
+    given = facts(platform=CPU, rope_type="dynamic", attention_backend="torch", head_dim=24, cuda_graphs="on")
     with pytest.raises(ConfigError) as error:
         decide(given, "1")
-    for word in ("Triton", "dynamic rope", "backend torch", "head_dim is 24", "4 experts", "CUDA graphs", "unset"):
+    for word in ("Triton", "dynamic rope", "backend torch", "head_dim is 24", "CUDA graphs", "unset"):
         assert word in str(error.value)
 
 
 def test_reasons_come_from_the_first_group_that_rejects() -> None:
     """The groups are the model, Triton, features: a missing Triton explains the backend torch."""
     given = facts(
-        architecture="MixtralForCausalLM", num_experts=8, platform=CPU, attention_backend="torch", rope_type="dynamic"
+        architecture="MixtralForCausalLM",
+        model_impl="transformers",
+        platform=CPU,
+        attention_backend="torch",
+        rope_type="dynamic",
     )
     reasons = decide(given, None).reasons
-    assert [reason.split(":")[0] for reason in reasons] == ["architecture", "mixture of experts"]
+    assert [reason.split(":")[0] for reason in reasons] == ["architecture", "model implementation"]
     assert "MixtralForCausalLM" in reasons[0]
-    dense = msgspec.structs.replace(given, architecture="LlamaForCausalLM", num_experts=0)
+    dense = msgspec.structs.replace(given, architecture="LlamaForCausalLM", model_impl="native")
     assert decide(dense, None).reasons == (f"Triton kernels: {CPU.triton_problem}",)
     on_gpu = msgspec.structs.replace(dense, platform=GPU)
     assert [reason.split(":")[0] for reason in decide(on_gpu, None).reasons] == [

@@ -22,8 +22,7 @@ NATIVE = ["llama", "mistral", "qwen3"]
 REASONS = {
     "opt": ["architecture: ", "model implementation: V2 runs native layers; OPTForCausalLM runs through transformers"],
     "gemma": ["architecture: ", "model implementation: V2 runs native layers; GemmaForCausalLM"],
-    "mixtral": ["model implementation: ", "mixture of experts: V2 runs dense models; this one has 4 experts"],
-    "qwen3_moe": ["model implementation: ", "mixture of experts: V2 runs dense models; this one has 4 experts"],
+    "olmoe": ["model implementation: V2 runs native layers; OlmoeForCausalLM runs through transformers"],
 }
 
 
@@ -57,6 +56,17 @@ def test_dense_native_families_run_on_v2(model_type: str, tmp_path: Path) -> Non
     config = resolved(tmp_path, model_type)
     assert (config.model.impl, config.decision.runner) == ("native", "V2")
     assert config.choices[0] == "model_impl=native: its architecture has native layers"
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_native_mixtures_of_experts_run_on_v1_and_on_a_forced_v2(model_type: str, tmp_path: Path) -> None:
+    config = resolved(tmp_path / "default", model_type)
+    assert (config.model.impl, config.decision.runner) == ("native", "V1")
+    assert f"no figures in docs/numbers.md show {config.model.architecture} exact" in config.decision.reasons[0]
+    assert f"{VARIABLE}=1 chooses V2" in config.decision.reasons[0]
+    assert resolved(tmp_path / "forced", model_type, "1").decision.runner == "V2"
+    assert config.model.moe is not None
+    assert (config.model.moe.num_experts, config.model.moe.top_k) == (4, 2)
 
 
 @pytest.mark.parametrize("model_type", REASONS)
@@ -102,7 +112,7 @@ def test_native_layers_are_refused_where_there_are_none(tmp_path: Path) -> None:
         resolved(tmp_path, "opt", impl="native")
 
 
-@pytest.mark.parametrize(("model_type", "split"), [("gemma2", (2, 2)), ("mixtral", (1, 2)), ("gpt_oss", (2, 1))])
+@pytest.mark.parametrize(("model_type", "split"), [("gemma2", (2, 2)), ("olmoe", (1, 2)), ("gpt_oss", (2, 1))])
 def test_a_model_of_transformers_is_split_by_the_librarys_plans(
     model_type: str, split: tuple[int, int], tmp_path: Path
 ) -> None:

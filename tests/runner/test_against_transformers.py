@@ -87,6 +87,21 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
         (23, 24, 25, 300),
     ),
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 256}, (16, 16), (30, 240)),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}, (16, 16), (1, 15, 16, 17, 500)),
+    "qwen3-moe-some-dense": (
+        "qwen3_moe",
+        {
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [0],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "fused": True,
+        },
+        (16, 16),
+        (33, 70),
+    ),
+    "mixtral": ("mixtral", {}, (16, 16), (1, 17, 300)),
+    "mixtral-fused": ("mixtral", {"sliding_window": 20, "fused": True}, (48, 16), (47, 90)),
     "qwen3-yarn-attention-factor": (
         "qwen3",
         {"rope_parameters": {**YARN, "attention_factor": 0.7}, "max_position_embeddings": 256},
@@ -157,7 +172,13 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [("llama", {}), ("mistral", {"sliding_window": 20}), ("qwen2", {}), ("qwen3", {"num_key_value_heads": 1})],
+    [
+        ("llama", {}),
+        ("mistral", {"sliding_window": 20}),
+        ("qwen2", {}),
+        ("qwen3", {"num_key_value_heads": 1}),
+        ("qwen3_moe", {}),
+    ],
 )
 def test_triton_kernels_yield_the_tokens_of_transformers(
     family: str, overrides: dict[str, Any], tmp_path: Path, build: Callable[..., ModelRunner]

@@ -170,13 +170,21 @@ def test_a_quantized_model_has_the_tokens_of_the_dequantized_one(
     assert tokens(quantized, impl=impl, device=device) == reference_greedy(reference_model(plain), PROMPT, 6)
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("mixtral", "fp8 blocks"), ("qwen3_moe", "awq")])
+@pytest.mark.parametrize(
+    ("model_type", "name", "impl"),
+    [
+        ("mixtral", "fp8 blocks", "transformers"),
+        ("qwen3_moe", "awq", "transformers"),
+        ("mixtral", "awq", "native"),
+        ("qwen3_moe", "fp8 blocks", "native"),
+    ],
+)
 def test_weights_of_single_experts_are_dequantized_before_they_are_fused(
-    model_type: str, name: str, tmp_path: Path
+    model_type: str, name: str, impl: str, tmp_path: Path
 ) -> None:
     plain = make_any_checkpoint(tmp_path / "plain", model_type)
     quantized = quantize(plain, tmp_path / "quantized", name)
-    options = {"max_model_len": 256, "max_batch_tokens": 64}
+    options: dict[str, Any] = {"max_model_len": 256, "max_batch_tokens": 64, "impl": impl}
     assert tokens(quantized, **options) == reference_greedy(reference_model(plain), PROMPT, 6)
 
 

@@ -39,7 +39,7 @@ def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightSh
     decoder = decoder_at(directory, position)
     shards = dict(decoder.weight_shards())
     with open_weights(directory, decoder.config, CPU.device, CPU.stored) as weights:
-        load_weights(directory, weights, shards, decoder.ignored_weights(), lambda fraction: None)
+        load_weights(directory, weights, shards, decoder.ignored_weights(weights), lambda fraction: None)
     return shards
 
 

@@ -8,7 +8,13 @@ from pdserve.config.model_config import ModelConfig
 from pdserve.config.parallel import RankPosition
 from runner.distributed.parallel_state import ParallelState
 from runner.models.layers.pointwise_ops import PointwiseOps
-from runner.models.quantization import LinearMethod, linear_method_class
+from runner.models.quantization import (
+    ExpertsMethod,
+    ExpertsShard,
+    LinearMethod,
+    experts_method_class,
+    linear_method_class,
+)
 from runner.placement import TensorPlacement
 
 
@@ -19,6 +25,7 @@ class ModelContext:
     placement: TensorPlacement
     ops: PointwiseOps
     linear_method: type[LinearMethod]  # of the checkpoint's weight format
+    experts_method: type[ExpertsMethod]
 
     @classmethod
     def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
@@ -27,8 +34,8 @@ class ModelContext:
             from runner.models.layers.triton_ops import TritonPointwiseOps
 
             ops = TritonPointwiseOps
-        linear_method = linear_method_class(config.weight_format)
-        return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel), linear_method)
+        methods = linear_method_class(config.weight_format), experts_method_class(config.weight_format)
+        return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel), *methods)
 
     @property
     def position(self) -> RankPosition:
@@ -37,3 +44,7 @@ class ModelContext:
     def linear(self, in_features: int, out_features: int, bias: bool) -> LinearMethod:
         """Create a linear layer of a rank in the checkpoint's weight format."""
         return self.linear_method(in_features, out_features, bias, self.placement, self.config.quantization)
+
+    def experts(self, shard: ExpertsShard) -> ExpertsMethod:
+        """Create a rank's experts of a layer in the checkpoint's weight format."""
+        return self.experts_method(shard, self.ops.silu_and_mul, self.placement, self.config.quantization)

@@ -1,15 +1,16 @@
-"""Weight formats of linear layers, one file each. ``pdserve/config/weight_formats.py`` names them and their sizes."""
+"""Weight formats of linear layers and experts, one file each. ``pdserve/config/weight_formats.py`` has the table."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pdserve.config.weight_formats import WEIGHT_FORMATS
+from runner.batch import Routing
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
 
@@ -50,8 +51,62 @@ class LinearMethod(ABC):
         """Return y [tokens, out_features] of x [tokens, in_features]."""
 
 
+class ExpertsShard(NamedTuple):
+    """A rank's part of the experts of one layer."""
+
+    local: range  # its experts
+    num_experts: int  # of the layer
+    hidden_size: int
+    inner: ShardRange  # of the intermediate size of each expert
+
+
+class ExpertsMethod(ABC):
+    """The stacked weights of a layer's experts in one format, and their products (vLLM's FusedMoEMethodBase).
+
+    Fill all ``weight_shards``, then call ``process_weights_after_loading``, then ``apply``.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        shard: ExpertsShard,
+        activation: Callable[[Tensor], Tensor],
+        placement: TensorPlacement,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Create empty weights. ``options`` is the checkpoint's quantization_config.
+
+        ``activation`` computes an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
+        """
+
+    @abstractmethod
+    def weight_shards(self) -> WeightShards:
+        """Yield the tensors, named behind the layer's "mlp.experts.", such as "0.gate_proj.weight"."""
+
+    @abstractmethod
+    def process_weights_after_loading(self) -> None:
+        """Bring filled weights into the form that ``apply`` uses."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of each token's local experts, plus ``shared``; all [tokens, hidden_size].
+
+        On GPUs with Triton the call never waits for the device.
+        """
+
+
 def linear_method_class(weight_format: str) -> type[LinearMethod]:
     """Import the linear method of a weight format."""
-    module, name = WEIGHT_FORMATS[weight_format].linear_method.split(".")
-    method: type[LinearMethod] = getattr(importlib.import_module(f"runner.models.quantization.{module}"), name)
+    method: type[LinearMethod] = _imported(WEIGHT_FORMATS[weight_format].linear_method)
     return method
+
+
+def experts_method_class(weight_format: str) -> type[ExpertsMethod]:
+    """Import the experts method of a weight format."""
+    method: type[ExpertsMethod] = _imported(WEIGHT_FORMATS[weight_format].experts_method)
+    return method
+
+
+def _imported(path: str) -> Any:
+    module, name = path.split(".")
+    return getattr(importlib.import_module(f"runner.models.quantization.{module}"), name)

@@ -1,0 +1,75 @@
+"""Mixtures of experts as config.json describes them: sizes, and how a router chooses experts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.config.config_fields import REMEDY, ConfigFields
+
+
+class MoEConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers with experts of a model. Names are vLLM's.
+
+    A router scores all experts, adds the correction bias, keeps ``topk_group`` of ``num_expert_group`` groups by the
+    sum of their two best scores, and chooses the ``top_k`` best experts in them. Their weights are the scores without
+    the bias, divided by their sum if ``renormalize``, times ``routed_scaling_factor``.
+    """
+
+    num_experts: int
+    top_k: int  # experts per token
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int = 0  # of the shared experts together, which take every token; 0: none
+    scoring: str = "softmax"  # or sigmoid
+    renormalize: bool = True
+    has_correction_bias: bool = False
+    num_expert_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    dense_layers: tuple[int, ...] = ()  # layers with an MLP in place of experts, ascending
+
+    def is_dense(self, layer: int) -> bool:
+        """``layer`` counts from 0 in the whole model."""
+        return layer in self.dense_layers
+
+
+def qwen3_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    step = fields.integer("decoder_sparse_step", 1)
+    mlp_only = fields.get("mlp_only_layers") or []
+    if not isinstance(mlp_only, list):
+        raise fields.error(f"has mlp_only_layers that are not a list. {REMEDY}")
+    dense = tuple(layer for layer in range(num_layers) if layer in mlp_only or (layer + 1) % step)
+    return _checked(
+        fields,
+        MoEConfig(
+            **_sizes(fields, "moe_intermediate_size"),
+            renormalize=fields.flag("norm_topk_prob"),
+            dense_layers=dense,
+        ),
+    )
+
+
+def mixtral(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    return _checked(fields, MoEConfig(**_sizes(fields, "intermediate_size")))
+
+
+def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, int]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
+    count = next((name for name in names if fields.get(name) is not None), names[0])
+    return {
+        "num_experts": fields.integer(count),
+        "top_k": fields.integer("num_experts_per_tok"),
+        "intermediate_size": fields.integer(intermediate_size),
+    }
+
+
+def _checked(fields: ConfigFields, moe: MoEConfig) -> MoEConfig:
+    groups, kept = moe.num_expert_group, moe.topk_group
+    if moe.num_experts % groups or kept > groups or (groups > 1 and moe.num_experts < 2 * groups):
+        raise fields.error(
+            f"keeps {kept} of {groups} groups of {moe.num_experts} experts; groups must be of equal size, at least 2. "
+            f"{REMEDY}"
+        )
+    in_groups = moe.num_experts // groups * kept
+    if moe.top_k > in_groups:
+        raise fields.error(f"chooses {moe.top_k} of {in_groups} experts per token. {REMEDY}")
+    return moe

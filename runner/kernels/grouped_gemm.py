@@ -1,0 +1,218 @@
+"""Products of tokens with the weights of their experts, and the sum over the experts of a token.
+
+A tile of rows belongs to one expert (``routing.sort_by_expert``). Few assignments are not sorted: then each one is a
+tile, as most experts have a single token at best. The plain forms are in ``expert_reference.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.batch import Routing
+from runner.kernels.routing import SortedTokens, sort_by_expert
+
+_DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_ROWS = 16  # least rows of a tensor core product
+_UNSORTED = 4  # assignments are not sorted if experts are at least so many times as many
+_SUM_BLOCK = 1024  # values that a program sums
+
+
+class GroupedRows(NamedTuple):
+    """The rows of a step's grouped products. Both products of a layer share them."""
+
+    tokens: SortedTokens | None  # None: each assignment is a tile
+    experts: Tensor  # [tokens, top_k] int32
+    local: range  # this rank's experts
+    tile_rows: int
+
+    @property
+    def tiles(self) -> int:
+        return self.experts.numel() if self.tokens is None else self.tokens.experts.shape[0]
+
+
+@triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
+def _grouped_gemm_kernel(
+    x,  # [count / ROWS_PER_TOKEN, IN]
+    weight,  # [num_experts, OUT, IN]
+    bias,  # [num_experts, OUT], read if HAS_BIAS
+    y,  # out [count, OUT]
+    assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
+    experts,  # [tiles] int32
+    count,
+    first_expert,  # of ``experts`` if not SORTED
+    num_experts,
+    tiles,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    SORTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Grid (tiles * blocks of OUT,). Programs of GROUP tiles share blocks of weights in the cache."""
+    OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    program = tl.program_id(0)
+    first_tile = program // (GROUP * OUT_BLOCKS) * GROUP
+    group = tl.minimum(tiles - first_tile, GROUP)
+    tile = first_tile + program % (GROUP * OUT_BLOCKS) % group
+    out_block = program % (GROUP * OUT_BLOCKS) // group
+
+    row = tl.arange(0, BLOCK_ROWS)
+    if SORTED:
+        expert = tl.load(experts + tile)
+        known = expert >= 0
+    else:
+        expert = tl.load(experts + tile) - first_expert
+        known = (expert >= 0) & (expert < num_experts)
+    if known:
+        if SORTED:
+            assignment = tl.load(assignments + tile * BLOCK_ROWS + row)
+        else:
+            assignment = tl.where(row == 0, tile, count)
+        held = assignment < count
+        rows = tl.where(held, assignment, 0).to(tl.int64)
+        column = tl.arange(0, BLOCK_IN)
+        out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        inside = out < OUT
+        x_at = x + (rows // ROWS_PER_TOKEN)[:, None] * IN + column[None, :]
+        weight_at = weight + expert.to(tl.int64) * OUT * IN + out[None, :].to(tl.int64) * IN + column[:, None]
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
+        for begin in range(0, IN, BLOCK_IN):
+            within = column < IN - begin
+            values = tl.load(x_at + begin, mask=held[:, None] & within[None, :], other=0.0)
+            weights = tl.load(weight_at + begin, mask=within[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(values.to(DOT), weights.to(DOT), total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias + expert.to(tl.int64) * OUT + out, mask=inside, other=0.0).to(tl.float32)[None, :]
+        y_at = y + rows[:, None] * OUT + out[None, :]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=held[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
+def _sum_kernel(
+    y,  # [tokens * TOP_K, SIZE]
+    weights,  # [tokens, TOP_K] float32
+    experts,  # [tokens, TOP_K] int32
+    shared,  # [tokens, SIZE], read if HAS_SHARED
+    out,  # [tokens, SIZE]
+    first_expert,
+    num_experts,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (tokens, blocks of SIZE)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.static_range(TOP_K):
+        expert = tl.load(experts + token * TOP_K + index) - first_expert
+        is_local = (expert >= 0) & (expert < num_experts)
+        size = tl.where(is_local, SIZE, 0)
+        part = tl.load(y + (token * TOP_K + index) * SIZE + column, mask=column < size, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights + token * TOP_K + index)
+    if HAS_SHARED:
+        total += tl.load(shared + token * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def group_rows(experts: Tensor, local: range) -> GroupedRows:
+    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts."""
+    count = experts.numel()
+    if count * _UNSORTED <= len(local) or experts.shape[0] == 1:
+        return GroupedRows(None, experts, local, _ROWS)
+    per_expert = -(-count // len(local))
+    tile_rows = min(max(triton.next_power_of_2(per_expert), _ROWS), 128)
+    return GroupedRows(sort_by_expert(experts, local, tile_rows), experts, local, tile_rows)
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows, bias: Tensor | None = None) -> Tensor:
+    """Return the product of each assignment, [tokens * top_k, out_features]; of other ranks' experts it is undefined.
+
+    x is [tokens, in_features], or [tokens * top_k, in_features] with a row per assignment; weight [experts,
+    out_features, in_features] and bias [experts, out_features] are of this rank's experts.
+    """
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    count = rows.experts.numel()
+    _, out_features, in_features = weight.shape
+    y = x.new_empty(count, out_features)
+    options = _options(rows.tile_rows, out_features, in_features, x.dtype)
+    tokens = rows.tokens
+    grid = (rows.tiles * triton.cdiv(out_features, options["BLOCK_OUT"]),)
+    if not count:
+        return y
+    _grouped_gemm_kernel[grid](
+        x,
+        weight,
+        x if bias is None else bias,
+        y,
+        rows.experts if tokens is None else tokens.assignments,
+        rows.experts if tokens is None else tokens.experts,
+        count,
+        rows.local.start,
+        len(rows.local),
+        rows.tiles,
+        IN=in_features,
+        OUT=out_features,
+        ROWS_PER_TOKEN=count // x.shape[0],
+        SORTED=tokens is not None,
+        HAS_BIAS=bias is not None,
+        BLOCK_ROWS=rows.tile_rows,
+        **options,
+    )
+    return y
+
+
+def sum_experts(y: Tensor, routing: Routing, local: range, shared: Tensor | None = None) -> Tensor:
+    """Return the weighted sum over the experts of each token, [tokens, size], plus ``shared`` [tokens, size].
+
+    y [tokens * top_k, size] has the results of the experts in ``local``; others are left out. Computed in float32.
+    """
+    (tokens, top_k), size = routing.experts.shape, y.shape[1]
+    out = y.new_empty(tokens, size)
+    if tokens:
+        _sum_kernel[(tokens, triton.cdiv(size, _SUM_BLOCK))](
+            y,
+            routing.weights,
+            routing.experts,
+            y if shared is None else shared,
+            out,
+            local.start,
+            len(local),
+            SIZE=size,
+            TOP_K=top_k,
+            HAS_SHARED=shared is not None,
+            BLOCK=min(_SUM_BLOCK, triton.next_power_of_2(size)),
+            num_warps=4,
+        )
+    return out
+
+
+def _options(tile_rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return tile sizes: few rows read weights, many rows compute."""
+    interpreted = triton.knobs.runtime.interpret
+    few = tile_rows <= 32
+    exact = dtype == torch.float32  # multiplied without tensor cores, out of registers: small tiles, no pipeline
+    block_out = 32 if exact else 64 if few else 128
+    block_in = 32 if exact else 128 if few else 64
+    return {
+        "BLOCK_OUT": min(block_out, triton.next_power_of_2(out_features)) if interpreted else block_out,
+        "BLOCK_IN": min(block_in, max(16, triton.next_power_of_2(in_features))),
+        "GROUP": 1 if few else 8,
+        # numpy, in which the interpreter multiplies, has no bfloat16.
+        "DOT": tl.float32 if interpreted else _DOT[dtype],
+        "num_warps": 4 if tile_rows < 128 else 8,
+        "num_stages": 2 if exact else 4 if few else 3,
+    }

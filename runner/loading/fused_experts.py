@@ -1,0 +1,57 @@
+"""Checkpoints that transformers 5 saves with fused experts, read as if each expert had tensors of its own.
+
+mlp.experts.gate_up_proj  [experts, 2 * size, hidden]  →  mlp.experts.0.gate_proj.weight [size, hidden], …
+mlp.experts.down_proj     [experts, hidden, size]      →  mlp.experts.0.down_proj.weight [hidden, size], …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+class ExpertSlice:
+    """Rows of one expert in a fused tensor. Like a slice of safetensors, it reads nothing before it is indexed."""
+
+    def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
+        self._fused, self._expert, self._first, self._shape = fused, expert, first, shape
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        dtype: str = self._fused.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        begin, end, _ = rows.indices(self._shape[0])
+        return self._fused[(self._expert, slice(self._first + begin, self._first + end), *columns)]
+
+
+def split_experts(
+    weights: Mapping[str, Any], known: Collection[str], checkpoint_name: Callable[[str], str]
+) -> Mapping[str, Any]:
+    """Return the weights with a name per expert, if they are fused and the model does not ask for fused ones.
+
+    ``known`` are the names that the model asks for. Tensors beside fused experts have Llama's names, whatever the
+    family's are; ``checkpoint_name`` translates them.
+    """
+    if not any(name.endswith((_GATE_UP, _DOWN)) and name not in known for name in weights):
+        return weights
+    found: dict[str, Any] = {}
+    for name, weight in weights.items():
+        shape = weight.get_shape()
+        if name in known or not name.endswith((_GATE_UP, _DOWN)) or len(shape) != 3:
+            found[checkpoint_name(name)] = weight
+            continue
+        stem, _, kind = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        experts, rows, columns = shape[0], shape[1] // len(parts), shape[2]
+        for expert in range(experts):
+            for index, part in enumerate(parts):
+                full_name = checkpoint_name(f"{stem}.{expert}.{part}.weight")
+                found[full_name] = ExpertSlice(weight, expert, index * rows, (rows, columns))
+    return found

@@ -1,0 +1,46 @@
+"""The gated MLP, and what a layer needs of anything in its place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from runner.models.layers.context import ModelContext
+from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
+from runner.models.layers.weight_shard import ShardRange, WeightShards
+
+
+class MLPBlock(Protocol):
+    """An MLP or a mixture of experts. Tensors are named behind the layer's "mlp."."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return this shard's part of [tokens, hidden_size], still to be summed, of x [tokens, hidden_size]."""
+
+    def weight_shards(self) -> WeightShards: ...
+
+    def process_weights_after_loading(self) -> None: ...
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(self, context: ModelContext, intermediate_size: int, *, bias: bool = False) -> None:
+        """``intermediate_size`` is that of all shards."""
+        hidden_size = context.config.hidden_size
+        self._ops = context.ops
+        inner = ShardRange.even(intermediate_size, context.position)
+        outputs = {"gate_proj": inner, "up_proj": inner}
+        self._gate_up = MergedColumnParallelLinear(context, hidden_size, outputs, bias)
+        self._down = RowParallelLinear(context, "down_proj", inner, hidden_size, bias)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._down.apply(self._ops.silu_and_mul(self._gate_up.apply(x)))
+
+    def weight_shards(self) -> WeightShards:
+        yield from self._gate_up.weight_shards()
+        yield from self._down.weight_shards()
+
+    def process_weights_after_loading(self) -> None:
+        self._gate_up.process_weights_after_loading()
+        self._down.process_weights_after_loading()

@@ -1,0 +1,91 @@
+"""A mixture of experts: a router chooses a few experts for each token; shared experts take every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.config.moe import MoEConfig
+from runner.batch import Routing
+from runner.kernels import expert_reference
+from runner.models.layers.context import ModelContext
+from runner.models.layers.mlp import MLP
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
+from runner.models.quantization import ExpertsShard
+from runner.placement import TensorPlacement
+
+
+class Router:
+    """Scores in float32, of the whole layer on every shard. Shards sum exactly the same inputs, so they agree."""
+
+    def __init__(self, moe: MoEConfig, hidden_size: int, placement: TensorPlacement) -> None:
+        # Products of 16-bit numbers are exact in float32, so a GPU's 16-bit weights give float32 scores.
+        self._narrow = placement.device.type == "cuda" and placement.dtype != torch.float32
+        dtype = placement.dtype if self._narrow else torch.float32
+        self.weight = torch.empty(moe.num_experts, hidden_size, device=placement.device, dtype=dtype)
+        self.correction_bias: Tensor | None = None  # [num_experts] float32
+        if moe.has_correction_bias:
+            self.correction_bias = torch.empty(moe.num_experts, device=placement.device, dtype=torch.float32)
+        self._moe = moe
+        self._choose: Callable[..., Routing] = expert_reference.choose_experts
+        if placement.use_triton:  # Triton is imported only where it is used
+            from runner.kernels.routing import choose_experts
+
+            self._choose = choose_experts
+
+    def __call__(self, x: Tensor) -> Routing:
+        """Choose experts for x [tokens, hidden_size]."""
+        moe = self._moe
+        return self._choose(
+            self._logits(x),
+            self.correction_bias,
+            top_k=moe.top_k,
+            sigmoid=moe.scoring == "sigmoid",
+            renormalize=moe.renormalize,
+            groups=(moe.num_expert_group, moe.topk_group),
+            scale=moe.routed_scaling_factor,
+        )
+
+    def weight_shards(self) -> WeightShards:
+        yield "weight", WeightShard.full(self.weight)
+        if self.correction_bias is not None:
+            yield "e_score_correction_bias", WeightShard.full(self.correction_bias)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return [tokens, num_experts] float32."""
+        if self._narrow:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), self.weight)
+
+
+class MixtureOfExperts:
+    """``--tp`` slices each expert along its intermediate size."""
+
+    def __init__(self, context: ModelContext) -> None:
+        config, placement = context.config, context.placement
+        moe = config.moe
+        assert moe is not None
+        self._router = Router(moe, config.hidden_size, placement)
+        inner = ShardRange.even(moe.intermediate_size, context.position)
+        shard = ExpertsShard(range(moe.num_experts), moe.num_experts, config.hidden_size, inner)
+        self._experts = context.experts(shard)
+        self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return this shard's part of [tokens, hidden_size] of x [tokens, hidden_size]; never waits for the device."""
+        shared = None if self._shared is None else self._shared.apply(x)
+        return self._experts.apply(x, self._router(x), shared)
+
+    def weight_shards(self) -> WeightShards:
+        yield from prefixed("gate.", self._router.weight_shards())
+        yield from prefixed("experts.", self._experts.weight_shards())
+        if self._shared is not None:
+            yield from prefixed("shared_experts.", self._shared.weight_shards())
+
+    def process_weights_after_loading(self) -> None:
+        self._experts.process_weights_after_loading()
+        if self._shared is not None:
+            self._shared.process_weights_after_loading()

@@ -1,0 +1,60 @@
+"""Experts with unquantized weights, stacked: one tensor of all gates and ups, and one of all downs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runner.batch import Routing
+from runner.kernels.expert_reference import sum_of_experts
+from runner.models.layers.weight_shard import WeightShard, WeightShards
+from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.placement import TensorPlacement
+
+
+class UnquantizedExperts(ExpertsMethod):
+    """On GPUs grouped products; on CPUs one product per expert, in the dtype of activations."""
+
+    def __init__(
+        self,
+        shard: ExpertsShard,
+        activation: Callable[[Tensor], Tensor],
+        placement: TensorPlacement,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._shard, self._activation, self._use_triton = shard, activation, placement.use_triton
+        num_experts, inner = len(shard.local), shard.inner.size
+        place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
+        self._gate_up = torch.empty(num_experts, 2 * inner, shard.hidden_size, **place)
+        self._down = torch.empty(num_experts, shard.hidden_size, inner, **place)
+
+    def weight_shards(self) -> WeightShards:
+        hidden_size, inner = self._shard.hidden_size, self._shard.inner
+        outputs, inputs = (inner.full_size, hidden_size), (hidden_size, inner.full_size)
+        for index, expert in enumerate(self._shard.local):
+            gate, up = self._gate_up[index].split(inner.size)
+            yield f"{expert}.gate_proj.weight", WeightShard(gate, outputs, 0, inner.start)
+            yield f"{expert}.up_proj.weight", WeightShard(up, outputs, 0, inner.start)
+            yield f"{expert}.down_proj.weight", WeightShard(self._down[index], inputs, 1, inner.start)
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing: the grouped products read the checkpoint's form."""
+
+    def apply(self, x: Tensor, routing: Routing, shared: Tensor | None = None) -> Tensor:
+        local = self._shard.local
+        if not self._use_triton:
+            return sum_of_experts(x, routing, local, self._expert, shared)
+        from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
+
+        rows = group_rows(routing.experts, local)
+        inner = self._activation(grouped_gemm(x, self._gate_up, rows))
+        return sum_experts(grouped_gemm(inner, self._down, rows), routing, local, shared)
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        index = number - self._shard.local.start
+        inner = self._activation(F.linear(x, self._gate_up[index].to(x.dtype)))
+        return F.linear(inner, self._down[index].to(x.dtype))

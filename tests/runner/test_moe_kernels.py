@@ -1,0 +1,142 @@
+"""The kernels of mixtures of experts against plain torch: in Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.batch import Routing
+from runner.kernels import expert_reference
+from runner.kernels.grouped_gemm import group_rows, grouped_gemm, sum_experts
+from runner.kernels.reference import silu_and_mul
+from runner.kernels.routing import choose_experts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"top_k": 3, "sigmoid": False, "renormalize": True, "groups": (1, 1), "scale": 1.0},
+    "softmax-plain": {"top_k": 1, "sigmoid": False, "renormalize": False, "groups": (1, 1), "scale": 1.0},
+    "sigmoid-groups": {"top_k": 4, "sigmoid": True, "renormalize": True, "groups": (4, 2), "scale": 2.5},
+}
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def routing_of(tokens: int, num_experts: int, top_k: int, unused: range = range(0)) -> Routing:
+    """Return a random routing in which no token goes to an ``unused`` expert."""
+    logits = random(tokens, num_experts, seed=5)
+    logits[:, unused.start : unused.stop] = -torch.inf
+    return expert_reference.choose_experts(logits, None, **ROUTERS["softmax"] | {"top_k": top_k})
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_experts", [8, 12])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_chosen_experts_equal_torch(router: str, num_experts: int, has_bias: bool) -> None:
+    logits, bias = random(6, num_experts), random(num_experts, seed=1) if has_bias else None
+    found = choose_experts(logits, bias, **ROUTERS[router])
+    expected = expert_reference.choose_experts(logits, bias, **ROUTERS[router])
+    assert torch.equal(found.experts, expected.experts)
+    torch.testing.assert_close(found.weights, expected.weights)
+
+
+def test_a_row_that_is_not_a_number_chooses_experts_that_exist() -> None:
+    """Rows that pad a CUDA graph may hold anything."""
+    logits = torch.full((1, 6), torch.nan, device=DEVICE)
+    chosen = choose_experts(logits, None, **ROUTERS["softmax"]).experts
+    assert ((chosen >= 0) & (chosen < 6)).all()
+
+
+def check_products(
+    routing: Routing, num_experts: int, local: range, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Compare both products and the sum with float32 arithmetic on the same numbers."""
+    (hidden, inner), tokens = sizes, len(routing.experts)
+    x, shared = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype, seed=1)
+    gate_up = random(num_experts, 2 * inner, hidden, dtype=dtype, seed=2) / hidden**0.5
+    down = random(num_experts, hidden, inner, dtype=dtype, seed=3) / inner**0.5
+    mine = slice(local.start, local.stop)
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        return silu_and_mul(rows @ gate_up[number].float().t()) @ down[number].float().t()
+
+    expected = expert_reference.sum_of_experts(x.float(), routing, local, expert, shared.float())
+    rows = group_rows(routing.experts, local)
+    activated = silu_and_mul(grouped_gemm(x, gate_up[mine].contiguous(), rows))
+    found = sum_experts(grouped_gemm(activated, down[mine].contiguous(), rows), routing, local, shared)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("local", [range(4), range(1, 3)], ids=["all", "some"])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+def test_grouped_products_equal_torch(tokens: int, local: range) -> None:
+    check_products(routing_of(tokens, 4, 2), 4, local, (40, 24), torch.float32)
+
+
+def test_few_tokens_of_many_experts_are_not_sorted() -> None:
+    routing = routing_of(3, 64, 2)
+    routing.experts[1] = routing.experts[0]
+    assert group_rows(routing.experts, range(64)).tokens is None
+    check_products(routing, 64, range(64), (16, 16), torch.bfloat16)
+
+
+def test_experts_without_tokens_have_no_tiles() -> None:
+    routing = routing_of(9, 8, 2, unused=range(1, 6))
+    check_products(routing, 8, range(8), (16, 16), torch.float32)
+    tokens = group_rows(routing.experts, range(8)).tokens
+    assert tokens is not None
+    assert set(tokens.experts.tolist()) == {-1, 0, 6, 7}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "unused"),
+    [
+        (1, 128, 8, range(0)),
+        (2, 128, 8, range(0)),
+        (32, 128, 8, range(0)),
+        (256, 128, 8, range(3, 90)),
+        (8192, 128, 8, range(0)),
+        (1, 8, 2, range(0)),
+        (33, 8, 2, range(2, 5)),
+        (3000, 8, 2, range(7, 8)),
+        (100, 384, 6, range(0)),
+    ],
+)
+def test_grouped_products_on_a_gpu_equal_torch(
+    tokens: int, num_experts: int, top_k: int, unused: range, dtype: torch.dtype
+) -> None:
+    routing = routing_of(tokens, num_experts, top_k, unused)
+    check_products(routing, num_experts, range(num_experts), (512, 192), dtype)
+    check_products(routing, num_experts, range(num_experts // 2, num_experts), (512, 192), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_a_graph_of_a_mixture_follows_other_routings(tokens: int) -> None:
+    """Nothing waits for the host, and nothing of the captured routing stays."""
+    logits, x = random(tokens, 16, seed=1), random(tokens, 64, dtype=torch.bfloat16)
+    weight = random(16, 32, 64, dtype=torch.bfloat16, seed=2)
+
+    def compute() -> Tensor:
+        routing = choose_experts(logits, None, **ROUTERS["softmax"])
+        product = grouped_gemm(x, weight, group_rows(routing.experts, range(16)))
+        return sum_experts(product, routing, range(16))
+
+    compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for seed in (1, 3):
+        logits.copy_(random(tokens, 16, seed=seed))
+        expected = compute()
+        graph.replay()
+        assert torch.equal(out, expected)
