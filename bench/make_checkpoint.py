@@ -71,6 +71,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000,
     },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000,
+    },
     "llama-8b": _LLAMA
     | {
         "hidden_size": 4096,

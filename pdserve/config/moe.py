@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from pdserve.config.config_fields import REMEDY, ConfigFields
@@ -52,7 +54,7 @@ def mixtral(fields: ConfigFields, num_layers: int) -> MoEConfig:
     return _checked(fields, MoEConfig(**_sizes(fields, "intermediate_size")))
 
 
-def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, int]:
+def _sizes(fields: ConfigFields, intermediate_size: str) -> dict[str, Any]:
     names = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers 5 saves another one than 4
     count = next((name for name in names if fields.get(name) is not None), names[0])
     return {

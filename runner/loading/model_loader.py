@@ -91,8 +91,8 @@ class LoadedModel:
                 fill_random(dict(self.decoder.weight_shards()), seed=0)
             else:
                 shards = dict(self.decoder.weight_shards())
-                weights = split_experts(weights, shards, self.decoder.checkpoint_name)
-                load_weights(path, weights, shards, self.decoder.ignored_weights(weights), progress)
+                found = split_experts(weights, shards, self.decoder.checkpoint_name)
+                load_weights(path, found, shards, self.decoder.ignored_weights(found), progress)
         self.decoder.process_weights_after_loading()
 
     def _load_library_model(self, decoder: TransformersDecoder, path: Path, weights: Mapping[str, Any] | None) -> None:
