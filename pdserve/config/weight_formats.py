@@ -30,9 +30,9 @@ class _Unsupported(Exception):
 
 class WeightFormat(msgspec.Struct, frozen=True):
     linear_method: str = "unquantized.UnquantizedLinearMethod"  # "module.Class" below runner.models.quantization
-    experts_method: str = "unquantized_experts.UnquantizedExperts"
     bytes_per_weight: Callable[[str], float] = DTYPE_BYTES.__getitem__  # of linear layers, by the model's dtype
     storage_rules: Callable[[Mapping[str, Any]], Rules] | None = None  # raises _Unsupported; None: loaded as stored
+    experts_method: str = "unquantized_experts.UnquantizedExperts"
 
 
 def _choice(options: Mapping[str, Any], name: str, supported: tuple[Any, ...], default: Any = None) -> Any:
